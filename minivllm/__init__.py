@@ -1,0 +1,45 @@
+"""minivllm: an LLM serving engine with vLLM's architecture, small enough to read, and a course that builds it."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "Scheduler",
+    "StaticBatchScheduler",
+]
+
+if TYPE_CHECKING:
+    from minivllm.config import EngineArgs
+    from minivllm.core.scheduler import Scheduler
+    from minivllm.core.static_batching import StaticBatchScheduler
+    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.entrypoints.llm import LLM
+    from minivllm.outputs import CompletionOutput, RequestOutput
+    from minivllm.sampling_params import SamplingParams
+
+_MODULES = {
+    "LLM": "entrypoints.llm",
+    "CompletionOutput": "outputs",
+    "EngineArgs": "config",
+    "LLMEngine": "engine.llm_engine",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "Scheduler": "core.scheduler",
+    "StaticBatchScheduler": "core.static_batching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import minivllm` alone, or a look at the scheduler, does not wait for torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"minivllm.{_MODULES[name]}"), name)

@@ -1,0 +1,83 @@
+"""A pool of equal cache blocks on one device: which are free, how often each is referenced, what each holds.
+
+This is paging's lowest floor. It deals in block numbers alone; the memory behind them belongs to the CacheEngine.
+Mirrors `vllm/v1/core/block_pool.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class BlockAllocator:
+    """Hands out block numbers 0 .. num_blocks - 1 and counts references to them.
+
+    A block whose last reference goes is free at once, but what it holds is not forgotten: with prefix caching its
+    hash stays known until the block is handed out again. Free blocks are handed out least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody references, those with remembered contents included."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take the least recently used free block; what it held is forgotten.
+
+        Raises:
+            IndexError: No block is free. Ask `num_free` first.
+        """
+        if not self._free:
+            raise IndexError("no free block: ask num_free before allocate")
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a reference to a block, which may be a free one that the prefix cache found."""
+        if self.ref_counts[block] == 0:
+            del self._free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Give a reference back. The last one frees the block."""
+        if self.ref_counts[block] == 0:
+            raise ValueError(f"block {block} is released more often than it was taken")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self._free[block] = None
+
+    # -- what the blocks hold (prefix caching) -------------------------------------------------------------------
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds these tokens after this prefix, or None."""
+        return self._block_of.get(block_hash)
+
+    def remember(self, block: int, block_hash: bytes) -> None:
+        """Note that a block holds computed keys and values. If another block already does, that one stays known."""
+        if self._hash_of[block] is None and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
+    def is_remembered(self, block: int) -> bool:
+        """Whether the prefix cache knows what the block holds."""
+        return self._hash_of[block] is not None
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache; blocks in use stay in use."""
+        self._block_of.clear()
+        self._hash_of = [None] * self.num_blocks
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            del self._block_of[block_hash]

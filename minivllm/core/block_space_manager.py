@@ -1,0 +1,209 @@
+"""Paging for the KV cache: the table of each sequence says in which blocks its tokens' keys and values lie.
+
+A block holds `block_size` consecutive tokens of one sequence. Token i of a sequence lies in block `table[i //
+block_size]`, at offset `i % block_size`. Sequences may share blocks: after a fork, or when the prefix cache finds
+that a prompt begins like an earlier one. Who is about to write into a shared block gets a copy of its own first.
+
+The idea is PagedAttention's (Kwon et al., 2023, arXiv:2309.06180); the interface follows vLLM's
+`vllm/core/block_manager.py`.
+"""
+
+from __future__ import annotations
+
+from minivllm.core.block_allocator import BlockAllocator
+from minivllm.request import Sequence
+
+
+class BlockSpaceManager:
+    """Owns every block table, and the pools of device and host blocks.
+
+    All methods that take blocks have a `can_...` twin that says beforehand whether there are enough.
+
+    Args:
+        block_size: Tokens in a block.
+        num_gpu_blocks: Blocks on the device that computes (on a CPU machine, too, the field says "gpu").
+        num_cpu_blocks: Blocks in host memory, to swap out to.
+        watermark: Fraction of the device's blocks kept free when sequences are admitted, so that those that run
+            can grow a little before one of them must be preempted.
+        enable_prefix_caching: Let prompts reuse computed blocks of earlier sequences that began the same way.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int = 0,
+        watermark: float = 0.01,
+        enable_prefix_caching: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.watermark_blocks = int(watermark * num_gpu_blocks)
+        self.gpu_allocator = BlockAllocator(num_gpu_blocks)
+        self.cpu_allocator = BlockAllocator(num_cpu_blocks)
+        self.block_tables: dict[int, list[int]] = {}
+        """Device block tables by sequence id."""
+        self.swapped_tables: dict[int, list[int]] = {}
+        """Host block tables of the sequences that are swapped out."""
+        self._num_remembered: dict[int, int] = {}
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens: the quotient, rounded up."""
+        return -(-num_tokens // self.block_size)
+
+    def find_cached_blocks(self, seq: Sequence) -> list[int]:
+        """Blocks in the prefix cache that hold the beginning of the sequence, longest match.
+
+        The last token is never matched: computing it is what yields the logits for the next one.
+        """
+        if not self.enable_prefix_caching or seq.request.sampling_params.prompt_logprobs is not None:
+            return []
+        hashes = seq.extend_block_hashes(self.block_size)
+        blocks: list[int] = []
+        for block_hash in hashes[: (seq.num_tokens - 1) // self.block_size]:
+            block = self.gpu_allocator.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def can_allocate(self, seq: Sequence, cached_blocks: list[int] | None = None, keep_watermark: bool = True) -> bool:
+        """Whether `allocate(seq, cached_blocks)` would find enough blocks and leave the watermark free."""
+        cached_blocks = cached_blocks or []
+        num_needed = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
+        # A cached block that nobody references counts as free until it is taken.
+        num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)
+        watermark = self.watermark_blocks if keep_watermark else 0
+        return self.gpu_allocator.num_free - num_needed >= watermark
+
+    def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
+        """Make the table of a sequence that has none: the cached blocks first, then fresh ones for all its tokens."""
+        table = list(cached_blocks or [])
+        for block in table:  # referenced before anything is allocated, so that none of them is handed out
+            self.gpu_allocator.share(block)
+        self._num_remembered[seq.seq_id] = len(table)
+        for _ in range(self.num_blocks_for(seq.num_tokens) - len(table)):
+            table.append(self.gpu_allocator.allocate())
+        self.block_tables[seq.seq_id] = table
+
+    # -- growth --------------------------------------------------------------------------------------------------
+
+    def can_append_slots(self, seq: Sequence) -> bool:
+        """Whether `append_slots(seq)` would find the blocks that it may need."""
+        num_new = self.num_blocks_for(len(seq.token_ids)) - len(self.block_tables[seq.seq_id])
+        if num_new == 0:  # the common case: room in the last block; at most a copy of it is needed
+            num_new = 1 if self._must_copy(seq) else 0
+        return self.gpu_allocator.num_free >= num_new
+
+    def append_slots(self, seq: Sequence) -> tuple[int, int] | None:
+        """Make room for all known tokens of the sequence, and its next slot its own.
+
+        Returns:
+            (source, destination) of a block to copy before anything is written, where the block that the next
+            token goes to was shared (copy-on-write), else None.
+        """
+        table = self.block_tables[seq.seq_id]
+        missing = self.num_blocks_for(len(seq.token_ids)) - len(table)
+        if missing > 0:
+            table.extend(self.gpu_allocator.allocate() for _ in range(missing))
+            return None
+        if self._must_copy(seq):
+            position = seq.num_computed_tokens // self.block_size
+            source, destination = table[position], self.gpu_allocator.allocate()
+            table[position] = destination
+            self.gpu_allocator.release(source)
+            return source, destination
+        return None
+
+    def _must_copy(self, seq: Sequence) -> bool:
+        block = self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size]
+        return self.gpu_allocator.ref_counts[block] > 1
+
+    def mark_computed(self, seq: Sequence) -> None:
+        """Offer the sequence's full, computed blocks to the prefix cache.
+
+        Called after the step that computed them, never before: a block that is only planned must not be matched.
+        """
+        if not self.enable_prefix_caching:
+            return
+        first = self._num_remembered[seq.seq_id]
+        num_full = seq.num_computed_tokens // self.block_size
+        if num_full > first:
+            hashes = seq.extend_block_hashes(self.block_size)
+            table = self.block_tables[seq.seq_id]
+            for i in range(first, num_full):
+                self.gpu_allocator.remember(table[i], hashes[i])
+            self._num_remembered[seq.seq_id] = num_full
+
+    # -- sharing and giving back ---------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give the child the parent's blocks: a second reference to each, no copy."""
+        table = self.block_tables[parent.seq_id]
+        for block in table:
+            self.gpu_allocator.share(block)
+        self.block_tables[child.seq_id] = list(table)
+        self._num_remembered[child.seq_id] = self._num_remembered[parent.seq_id]
+
+    def free(self, seq: Sequence) -> None:
+        """Give back all blocks of the sequence, device and host. Does nothing if it has none.
+
+        The last block goes first, so that it is the first to be reused: the beginning of a text is what a later
+        prompt is most likely to have in common with it.
+        """
+        for block in reversed(self.block_tables.pop(seq.seq_id, [])):
+            self.gpu_allocator.release(block)
+        for block in reversed(self.swapped_tables.pop(seq.seq_id, [])):
+            self.cpu_allocator.release(block)
+        self._num_remembered.pop(seq.seq_id, None)
+
+    # -- swapping ------------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, seq: Sequence) -> bool:
+        """Whether the host has room for the sequence's blocks."""
+        return self.cpu_allocator.num_free >= len(self.block_tables[seq.seq_id])
+
+    def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Move the sequence's blocks to the host. Returns (device block, host block) pairs to copy."""
+        table = self.block_tables.pop(seq.seq_id)
+        moves = [(block, self.cpu_allocator.allocate()) for block in table]
+        for block in reversed(table):
+            self.gpu_allocator.release(block)
+        self.swapped_tables[seq.seq_id] = [host for _, host in moves]
+        return moves
+
+    def can_swap_in(self, seq: Sequence, keep_watermark: bool = True) -> bool:
+        """Whether the device has room for the sequence's blocks and its next token."""
+        watermark = self.watermark_blocks if keep_watermark else 0
+        return self.gpu_allocator.num_free - self.num_blocks_for(seq.num_tokens) >= watermark
+
+    def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Move the sequence's blocks back to the device. Returns (host block, device block) pairs to copy."""
+        host_table = self.swapped_tables.pop(seq.seq_id)
+        moves = [(host, self.gpu_allocator.allocate()) for host in host_table]
+        for host in reversed(host_table):
+            self.cpu_allocator.release(host)
+        self.block_tables[seq.seq_id] = [block for _, block in moves]
+        return moves
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def get_block_table(self, seq: Sequence) -> list[int]:
+        """The device blocks of a sequence, in the order of its tokens. The manager's own list: do not change it."""
+        return self.block_tables[seq.seq_id]
+
+    def get_num_free_gpu_blocks(self) -> int:
+        """Device blocks that nobody references."""
+        return self.gpu_allocator.num_free
+
+    def get_num_free_cpu_blocks(self) -> int:
+        """Host blocks that nobody references."""
+        return self.cpu_allocator.num_free
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what free and used blocks hold."""
+        self.gpu_allocator.forget_all()

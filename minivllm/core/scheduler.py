@@ -1,0 +1,365 @@
+"""Iteration-level scheduling: before every step, who computes how many tokens?
+
+The batch is recomposed after every token (continuous batching; Orca, OSDI 2022). Sequences live in three queues:
+
+    waiting ──admit──► running ──finish──►
+       ▲                 │  ▲
+       └──recompute──────┤  │
+                     swap out  swap in
+                         ▼  │
+                       swapped
+
+Everything else follows from one rule: a step advances a sequence's `num_computed_tokens`, and a sequence whose
+tokens are all computed gets a new one. Mirrors `vllm/core/scheduler.py` (prefill or decode) and
+`vllm/v1/core/sched/scheduler.py` (one token budget).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from minivllm.config import SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.sequence_queue import SequenceQueue
+from minivllm.outputs import Logprob
+from minivllm.request import Request, Sequence, SequenceStatus
+
+_by_order = attrgetter("order")
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on."""
+
+    seq: Sequence
+    num_tokens: int
+    block_table: list[int]
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the step computes the last known token, so that the next one must be sampled."""
+        return self.seq.num_computed_tokens + self.num_tokens == len(self.seq.token_ids)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's work. The cache operations come before the computation: swap out, swap in, copy."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    num_batched_tokens: int = 0
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host block) pairs."""
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, device block) pairs."""
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) pairs on the device, for copy-on-write."""
+    preempted: list[Sequence] = field(default_factory=list)
+    num_prefills: int = 0
+    """How many of the scheduled sequences compute a prompt, a part of one, or recompute what preemption lost."""
+
+    @property
+    def phase(self) -> str:
+        """"prefill", "decode", "mixed" or "idle"."""
+        if not self.scheduled:
+            return "idle"
+        if self.num_prefills == 0:
+            return "decode"
+        return "prefill" if self.num_prefills == len(self.scheduled) else "mixed"
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What the model gave for one scheduled sequence.
+
+    `token_ids` holds one new token for the sequence and one more for each sibling that is forked from it now; it is
+    empty when the step only computed a part of the prompt. `logprobs` runs parallel to it. `prompt_logprobs` has, by
+    position in the prompt, an entry for each prompt token that the step's logits predict.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+
+
+class Scheduler:
+    """First come, first served (or by priority and then arrival), recomposing the batch at every step.
+
+    By default a step is either prefill or decode, prefill first. With `enable_chunked_prefill` one token budget is
+    filled with decodes first, then with (chunks of) prompts. When cache blocks run out, the latest arrival is
+    preempted: its blocks are given back and its tokens recomputed later, or its blocks are swapped to the host.
+    """
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.waiting = SequenceQueue()
+        self.swapped = SequenceQueue()
+        self.running: list[Sequence] = []
+        """Sorted by `order`: the earliest arrival first."""
+        self.requests: dict[str, Request] = {}
+        """Requests that have not finished, by id."""
+        self._seq_ids = itertools.count()
+        self._arrivals = itertools.count()
+        self._num_reserved_seqs = 0
+        """Places among `max_num_seqs` kept for sequences that will be forked when their prompt is computed."""
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. It is not checked here; the engine does that at the door."""
+        seq = Sequence(next(self._seq_ids), request)
+        seq.num_unforked_siblings = request.sampling_params.n - 1
+        arrival = next(self._arrivals)
+        if self.config.policy == "priority":
+            seq.order = (request.priority, request.metrics.arrival_time, arrival, 0)
+        else:
+            seq.order = (arrival, 0)
+        request.sequences.append(seq)
+        self.requests[request.request_id] = request
+        self.waiting.add(seq)
+
+    def abort_request(self, request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
+        """End a request's sequences wherever they are and free their blocks. Unknown ids are ignored."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return
+        for seq in request.sequences:
+            if not seq.finished:
+                self._leave_queue(seq)
+                self._finish(seq, status)
+
+    def finish_sequence(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
+        """End one sequence from outside, as the output processor does when it finds a stop string."""
+        if not seq.finished:
+            self._leave_queue(seq)
+            self._finish(seq, status, stop_reason)
+            self._forget_if_finished(seq.request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a place in the batch, the ones still to be forked included."""
+        return len(self.running) + self._num_reserved_seqs
+
+    # -- one step's decisions ------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Changes queues and block tables; computes nothing."""
+        output = SchedulerOutput()
+        if self.config.enable_chunked_prefill:
+            self._schedule_decodes(output)
+            if not output.preempted:
+                self._swap_in(output)
+            self._schedule_prefill_chunks(output)
+            if not output.preempted:
+                self._admit(output)
+        else:
+            self._admit(output)
+            if not output.scheduled:
+                self._schedule_decodes(output)
+                if not output.preempted:
+                    self._swap_in(output)
+        return output
+
+    def _admit(self, output: SchedulerOutput) -> None:
+        """Move sequences from waiting to running, in order, while places, tokens and blocks last.
+
+        The first one that does not fit ends the round: nobody overtakes it.
+        """
+        while (seq := self.waiting.first()) is not None and self._may_join(seq):
+            swapped = self.swapped.first()
+            if swapped is not None and swapped.order < seq.order:
+                break
+            if self.num_running + 1 + seq.num_unforked_siblings > self.config.max_num_seqs:
+                break
+            cached_blocks = self.block_manager.find_cached_blocks(seq)
+            num_cached = len(cached_blocks) * self.block_manager.block_size
+            num_tokens = seq.num_tokens - num_cached
+            budget = self.config.max_num_batched_tokens - output.num_batched_tokens
+            if num_tokens > budget:
+                if not self.config.enable_chunked_prefill or budget == 0:
+                    break
+                num_tokens = budget
+            # With nobody running there is nobody to keep the watermark for.
+            if not self.block_manager.can_allocate(seq, cached_blocks, keep_watermark=bool(self.running)):
+                break
+            self.waiting.pop()
+            self.block_manager.allocate(seq, cached_blocks)
+            seq.num_computed_tokens = num_cached
+            if seq.num_output_tokens == 0 and seq.request.metrics.num_preemptions == 0:
+                seq.request.metrics.num_cached_tokens = num_cached
+            self._join_running(seq)
+            self._add(output, seq, num_tokens)
+            output.num_prefills += 1
+
+    def _may_join(self, seq: Sequence) -> bool:
+        """Whether the policy lets a waiting sequence join the ones that run. Continuous batching always does."""
+        return True
+
+    def _schedule_decodes(self, output: SchedulerOutput) -> None:
+        """Let each running sequence whose prompt is computed compute its newest token; preempt the latest if need be."""
+        running = self.running
+        manager = self.block_manager
+        i = 0
+        while i < len(running):
+            seq = running[i]
+            if len(seq.token_ids) - seq.num_computed_tokens != 1:
+                i += 1  # in the middle of its prompt
+                continue
+            while not manager.can_append_slots(seq):
+                victim = running[-1]
+                self._preempt(victim, output)
+                if victim is seq:
+                    break
+            else:
+                copy = manager.append_slots(seq)
+                if copy is not None:
+                    output.blocks_to_copy.append(copy)
+                self._add(output, seq, 1)
+                i += 1
+
+    def _schedule_prefill_chunks(self, output: SchedulerOutput) -> None:
+        """Go on with prompts that earlier steps have begun. Their blocks were allocated at admission."""
+        for seq in self.running:
+            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            budget = self.config.max_num_batched_tokens - output.num_batched_tokens
+            if num_tokens > 1 and budget > 0:
+                self._add(output, seq, min(num_tokens, budget))
+                output.num_prefills += 1
+
+    def _swap_in(self, output: SchedulerOutput) -> None:
+        """Bring swapped sequences back, in order, and let them decode in this step."""
+        while (seq := self.swapped.first()) is not None:
+            waiting = self.waiting.first()
+            if waiting is not None and waiting.order < seq.order:
+                break
+            if self.num_running + 1 + seq.num_unforked_siblings > self.config.max_num_seqs:
+                break
+            if output.num_batched_tokens >= self.config.max_num_batched_tokens:
+                break
+            if not self.block_manager.can_swap_in(seq, keep_watermark=bool(self.running)):
+                break
+            self.swapped.pop()
+            output.blocks_to_swap_in.extend(self.block_manager.swap_in(seq))
+            self._join_running(seq)
+            if seq.num_tokens - seq.num_computed_tokens == 1:
+                self.block_manager.append_slots(seq)
+                self._add(output, seq, 1)
+
+    def _add(self, output: SchedulerOutput, seq: Sequence, num_tokens: int) -> None:
+        output.scheduled.append(ScheduledSequence(seq, num_tokens, self.block_manager.get_block_table(seq)))
+        output.num_batched_tokens += num_tokens
+
+    def _preempt(self, seq: Sequence, output: SchedulerOutput) -> None:
+        """Take a running sequence's blocks away: by swap where that is asked for and fits, else by recompute."""
+        self._leave_queue(seq)
+        seq.request.metrics.num_preemptions += 1
+        output.preempted.append(seq)
+        if self.config.preemption_mode == "swap" and self.block_manager.can_swap_out(seq):
+            output.blocks_to_swap_out.extend(self.block_manager.swap_out(seq))
+            seq.status = SequenceStatus.SWAPPED
+            self.swapped.add(seq)
+        else:
+            self.block_manager.free(seq)
+            seq.num_computed_tokens = 0
+            seq.status = SequenceStatus.WAITING
+            self.waiting.add(seq)
+
+    # -- one step's results --------------------------------------------------------------------------------------
+
+    def update(self, output: SchedulerOutput, results: ListOf[SequenceOutput]) -> list[tuple[Sequence, int]]:
+        """Take in what the model computed: advance, append tokens, fork, finish, free.
+
+        Args:
+            output: The step, as `schedule()` gave it.
+            results: One for each of `output.scheduled`, in the same order.
+
+        Returns:
+            The sequences that got a new token, each with the number of its result (siblings share one).
+        """
+        advanced: list[tuple[Sequence, int]] = []
+        any_finished = False
+        for i, scheduled in enumerate(output.scheduled):
+            seq = scheduled.seq
+            if seq.finished:  # aborted while the step ran
+                continue
+            seq.num_computed_tokens += scheduled.num_tokens
+            self.block_manager.mark_computed(seq)
+            token_ids = results[i].token_ids
+            if not token_ids:
+                continue
+            sequences = [seq] if len(token_ids) == 1 else [seq, *self._fork(seq)]
+            for sequence, token_id in zip(sequences, token_ids, strict=True):
+                sequence.token_ids.append(token_id)
+                advanced.append((sequence, i))
+                any_finished |= self._finish_if_stopped(sequence, token_id)
+        if any_finished:
+            self.running = [seq for seq in self.running if not seq.finished]
+            for seq, _ in advanced:
+                if seq.finished:
+                    self._forget_if_finished(seq.request)
+        return advanced
+
+    def _fork(self, parent: Sequence) -> list[Sequence]:
+        """The siblings of a sequence whose prompt is now computed. They share all its blocks."""
+        children = []
+        self._num_reserved_seqs -= parent.num_unforked_siblings
+        for index in range(1, parent.num_unforked_siblings + 1):
+            child = parent.fork(next(self._seq_ids), index)
+            child.order = (*parent.order[:-1], index)
+            self.block_manager.fork(parent, child)
+            parent.request.sequences.append(child)
+            insort(self.running, child, key=_by_order)
+            children.append(child)
+        parent.num_unforked_siblings = 0
+        return children
+
+    def _finish_if_stopped(self, seq: Sequence, token_id: int) -> bool:
+        request = seq.request
+        num_tokens = len(seq.token_ids)
+        if token_id in request.stop_reasons and (
+            num_tokens - seq.num_prompt_tokens >= request.sampling_params.min_tokens
+        ):
+            self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
+            return True
+        if num_tokens >= request.max_num_tokens:
+            self._finish(seq, SequenceStatus.FINISHED_LENGTH)
+            return True
+        return False
+
+    def _finish(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
+        self.block_manager.free(seq)
+        seq.num_unforked_siblings = 0
+        seq.status = status
+        seq.stop_reason = stop_reason
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if request.finished:
+            self.requests.pop(request.request_id, None)
+
+    # -- queues --------------------------------------------------------------------------------------------------
+
+    def _join_running(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        self._num_reserved_seqs += seq.num_unforked_siblings
+        insort(self.running, seq, key=_by_order)
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        """Take an unfinished sequence out of the queue that its status names."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._num_reserved_seqs -= seq.num_unforked_siblings
+            if self.running[-1] is seq:
+                self.running.pop()
+            else:
+                self.running.remove(seq)
+        elif seq.status is SequenceStatus.SWAPPED:
+            self.swapped.remove(seq)
+        else:
+            self.waiting.remove(seq)

@@ -1,0 +1,53 @@
+"""A queue of sequences in scheduling order, for a hundred thousand of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from minivllm.request import Sequence
+
+
+class SequenceQueue:
+    """Sequences by their `order` key, smallest first. Adding and taking cost O(log n), looking at the first O(1).
+
+    A heap and not a list, because a preempted sequence returns to its old place, and with priorities newcomers do
+    not go to the end. Removed sequences are dropped when they reach the top.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple, Sequence]] = []
+        self._members: dict[int, Sequence] = {}
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence at the place its `order` says."""
+        self._members[seq.seq_id] = seq
+        heapq.heappush(self._heap, (seq.order, seq))
+
+    def first(self) -> Sequence | None:
+        """The sequence whose turn it is, or None."""
+        while self._heap and self._heap[0][1].seq_id not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Sequence:
+        """Take the first sequence out."""
+        seq = self.first()
+        if seq is None:
+            raise IndexError("the queue is empty")
+        heapq.heappop(self._heap)
+        del self._members[seq.seq_id]
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
+        del self._members[seq.seq_id]
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.seq_id in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(sorted(self._members.values(), key=lambda seq: seq.order))

@@ -1,0 +1,331 @@
+"""The engine: takes requests at any time, and with each step brings all that run one token further.
+
+Mirrors `vllm/v1/engine/llm_engine.py`. Everything that decides is in `core/`, everything that computes is behind the
+Executor.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler, SchedulerOutput
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.engine.trace import StepRecord
+from minivllm.errors import ConfigError, RequestError
+from minivllm.executor.base import Executor
+from minivllm.executor.uniproc import UniProcExecutor
+from minivllm.layers.attention import get_attention_backend
+from minivllm.models.hub import resolve_model
+from minivllm.models.registry import load_model_config
+from minivllm.outputs import RequestOutput
+from minivllm.request import Request, SequenceStatus
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[int] | dict[str, Any]
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+
+
+class LLMEngine:
+    """Runs requests to their end, a step at a time.
+
+    Usually made by `LLMEngine.from_engine_args`. The parts are given in, so that any of them can be another: a
+    learner's scheduler, a simulated executor, a virtual clock.
+
+    Args:
+        model_config: Limits of the model.
+        cache_config: How the cache is cut up.
+        scheduler_config: Limits and policies of the scheduler.
+        executor: Who computes.
+        tokenizer: None for token ids only.
+        scheduler_cls, block_space_manager_cls: The classes to make.
+        seed: From it come the random streams of requests without a seed.
+        clock: Gives the time in seconds.
+        trace: Keep a `StepRecord` of each step in `self.trace`.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        executor: Executor,
+        tokenizer: Tokenizer | None,
+        *,
+        scheduler_cls: type[Scheduler] = Scheduler,
+        block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        trace: bool = False,
+    ) -> None:
+        self.model_config = model_config
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.clock = clock
+        num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
+        executor.initialize_cache(num_gpu_blocks, num_cpu_blocks)
+        self.block_manager = block_space_manager_cls(
+            cache_config.block_size,
+            num_gpu_blocks,
+            num_cpu_blocks,
+            watermark=cache_config.watermark,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+        )
+        self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
+        self.output_processor = OutputProcessor(tokenizer)
+        self.cache_tokens = num_gpu_blocks * cache_config.block_size
+        """Tokens that the whole cache holds."""
+        self.trace: list[StepRecord] | None = [] if trace else None
+        self._max_num_seqs = scheduler_config.max_num_seqs
+        self._random = random.Random(seed)
+        eos = set(model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self._eos_token_ids = tuple(sorted(eos))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """Resolve the model, load it, size and allocate the cache.
+
+        Raises:
+            ModelLoadError: The model cannot be found or used.
+            ConfigError: The arguments cannot work together.
+        """
+        backend = get_attention_backend(args.attention_backend)
+        _check_plugin("scheduler_cls", args.scheduler_cls)
+        _check_plugin("block_space_manager_cls", args.block_space_manager_cls)
+        device = _resolve_device(args.device)
+        path = resolve_model(args.model)
+        model_config = load_model_config(str(args.model), path, args.max_model_len)
+        scheduler_config = args.scheduler_config(model_config.max_model_len)
+        cache_config = args.cache_config()
+        tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
+        dtype = _resolve_dtype(args.dtype, device, model_config)
+        worker = Worker(model_config, cache_config, scheduler_config, dtype, device, backend)
+        return cls(
+            model_config,
+            cache_config,
+            scheduler_config,
+            UniProcExecutor(worker),
+            tokenizer,
+            scheduler_cls=args.scheduler_cls or Scheduler,
+            block_space_manager_cls=args.block_space_manager_cls or BlockSpaceManager,
+            seed=args.seed,
+            trace=args.trace,
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Check a request and queue it.
+
+        Args:
+            request_id: Your name for it, unique among the requests that live.
+            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
+            params: What is wanted; the defaults if None.
+            arrival_time: Seconds of the engine's clock; now if None.
+            priority: With the "priority" policy, smaller numbers go first.
+
+        Raises:
+            RequestError: It cannot be served. Nothing has been allocated for it, and no other request is affected.
+        """
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}.")
+        if request_id in self.output_processor.states:
+            raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"The sampling parameters must be a SamplingParams, not {type(params).__name__}.")
+        text, token_ids = self._read_prompt(prompt)
+        self._check_params(params)
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            max_num_tokens=self._max_num_tokens(len(token_ids), params),
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
+            eos_token_ids=self._eos_token_ids,
+            prompt=text,
+            priority=priority,
+            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
+        )
+        self.output_processor.add_request(request)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks. Unknown and finished ids are ignored."""
+        self.scheduler.abort_request(request_id)
+        self.output_processor.states.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do."""
+        return self.scheduler.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait, run or are swapped out."""
+        return len(self.scheduler.requests)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, compute and take in one step.
+
+        Returns:
+            For each request that got a token or ended, all there is of it so far. If the model fails, the requests
+            of the step end with the error; the others go on.
+        """
+        start = self.clock()
+        output = self.scheduler.schedule()
+        if not output.scheduled and not output.preempted:
+            return []
+        for scheduled in output.scheduled:
+            metrics = scheduled.seq.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = start
+        try:
+            results = self.executor.execute_model(output)
+        except Exception as error:
+            logger.exception("The model failed in a step of %d sequences; their requests end.", len(output.scheduled))
+            return self._fail_step(output, error)
+        now = self.clock()
+        if self.trace is not None:
+            self.trace.append(self._record(output, start, now))
+        advanced = self.scheduler.update(output, results)
+        for seq, stop in self.output_processor.process(output, results, advanced, now):
+            if seq.finished:  # a token ended it in the same step; the stop string comes before that token
+                seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
+            self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stop)
+        requests = dict.fromkeys(seq.request for seq, _ in advanced)
+        return [self.output_processor.make_output(request, now) for request in requests]
+
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """End every request that the failed step touched: what is in their cache blocks is unknown."""
+        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted]
+        outputs = []
+        for request in dict.fromkeys(seq.request for seq in sequences):
+            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}"
+            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
+            outputs.append(self.output_processor.make_output(request, self.clock()))
+        return outputs
+
+    def _record(self, output: SchedulerOutput, start: float, end: float) -> StepRecord:
+        return StepRecord(
+            start=start,
+            end=end,
+            phase=output.phase,
+            scheduled=[(item.seq.request.request_id, item.num_tokens) for item in output.scheduled],
+            preempted=[seq.request.request_id for seq in output.preempted],
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_swapped=len(self.scheduler.swapped),
+            num_free_blocks=self.block_manager.get_num_free_gpu_blocks(),
+            num_blocks=self.block_manager.num_gpu_blocks,
+        )
+
+    # -- checks at the door --------------------------------------------------------------------------------------
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (where there is one) and token ids of a prompt."""
+        if isinstance(prompt, dict):
+            known = prompt.keys() & {"prompt", "prompt_token_ids"}
+            if len(known) != 1:
+                raise RequestError(f"A prompt dict must have 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}.")
+            prompt = prompt[known.pop()]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("There is no tokenizer (skip_tokenizer_init=True): give the prompt as token ids.")
+            text, token_ids = prompt, self.tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)):
+            text, token_ids = None, list(prompt)
+        else:
+            raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+        if not token_ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+        vocab_size = self.model_config.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise RequestError(f"A token id must be a whole number, not {token_id!r}.")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"Token id {token_id} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
+        return text, token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self.model_config.vocab_size
+        for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")
+        if params.n > self._max_num_seqs:
+            raise RequestError(
+                f"n is {params.n}, but at most max_num_seqs = {self._max_num_seqs} sequences run at once: lower n."
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
+
+    def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """How long the sequences of a request may grow, prompt included."""
+        limit = self.model_config.max_model_len
+        # The last token is never fed back, so it needs no place in the cache.
+        cache_limit = self.cache_tokens + 1
+        if num_prompt_tokens >= limit:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens, but the model takes at most {limit} with at least one "
+                f"generated token among them: shorten it."
+            )
+        if num_prompt_tokens >= cache_limit:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self.cache_tokens}: "
+                f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
+            )
+        if params.max_tokens is None:
+            return min(limit, cache_limit)
+        wanted = min(num_prompt_tokens + params.max_tokens, limit)
+        if wanted > cache_limit:
+            raise RequestError(
+                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: lower "
+                f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
+            )
+        return wanted
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no usable GPU: run `minivllm doctor`, or use device='cpu'.")
+    return torch.device(device)
+
+
+def _resolve_dtype(dtype: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    if dtype == "auto":
+        saved = config.hf_config.get("dtype") or config.hf_config.get("torch_dtype") or "float32"
+        dtype = "float32" if device.type == "cpu" else str(saved).removeprefix("torch.")
+    resolved = getattr(torch, dtype, None)
+    if not isinstance(resolved, torch.dtype):
+        raise ConfigError(f"The model was saved in dtype {dtype!r}, which torch does not have: set dtype.")
+    return resolved
+
+
+def _check_plugin(name: str, plugin: Any) -> None:
+    if plugin is not None and not isinstance(plugin, type):
+        raise ConfigError(f"{name} must be a class, not {plugin!r}.")

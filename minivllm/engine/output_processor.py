@@ -1,0 +1,184 @@
+"""From new tokens to what the user gets: text, stop strings, log-probabilities, times.
+
+Mirrors `vllm/v1/engine/output_processor.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
+from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.request import Request, Sequence
+
+
+class SequenceText:
+    """The text and log-probabilities of one sequence so far.
+
+    Args:
+        request: The sequence's request.
+        index: The sequence's number in it.
+        tokenizer: None where there is no text.
+    """
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.sampling_params
+        self.output = CompletionOutput(index, "", [])
+        if params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens) if tokenizer else None
+        )
+        self._text = ""
+        """All text, with the end that is held back because it may be the beginning of a stop string."""
+        self._num_held = max((len(stop) for stop in params.stop), default=1) - 1
+
+    def add(self, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None:
+        """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it."""
+        self.output.token_ids.append(token_id)
+        if logprobs is not None:
+            self.output.logprobs.append(self._with_text(logprobs))
+            self.output.cumulative_logprob += logprobs[token_id].logprob
+        if self._detokenizer is None:
+            return None
+        new = self._detokenizer.add(token_id)
+        self._text += new
+        stop = None
+        if new and self._params.stop and len(self.output.token_ids) > self._params.min_tokens:
+            stop = self._cut_at_stop(len(new))
+        self.output.text = self._text if stop is not None else self._text[: len(self._text) - self._num_held]
+        return stop
+
+    def finish(self) -> str | None:
+        """Give out what was held back. Returns the stop string that stands in it, if any."""
+        if self._detokenizer is None:
+            return None
+        new = self._detokenizer.flush()
+        self._text += new
+        stop = self._cut_at_stop(len(new)) if new and len(self.output.token_ids) > self._params.min_tokens else None
+        self.output.text = self._text
+        return stop
+
+    def _cut_at_stop(self, num_new: int) -> str | None:
+        """Cut the text before the earliest stop string that ends in its last `num_new` characters."""
+        found: tuple[int, str] | None = None
+        for stop in self._params.stop:
+            position = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
+            if position >= 0 and (found is None or position < found[0]):
+                found = (position, stop)
+        if found is None:
+            return None
+        self._text = self._text[: found[0]]
+        return found[1]
+
+    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        return add_decoded_tokens(logprobs, self._tokenizer)
+
+
+def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The same log-probabilities with each token's text."""
+    if tokenizer is None:
+        return logprobs
+    return {
+        token_id: replace(logprob, decoded_token=tokenizer.decode([token_id], skip_special_tokens=False))
+        for token_id, logprob in logprobs.items()
+    }
+
+
+class RequestState:
+    """What the output processor keeps of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.texts: dict[int, SequenceText] = {}
+        self.prompt_logprobs: dict[int, dict[int, Logprob]] = {}
+
+
+class OutputProcessor:
+    """Keeps the text of every request that runs and makes the outputs of each step."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.states: dict[str, RequestState] = {}
+
+    def add_request(self, request: Request) -> None:
+        """Begin to keep a request."""
+        self.states[request.request_id] = RequestState(request)
+
+    def process(
+        self,
+        output: SchedulerOutput,
+        results: list[SequenceOutput],
+        advanced: list[tuple[Sequence, int]],
+        now: float,
+    ) -> list[tuple[Sequence, str]]:
+        """Take in a step's tokens.
+
+        Args:
+            output: What was computed.
+            results: What the model gave for it.
+            advanced: The sequences with a new token and the number of its result, from `Scheduler.update`.
+            now: The engine's time.
+
+        Returns:
+            Sequences whose text completed a stop string, with that string. The caller ends them.
+        """
+        stopped: list[tuple[Sequence, str]] = []
+        for scheduled, result in zip(output.scheduled, results, strict=True):
+            if result.prompt_logprobs and (state := self.states.get(scheduled.seq.request.request_id)):
+                for position, logprobs in result.prompt_logprobs.items():
+                    state.prompt_logprobs[position] = add_decoded_tokens(logprobs, self.tokenizer)
+        for seq, i in advanced:
+            state = self.states[seq.request.request_id]
+            if state.request.metrics.first_token_time is None:
+                state.request.metrics.first_token_time = now
+            text = state.texts.get(seq.index)
+            if text is None:
+                text = state.texts[seq.index] = SequenceText(seq.request, seq.index, self.tokenizer)
+            result = results[i]
+            # A result has one token for each sibling that it was forked into, in the order of their indices.
+            position = seq.index - output.scheduled[i].seq.index if len(result.token_ids) > 1 else 0
+            stop = text.add(result.token_ids[position], result.logprobs[position] if result.logprobs else None)
+            if stop is None and seq.finished:
+                stop = text.finish()
+            if stop is not None:
+                stopped.append((seq, stop))
+        return stopped
+
+    def make_output(self, request: Request, now: float) -> RequestOutput:
+        """What there is of a request; a finished one is then forgotten."""
+        state = self.states[request.request_id]
+        request.metrics.num_cached_tokens = max(request.metrics.num_cached_tokens, 0)
+        completions = []
+        for seq in request.sequences:
+            text = state.texts.get(seq.index) or SequenceText(request, seq.index, self.tokenizer)
+            if seq.finished and text.output.finish_reason is None:
+                if seq.finish_reason in ("abort", "error"):
+                    text.finish()
+                text.output.finish_reason = seq.finish_reason
+                text.output.stop_reason = seq.stop_reason
+            completions.append(replace(text.output, token_ids=list(text.output.token_ids)))
+        finished = request.finished
+        if finished:
+            request.metrics.finished_time = now
+            del self.states[request.request_id]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            metrics=request.metrics,
+            prompt_logprobs=self._prompt_logprobs(state),
+            error=request.error,
+            num_cached_tokens=request.metrics.num_cached_tokens,
+        )
+
+    def _prompt_logprobs(self, state: RequestState) -> list[dict[int, Logprob] | None] | None:
+        if state.request.sampling_params.prompt_logprobs is None:
+            return None
+        return [None, *(state.prompt_logprobs[position] for position in sorted(state.prompt_logprobs))]

@@ -1,0 +1,131 @@
+"""Text to tokens and back, also bit by bit.
+
+The work is done by the tokenizers and transformers libraries; what is ours is the incremental detokenizer, which
+turns tokens into text as they come and never gives out half a character.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ModelLoadError, RequestError
+
+REPLACEMENT = "\ufffd"
+"""What decoding shows for bytes that are no character, or not yet."""
+
+MAX_HELD_CHARACTERS = 4
+"""A character has at most 4 bytes, so this much of a text's end may still turn into something else."""
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Args:
+        folder: The model's folder.
+
+    Raises:
+        ModelLoadError: The folder has no tokenizer that can be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # many kinds, depending on what is missing
+            reason = str(error).strip().split("\n")[0]
+            raise ModelLoadError(
+                f"{folder} has no tokenizer that can be read ({reason}): add its tokenizer.json, or set "
+                f"skip_tokenizer_init=True and give prompts as token ids."
+            ) from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer names one."""
+        return self.hf_tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the model wants before or after it."""
+        return self.hf_tokenizer.encode(text)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of some tokens."""
+        return self.hf_tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, laid out as the model was trained to read it.
+
+        Args:
+            messages: Dicts with "role" and "content".
+            add_generation_prompt: End with the opening of the assistant's turn.
+
+        Raises:
+            RequestError: The messages are malformed, or the model has no chat template.
+        """
+        if not self.hf_tokenizer.chat_template:
+            raise RequestError("This model has no chat template: use generate() with a plain prompt.")
+        if not messages:
+            raise RequestError("The conversation is empty: give at least one message.")
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise RequestError(f"A message must be a dict with 'role' and 'content', not {message!r}.")
+        text = self.hf_tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        return self.hf_tokenizer.encode(text, add_special_tokens=False)
+
+
+class IncrementalDetokenizer:
+    """Gives the text of a growing list of tokens piece by piece; the pieces joined are the text.
+
+    A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before
+    the first word of whatever they decode. So a short window of tokens is decoded, opened by some whose text has been
+    given out, and what follows that text is new. Bytes at the end that are not a character yet are held back; while
+    there are any, the window grows, and else it moves on. The method is that of Hugging Face's TGI and of vLLM
+    (`detokenize_incrementally`).
+
+    Args:
+        tokenizer: The model's.
+        prompt_token_ids: What came before; its last tokens open the first window.
+        skip_special_tokens: Leave special tokens out.
+    """
+
+    PROMPT_WINDOW = 5
+    """Prompt tokens in the first window: enough for the tokenizer to know that it is not at the start of a text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = prompt_token_ids[-self.PROMPT_WINDOW :]
+        text = self._decode()
+        if text.endswith(REPLACEMENT):  # the prompt ends within a character: the output stands for itself
+            self._window, text = [], ""
+        self._num_old_tokens = len(self._window)
+        self._num_given = len(text)
+        """Characters of the window's text that have been given out."""
+
+    def add(self, token_id: int) -> str:
+        """The new text that one more token brings; "" while a character is incomplete."""
+        self._window.append(token_id)
+        text = self._decode()
+        stable = max(len(text.rstrip(REPLACEMENT)), len(text) - MAX_HELD_CHARACTERS)
+        new = text[self._num_given : stable]
+        self._num_given = max(self._num_given, stable)
+        if new and stable == len(text):
+            self._window = self._window[self._num_old_tokens :]
+            self._num_old_tokens = len(self._window)
+            self._num_given = len(self._decode())
+        return new
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens will come."""
+        text = self._decode()
+        new = text[self._num_given :]
+        self._num_given = len(text)
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)

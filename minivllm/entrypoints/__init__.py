@@ -1,0 +1,1 @@
+"""Where users come in: the LLM class and the command line."""

@@ -1,0 +1,150 @@
+"""`LLM`: generate text for a list of prompts, and wait for all of it. Mirrors `vllm/entrypoints/llm.py`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence as ListOf
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minivllm.config import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.errors import RequestError
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class LLM:
+    """A language model that generates text offline.
+
+    Args:
+        model: A known name ("smollm2-135m"), a folder, a .gguf file, or a Hugging Face name.
+        **kwargs: Any other argument of `EngineArgs`, for example `max_num_seqs` or `enable_prefix_caching`.
+
+    Example:
+        >>> llm = LLM(model="smollm2-135m")
+        >>> outputs = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        >>> outputs[0].outputs[0].text
+        ' Paris.'
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **kwargs: Any) -> None:
+        unknown = kwargs.keys() - set(EngineArgs.names())
+        if unknown:
+            raise TypeError(f"LLM has no argument {', '.join(sorted(unknown))}; it has {', '.join(EngineArgs.names())}.")
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | ListOf[Prompt],
+        sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: A string, the token ids of one prompt, a dict with "prompt" or "prompt_token_ids", or a list of these.
+            sampling_params: One for all prompts, or a list with one for each; the defaults if None.
+            use_tqdm: Show progress.
+
+        Returns:
+            One output per prompt, in the order of the prompts. A request that cannot be served has its `error` set and
+            no text, and a warning is logged; the others are finished all the same.
+
+        Raises:
+            RequestError: None of the requests can be served, or the two lists differ in length.
+        """
+        prompt_list = _as_list(prompts)
+        params_list = self._params_for(prompt_list, sampling_params)
+        return self._run(prompt_list, params_list, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, laid out by the model's chat template.
+
+        Args:
+            messages: Dicts with "role" and "content", or a list of such conversations.
+            sampling_params, use_tqdm: As for `generate`.
+        """
+        tokenizer = self.get_tokenizer()
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if is_one or not messages else messages
+        prompts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
+
+    def get_tokenizer(self):  # noqa: ANN201
+        """The model's `Tokenizer`.
+
+        Raises:
+            RequestError: The engine was made with skip_tokenizer_init=True.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
+        return self.llm_engine.tokenizer
+
+    def _params_for(
+        self, prompts: list[Prompt], params: SamplingParams | ListOf[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"There are {len(prompts)} prompts but {len(params)} sampling_params: give one, or one for each.")
+        return list(params)
+
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        request_ids = [f"llm-{next(self._request_ids)}" for _ in prompts]
+        errors: list[RequestError] = []
+        try:
+            for request_id, prompt, param in zip(request_ids, prompts, params, strict=True):
+                try:
+                    self.llm_engine.add_request(request_id, prompt, param)
+                except RequestError as error:
+                    errors.append(error)
+                    text = prompt if isinstance(prompt, str) else None
+                    outputs[request_id] = RequestOutput(request_id, text, [], [], finished=True, error=str(error))
+            if errors and len(errors) == len(prompts):
+                raise errors[0]
+            for request_id in outputs:
+                logger.warning("Prompt %d is left out: %s", request_ids.index(request_id), outputs[request_id].error)
+            self._run_engine(outputs, len(prompts) - len(errors), use_tqdm)
+        except BaseException:  # Ctrl-C too: the next call must find an engine with nothing left in it
+            for request_id in request_ids:
+                self.llm_engine.abort_request(request_id)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _run_engine(self, outputs: dict[str, RequestOutput], num_requests: int, use_tqdm: bool) -> None:
+        num_tokens = 0
+        with tqdm(total=num_requests, desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                        elapsed = bar.format_dict["elapsed"]
+                        if elapsed:
+                            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+                        bar.update()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list. A flat list of numbers is the token ids of one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(f"prompts must be a string, token ids, or a list of these, not {type(prompts).__name__}.")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)

@@ -1,0 +1,26 @@
+"""The errors that minivllm raises on purpose.
+
+Each message is a sentence for a person: what was given, what was expected, what to do. All of them derive from
+`MinivllmError`, and the ones that mean "a wrong value" derive from `ValueError` too, so `except ValueError` works
+as people expect.
+"""
+
+
+class MinivllmError(Exception):
+    """Base of every error that minivllm raises on purpose."""
+
+
+class ConfigError(MinivllmError, ValueError):
+    """The engine was asked for a configuration that cannot work."""
+
+
+class ModelLoadError(MinivllmError, ValueError):
+    """A model's name, config or weights cannot be used."""
+
+
+class RequestError(MinivllmError, ValueError):
+    """One request is wrong. Only that request fails."""
+
+
+class ExecutorError(MinivllmError, RuntimeError):
+    """The model could not compute a step. The requests of that step end with this error."""

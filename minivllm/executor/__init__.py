@@ -1,0 +1,1 @@
+"""The line between deciding and computing: an executor hands a step to workers and brings back new tokens."""

@@ -1,0 +1,1 @@
+"""Model architectures, and finding and loading their weights."""

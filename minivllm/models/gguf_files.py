@@ -1,0 +1,153 @@
+"""GGUF files: read once, written again as an ordinary Hugging Face folder in the cache.
+
+GGUF packs weights (often quantized), config and tokenizer into one file. Parsing it and unpacking the weights takes
+seconds, so it is done once for each file; from then on the model loads like any other. The format is llama.cpp's; the
+`gguf` package reads it and unpacks the quantized blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minivllm.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""GGUF architecture to the one that config.json names."""
+
+CONVERSION_VERSION = 1
+"""Raise it when the conversion changes, so that folders of older versions are not used."""
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $MINIVLLM_CACHE, or minivllm under the user's cache folder."""
+    if folder := os.environ.get("MINIVLLM_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minivllm"
+
+
+def convert_gguf(file: Path) -> Path:
+    """The folder with config.json, tokenizer and float32 safetensors made from a GGUF file; made now if need be.
+
+    Raises:
+        ModelLoadError: The file is damaged, or its architecture or quantization is not supported.
+    """
+    stat = file.stat()
+    key = f"{CONVERSION_VERSION}-{file.resolve()}-{stat.st_size}-{stat.st_mtime_ns}"
+    folder = cache_folder() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if folder.exists():
+        return folder
+    logger.warning("Converting %s, once; it takes some seconds.", file.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside its place and then renamed: a conversion that is cut short leaves nothing that looks finished.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
+        made = Path(temporary) / "model"
+        made.mkdir()
+        _convert(file, made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was quicker
+                raise
+    return folder
+
+
+def remove_conversion(folder: Path) -> None:
+    """Delete a converted folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        reader = GGUFReader(file)
+        architecture = str(reader.get_field("general.architecture").contents())
+        tensors = list(reader.tensors)
+    except Exception as error:  # the reader raises whatever it stumbles over
+        raise ModelLoadError(f"{file} cannot be read as GGUF ({error}): it is damaged or cut off, get it again.") from error
+    if architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{file.name} holds a {architecture!r} model, which is not supported: supported are {', '.join(ARCHITECTURES)}."
+        )
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    config["architectures"] = [ARCHITECTURES[architecture]]
+    config["tie_word_embeddings"] = not any(tensor.name == "output.weight" for tensor in tensors)
+    num_layers = config["num_hidden_layers"]
+    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    names = _checkpoint_names(architecture, num_layers)
+    weights = {}
+    for tensor in tensors:
+        if tensor.name == "rope_freqs.weight":
+            continue
+        if tensor.name not in names:
+            raise ModelLoadError(f"{file.name} has a tensor {tensor.name!r} that a {architecture} model has no place for.")
+        array = _unpack(file, tensor)
+        if architecture == "llama":
+            if ".attn_q." in tensor.name:
+                array = _unpermute(array, config["num_attention_heads"])
+            elif ".attn_k." in tensor.name:
+                array = _unpermute(array, num_kv_heads)
+        weights[names[tensor.name]] = torch.from_numpy(np.ascontiguousarray(array))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:
+    """GGUF tensor name to the name in a Hugging Face checkpoint."""
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    layer_names = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    if architecture == "qwen3":
+        layer_names |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    for i in range(num_layers):
+        for gguf_name, name in layer_names.items():
+            for kind in ("weight", "bias"):
+                names[f"blk.{i}.{gguf_name}.{kind}"] = f"model.layers.{i}.{name}.{kind}"
+    return names
+
+
+def _unpack(file: Path, tensor) -> np.ndarray:  # noqa: ANN001 (gguf.ReaderTensor, imported lazily)
+    """A tensor's values in float32, with torch's order of dimensions."""
+    from gguf.quants import dequantize
+
+    try:
+        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    except NotImplementedError:
+        raise ModelLoadError(
+            f"{file.name} has weights in {tensor.tensor_type.name}, which cannot be unpacked: "
+            f"get a version in F16, Q8_0, Q4_0, Q4_1 or a K-quant."
+        ) from None
+
+
+def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of the rows of query and key weights, which pairs neighbouring channels for RoPE."""
+    rows = weight.shape[0]
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)

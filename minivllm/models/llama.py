@@ -1,0 +1,155 @@
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. SmolLM2 is one of the family.
+
+Touvron et al., 2023 (arXiv:2302.13971). Module names are those of the Hugging Face checkpoints, but for the fused
+`qkv_proj` and `gate_up_proj`. Mirrors `vllm/model_executor/models/llama.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.errors import ModelLoadError
+from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
+from minivllm.layers.linear import Linear, linear
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryEmbedding
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query self-attention with rotary positions; with `qk_norm`, queries and keys are normalized first."""
+
+    def __init__(self, config: dict[str, Any], rotary: RotaryEmbedding, backend: AttentionBackend, qk_norm: bool) -> None:
+        super().__init__()
+        hidden_size = config["hidden_size"]
+        bias = config.get("attention_bias", False)
+        self.head_dim = backend.head_dim
+        self.q_size = backend.num_heads * backend.head_dim
+        self.kv_size = backend.num_kv_heads * backend.head_dim
+        self.qkv_proj = Linear(hidden_size, [self.q_size, self.kv_size, self.kv_size], bias)
+        self.o_proj = Linear(self.q_size, hidden_size, bias)
+        self.q_norm = RMSNorm(self.head_dim, config["rms_norm_eps"]) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config["rms_norm_eps"]) if qk_norm else None
+        self.rotary = rotary
+        self.backend = backend
+
+    def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        q, k, v = self.qkv_proj(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q = q.reshape(len(x), -1, self.head_dim)
+        k = k.reshape(len(x), -1, self.head_dim)
+        v = v.reshape(len(x), -1, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(positions, q, k)
+        output = self.backend.forward(q, k, v, kv_cache, metadata)
+        return self.o_proj(output.flatten(1))
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`. Shazeer, 2020 (arXiv:2002.05202)."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
+        bias = config.get("mlp_bias", False)
+        self.gate_up_proj = Linear(hidden_size, [intermediate_size, intermediate_size], bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each reading the normalized residual stream and adding to it."""
+
+    def __init__(self, config: dict[str, Any], rotary: RotaryEmbedding, backend: AttentionBackend, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.self_attn = LlamaAttention(config, rotary, backend, qk_norm)
+        self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, positions, kv_cache, metadata)
+        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend, qk_norm: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        rotary = RotaryEmbedding(backend.head_dim, max_model_len, rope_parameters(config))
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, rotary, backend, qk_norm) for _ in range(config["num_hidden_layers"])
+        )
+        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        residual = x.new_zeros(())
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, kv_cache, metadata)
+        return self.norm.add_and_norm(x, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama with its head: tokens and positions in, hidden states out, and logits for the rows that are asked for."""
+
+    fused_layers = {
+        "q_proj": ("qkv_proj", 0),
+        "k_proj": ("qkv_proj", 1),
+        "v_proj": ("qkv_proj", 2),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    """Checkpoint layer to the fused layer that holds it, and its number there."""
+    ignored_weights = ("rotary_emb.inv_freq",)
+    qk_norm = False
+
+    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        if config.get("hidden_act", "silu") != "silu":
+            raise ModelLoadError(f"hidden_act {config['hidden_act']!r} is not supported for this family: only 'silu' is.")
+        self.model = LlamaModel(config, max_model_len, backend, self.qk_norm)
+        self.tie_word_embeddings = config.get("tie_word_embeddings", False)
+        self.lm_head = None if self.tie_word_embeddings else Linear(config["hidden_size"], config["vocab_size"])
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Hidden states of a ragged batch.
+
+        Args:
+            input_ids, positions: `[num_tokens]`.
+            kv_caches: One per layer, changed in place.
+            metadata: Where the tokens belong.
+
+        Returns:
+            `[num_tokens, hidden_size]`.
+        """
+        return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, hidden_size]` to `[rows, vocab_size]`."""
+        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return linear(hidden, weight)
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a config.json, of transformers 5 or older."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if "type" in parameters:  # the oldest spelling
+        parameters.setdefault("rope_type", parameters["type"])
+    return parameters

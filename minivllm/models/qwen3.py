@@ -1,0 +1,20 @@
+"""Qwen3: Llama with normalized queries and keys (arXiv:2505.09388). Mirrors `vllm/model_executor/models/qwen3.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.errors import ModelLoadError
+from minivllm.layers.attention import AttentionBackend
+from minivllm.models.llama import LlamaForCausalLM
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """The dense Qwen3 models."""
+
+    qk_norm = True
+
+    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
+        if config.get("use_sliding_window"):
+            raise ModelLoadError("This Qwen3 checkpoint uses sliding-window attention, which is not supported.")
+        super().__init__(config, max_model_len, backend)

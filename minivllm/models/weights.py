@@ -1,0 +1,113 @@
+"""Filling a model with the weights of a checkpoint folder, and complaining when they are not its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.errors import ModelLoadError
+from minivllm.layers.attention import AttentionBackend
+from minivllm.layers.linear import Linear
+from minivllm.models.registry import MODELS, read_json
+
+
+def load_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]
+) -> nn.Module:
+    """Build the model of a config and load its weights.
+
+    Raises:
+        ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config.
+    """
+    backend = backend_cls(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+    default_dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            model = MODELS[config.architecture](config.hf_config, config.max_model_len, backend)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    load_weights(model, iterate_weights(config.path), config.name)
+    return model.requires_grad_(False).eval()
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of all checkpoint files in a folder: safetensors, one or sharded, else pytorch_model.bin."""
+    for file in _weight_files(folder):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                        yield name, tensors.get_tensor(name)
+            else:
+                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+        except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ModelLoadError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again.") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index_name).exists():
+            files = sorted({folder / name for name in read_json(folder / index_name)["weight_map"].values()})
+            missing = [file.name for file in files if not file.exists()]
+            if missing:
+                raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, named in its {index_name}: download them.")
+            return files
+    for pattern in ("*.safetensors", "pytorch_model.bin"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise ModelLoadError(f"{folder} has a config but no weights: it needs .safetensors files or a pytorch_model.bin.")
+
+
+def load_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]], model_name: str) -> None:
+    """Copy checkpoint tensors into the model's parameters; every part of every parameter must get one.
+
+    Raises:
+        ModelLoadError: A tensor is missing, is too many, or has the wrong shape.
+    """
+    targets = _load_targets(model)
+    unloaded = dict(targets)
+    for name, tensor in weights:
+        if name.startswith("decoder."):  # the OPT checkpoints of 2022
+            name = f"model.{name}"
+        if name.endswith(model.ignored_weights) or (name == "lm_head.weight" and model.tie_word_embeddings):
+            continue
+        if name not in targets:
+            raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
+        target = targets[name]
+        if target.shape != tensor.shape:
+            raise ModelLoadError(
+                f"The weights of {model_name} do not fit its config: {name} has shape {list(tensor.shape)}, "
+                f"but the config asks for {list(target.shape)}."
+            )
+        target.copy_(tensor)
+        unloaded.pop(name, None)
+    if unloaded:
+        names = ", ".join(list(unloaded)[:3]) + (" and others" if len(unloaded) > 3 else "")
+        raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(unloaded)} tensors).")
+
+
+def _load_targets(model: nn.Module) -> dict[str, Tensor]:
+    """Checkpoint name to the (part of a) parameter it fills."""
+    targets: dict[str, Tensor] = {}
+    parts_of: dict[str, list[tuple[str, int]]] = {}
+    for name, (fused, index) in model.fused_layers.items():
+        parts_of.setdefault(fused, []).append((name, index))
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, kind = name.rpartition(".")
+        layer = path.rpartition(".")[2]
+        if layer in parts_of:
+            linear = modules[path]
+            assert isinstance(linear, Linear)
+            for part_name, index in parts_of[layer]:
+                targets[f"{path[: -len(layer)]}{part_name}.{kind}"] = linear.part(parameter.data, index)
+        else:
+            targets[name] = parameter.data
+    return targets

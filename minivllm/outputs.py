@@ -1,0 +1,82 @@
+"""What the engine gives back: plain data, the same whether it is streamed step by step or returned at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token: natural logarithm, its rank (1 is the most likely), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock, and what it cost.
+
+    `num_preemptions` counts how often one of its sequences lost its cache blocks; `num_cached_tokens` is how many
+    prompt tokens the prefix cache spared it at its first admission.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token (TTFT)."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the last token."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    `finish_reason` is None while it runs, then "stop" (an end-of-sequence or stop token, or a stop string), "length"
+    (max_tokens, or the context is full), "abort" or "error". `stop_reason` is the stop string or stop token id that
+    ended it; None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request and all that was generated for it so far.
+
+    `prompt_logprobs` has an entry for each prompt token, the first of them None (nothing predicts it). `error` is
+    set, and `outputs` may be empty, when the request failed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    num_cached_tokens: int = field(default=0)

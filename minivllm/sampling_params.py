@@ -1,0 +1,163 @@
+"""How one request wants its tokens chosen.
+
+The names and meanings are vLLM's (`vllm/sampling_params.py`). Values are checked where they are made, so that a wrong
+one is reported on the line that wrote it and never reaches the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from minivllm.errors import RequestError
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this one mean greedy: dividing logits by less overflows float32."""
+
+MAX_LOGPROBS = 1000
+"""The most log-probabilities per token that a request may ask for."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of text generation for one request.
+
+    Args:
+        n: How many continuations of the prompt to return. They share the prompt's KV-cache blocks.
+        temperature: Divides the logits. 0 is greedy: always the most likely token.
+        top_p: Keep the smallest set of most likely tokens whose probabilities reach `top_p`. In (0, 1]; 1 keeps all.
+        top_k: Keep the `top_k` most likely tokens. 0 or -1 keeps all.
+        min_p: Keep tokens at least `min_p` times as likely as the most likely one. In [0, 1]; 0 keeps all.
+        repetition_penalty: Above 1, makes tokens that stand in the prompt or the output less likely (CTRL paper).
+        presence_penalty: Subtracted from the logit of each token that stands in the output. In [-2, 2].
+        frequency_penalty: Subtracted once for each time the token stands in the output. In [-2, 2].
+        seed: Makes the request repeatable: alone or in any batch, it draws the same random numbers.
+        max_tokens: The most tokens to generate. None: until the model's context is full.
+        min_tokens: Before so many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
+        stop: Strings that end the generation. They are kept out of the text.
+        stop_token_ids: Tokens that end the generation.
+        ignore_eos: Go on after the end-of-sequence token (for benchmarks).
+        logprobs: Return the log-probabilities of that many most likely tokens at each step, and of the token
+            chosen. 0 returns the chosen one alone, None returns none. They are those of the model's own
+            distribution, before penalties, temperature and filters.
+        prompt_logprobs: The same, for the tokens of the prompt.
+        logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
+        skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
+
+    Raises:
+        RequestError: A value is out of its range; the sentence says which and what to change.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, low=1)
+        _check_float("temperature", self.temperature, low=0.0)
+        _check_float("top_p", self.top_p, low=0.0, high=1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0, which keeps no token at all: use a value in (0, 1], or temperature=0 for greedy.")
+        _check_int("top_k", self.top_k, low=-1, hint="use 0 or -1 to keep all tokens")
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.0)
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty is 0, but logits are divided by it: use 1.0 for no penalty.")
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1, hint="use None for as many as the context holds")
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens} but max_tokens is only {self.max_tokens}: lower min_tokens.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, so that no random number is drawn."""
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits, so that the sampler needs to know them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_int(name: str, value: object, low: int | None = None, high: int | None = None, hint: str = "") -> None:
+    suffix = f" ({hint})" if hint else ""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name} must be a whole number, not {value!r}{suffix}.")
+    if low is not None and value < low:
+        raise RequestError(f"{name} is {value}, but must be at least {low}{suffix}.")
+    if high is not None and value > high:
+        raise RequestError(f"{name} is {value}, but must be at most {high}{suffix}.")
+
+
+def _check_float(name: str, value: object, low: float, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} must be a number, not {value!r}.")
+    if not math.isfinite(value) or not low <= value <= high:
+        bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name} is {value}, but must be a finite number {bounds}.")
+
+
+def _checked_stop_strings(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
+        raise RequestError(f"stop must be a string or a list of strings, not {stop!r}.")
+    if "" in strings:
+        raise RequestError("stop contains an empty string, which would end every text at once: remove it.")
+    return tuple(strings)
+
+
+def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    if not isinstance(token_ids, (list, tuple, set, frozenset)):
+        raise RequestError(f"stop_token_ids must be a list of token ids, not {token_ids!r}.")
+    for token_id in token_ids:
+        _check_int("a token id in stop_token_ids", token_id, low=0)
+    return tuple(token_ids)
+
+
+def _checked_logit_bias(logit_bias: object) -> dict[int, float] | None:
+    if not logit_bias:
+        return None
+    if not isinstance(logit_bias, dict):
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {logit_bias!r}.")
+    checked = {}
+    for token_id, bias in logit_bias.items():
+        if isinstance(token_id, str) and token_id.isdecimal():  # JSON has only string keys
+            token_id = int(token_id)
+        _check_int("a token id in logit_bias", token_id, low=0)
+        _check_float(f"the logit_bias of token {token_id}", bias, low=-100.0, high=100.0)
+        checked[token_id] = float(bias)
+    return checked

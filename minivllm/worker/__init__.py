@@ -1,0 +1,1 @@
+"""What runs on a device: the model, its cache, and sampling."""

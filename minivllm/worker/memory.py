@@ -1,0 +1,42 @@
+"""How much memory a CPU machine has left, and how much a piece of work takes at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cpu_memory() -> int:
+    """Bytes that this process can still take: the machine's, or its container's if that allows less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        return available
+    return min(available, max(0, limit - used))
+
+
+def measure_peak_memory(work: Callable[[], None]) -> int:
+    """Do the work; bytes by which the process was at its largest larger than before.
+
+    Linux keeps the largest resident size and lets a process reset it. Elsewhere, and where that is not allowed, the
+    growth that is left after the work is all that can be told.
+    """
+    before = psutil.Process().memory_info().rss
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        can_reset = True
+    except OSError:
+        can_reset = False
+    work()
+    after = psutil.Process().memory_info().rss
+    if can_reset:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                after = max(after, int(line.split()[1]) * 1024)
+    return max(0, after - before)

@@ -1,0 +1,155 @@
+"""Runs the model for one step: lays the scheduled tokens out as a ragged batch, computes, samples.
+
+There is one code path for prefill, decode and mixed steps: each sequence brings the tokens that it has to compute,
+one or many. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.core.scheduler import ScheduledSequence, SequenceOutput
+from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.outputs import Logprob
+from minivllm.request import Request, Sequence
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sampler import SamplingRow, sample, top_logprobs
+
+PROMPT_LOGPROB_ROWS = 256
+"""Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
+
+
+@dataclass
+class ModelInput:
+    """A step's tokens, one sequence after another.
+
+    Attributes:
+        input_ids: `[num_tokens]`.
+        positions: `[num_tokens]`, each token's place in its sequence.
+        metadata: Where keys and values go and come from.
+        sampled_rows: Row of the last token of each sequence that needs a new one.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    sampled_rows: list[int]
+
+
+class ModelRunner:
+    """Turns scheduled sequences into new tokens.
+
+    Args:
+        model: A model of `minivllm.models`, with its weights.
+        block_size: Tokens in a cache block.
+        device: Where the model lies.
+    """
+
+    def __init__(self, model: nn.Module, block_size: int, device: torch.device) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.device = device
+
+    def prepare_inputs(self, scheduled: list[ScheduledSequence]) -> ModelInput:
+        """Lay out the tokens of a step and work out each one's position and cache slot."""
+        block_size = self.block_size
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slot_mapping: list[int] = []
+        query_lens: list[int] = []
+        context_lens: list[int] = []
+        sampled_rows: list[int] = []
+        start_loc = [0]
+        max_blocks = max(len(item.block_table) for item in scheduled)
+        for item in scheduled:
+            start = item.seq.num_computed_tokens
+            end = start + item.num_tokens
+            table = item.block_table
+            input_ids.extend(item.seq.token_ids[start:end])
+            positions.extend(range(start, end))
+            slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
+            query_lens.append(item.num_tokens)
+            context_lens.append(end)
+            start_loc.append(len(input_ids))
+            if item.needs_sampling:
+                sampled_rows.append(len(input_ids) - 1)
+        block_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
+        metadata = AttentionMetadata(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            slot_mapping=self._tensor(slot_mapping),
+            block_tables=self._tensor(block_tables),
+            query_start_loc=self._tensor(start_loc),
+            context_lens_tensor=self._tensor(context_lens),
+        )
+        return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduled: list[ScheduledSequence], kv_caches: list[KVCache]) -> list[SequenceOutput]:
+        """Compute a step: one output for each scheduled sequence, in order."""
+        inputs = self.prepare_inputs(scheduled)
+        hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+        logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
+        outputs = self._sample(scheduled, logits)
+        start = 0
+        for item, output in zip(scheduled, outputs, strict=True):
+            if item.seq.request.sampling_params.prompt_logprobs is not None:
+                output.prompt_logprobs = self._prompt_logprobs(item, hidden[start : start + item.num_tokens])
+            start += item.num_tokens
+        return outputs
+
+    @torch.inference_mode()
+    def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
+        """Compute a prefill of that many tokens, split evenly over `num_seqs`, and sample: the largest step there is.
+
+        `kv_caches` needs only one block; what is written to it means nothing.
+        """
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        scheduled = []
+        for i in range(num_seqs):
+            length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
+            request = Request(f"profile-{i}", [0] * length, params, max_num_tokens=length + 1)
+            num_blocks = -(-length // self.block_size)
+            scheduled.append(ScheduledSequence(Sequence(i, request), length, [0] * num_blocks))
+        self.execute_model(scheduled, kv_caches)
+
+    def _sample(self, scheduled: list[ScheduledSequence], logits: Tensor | None) -> list[SequenceOutput]:
+        """Draw a token for every sequence that needs one, and one more for each sibling forked from it now."""
+        outputs = [SequenceOutput() for _ in scheduled]
+        if logits is None:
+            return outputs
+        rows: list[SamplingRow] = []
+        logit_rows: list[int] = []
+        owners: list[SequenceOutput] = []
+        sampled = [(item.seq, output) for item, output in zip(scheduled, outputs, strict=True) if item.needs_sampling]
+        for logit_row, (seq, output) in enumerate(sampled):
+            for sibling in range(1 + seq.num_unforked_siblings):
+                rows.append(SamplingRow(seq, seq.index + sibling))
+                logit_rows.append(logit_row)
+                owners.append(output)
+        if len(rows) > len(sampled):
+            logits = logits[logit_rows]
+        for owner, token in zip(owners, sample(logits, rows), strict=True):
+            owner.token_ids.append(token.token_id)
+            if token.logprobs is not None:
+                owner.logprobs = [*(owner.logprobs or []), token.logprobs]
+        return outputs
+
+    def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
+        """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""
+        seq = item.seq
+        num_logprobs = seq.request.sampling_params.prompt_logprobs
+        first = seq.num_computed_tokens + 1
+        following = seq.request.prompt_token_ids[first : first + item.num_tokens]
+        result: dict[int, dict[int, Logprob]] = {}
+        for i in range(0, len(following), PROMPT_LOGPROB_ROWS):
+            token_ids = following[i : i + PROMPT_LOGPROB_ROWS]
+            logits = self.model.compute_logits(hidden[i : i + len(token_ids)])
+            result.update(enumerate(top_logprobs(logits, token_ids, num_logprobs), start=first + i))
+        return result
+
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

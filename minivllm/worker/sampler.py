@@ -1,0 +1,208 @@
+"""From logits to tokens: penalties, temperature, filters, and the draw.
+
+The filters are pure functions on `[rows, vocab_size]` logits. The random number of a draw is a hash of the request's
+seed, the sequence's index and the token's position, so a request's tokens do not depend on its batch. The order of
+the steps is vLLM's (`vllm/v1/sample/sampler.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivllm.outputs import Logprob
+from minivllm.request import Sequence
+from minivllm.sampling_params import SamplingParams
+
+MIN_LOGIT = float("-inf")
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One token to draw: for which sequence, and as which of the siblings that are about to be forked from it."""
+
+    seq: Sequence
+    index: int
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's wishes."""
+        return self.seq.request.sampling_params
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """A drawn token, and log-probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+    """Choose one token for each row.
+
+    Args:
+        logits: `[len(rows), vocab_size]`, any float dtype; not changed.
+        rows: What each row is for.
+    """
+    logits = logits.float()
+    processed = adjust_logits(logits, rows)
+    token_ids = processed.argmax(dim=-1)
+    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if random_rows:
+        drawn = draw(filter_logits(processed[random_rows], [rows[i].params for i in random_rows]), [rows[i] for i in random_rows])
+        token_ids[random_rows] = drawn
+    chosen = token_ids.tolist()
+    logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
+    return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
+
+
+def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """Logit bias, the ban on ending before `min_tokens`, and penalties: what applies to greedy rows too."""
+    adjusted = logits
+    for i, row in enumerate(rows):
+        params = row.params
+        too_short = row.seq.num_output_tokens < params.min_tokens
+        if not (params.logit_bias or params.has_penalties or too_short):
+            continue
+        if adjusted is logits:
+            adjusted = logits.clone()
+        if params.logit_bias:
+            token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if too_short and row.seq.request.stop_reasons:
+            adjusted[i, list(row.seq.request.stop_reasons)] = MIN_LOGIT
+        if params.has_penalties:
+            adjusted[i] = apply_penalties(
+                adjusted[i],
+                row.seq.request.prompt_token_ids,
+                row.seq.output_token_ids,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+    return adjusted
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt_token_ids: list[int],
+    output_token_ids: list[int],
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+) -> Tensor:
+    """Make tokens that have occurred less likely; `[vocab_size]` in, a new `[vocab_size]` out.
+
+    Repetition (prompt and output) divides positive logits and multiplies negative ones; presence and frequency
+    (output only) subtract, once and for each occurrence.
+    """
+    logits = logits.clone()
+    if repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt_token_ids, *output_token_ids}), device=logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
+    if output_token_ids and (presence_penalty or frequency_penalty):
+        counts = Counter(output_token_ids)
+        repeated = torch.tensor(list(counts), device=logits.device)
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[repeated] -= presence_penalty + frequency_penalty * times
+    return logits
+
+
+def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Temperature, then min-p, top-k and top-p. What a filter removes becomes minus infinity."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device).unsqueeze(1)
+
+    logits = apply_temperature(logits, column([p.temperature for p in params]))
+    if any(p.min_p > 0 for p in params):
+        logits = apply_min_p(logits, column([p.min_p for p in params]))
+    vocab_size = logits.shape[-1]
+    top_ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    if min(top_ks) < vocab_size:
+        logits = apply_top_k(logits, column(top_ks))
+    if any(p.top_p < 1 for p in params):
+        logits = apply_top_p(logits, column([p.top_p for p in params]))
+    return logits
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Divide by the temperature, `[rows, 1]`: below 1 sharpens the distribution, above flattens it."""
+    return logits / temperature
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Remove tokens less likely than `min_p` (`[rows, 1]`) times the most likely one."""
+    probs = logits.softmax(dim=-1)
+    return logits.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), MIN_LOGIT)
+
+
+def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Keep the `top_k` (`[rows, 1]`, at least 1) largest logits, and what ties with the last of them."""
+    largest = logits.topk(int(top_k[top_k < logits.shape[-1]].max()), dim=-1).values
+    last_kept = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
+    unlimited = top_k >= logits.shape[-1]
+    return logits.masked_fill((logits < last_kept) & ~unlimited, MIN_LOGIT)
+
+
+def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the smallest set of most likely tokens whose probabilities reach `top_p` (`[rows, 1]`), at least one.
+
+    Holtzman et al., 2019 (arXiv:1904.09751).
+    """
+    ascending, token_ids = logits.sort(dim=-1)
+    remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    remove[:, -1] = False
+    remove &= top_p < 1
+    return logits.masked_fill(remove.scatter(-1, token_ids, remove), MIN_LOGIT)
+
+
+def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
+    """One token per row from the distribution that the logits describe, `[rows]`.
+
+    The row's random number picks a point on the cumulative distribution. It is summed in float64: with a vocabulary
+    of 50,000, float32 would lose the rare tokens.
+    """
+    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
+    uniform = [random_number(row.seq.request.seed, row.index, row.seq.num_output_tokens) for row in rows]
+    points = torch.tensor(uniform, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+
+
+def random_number(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) that belongs to one token: of a request's seed, a sequence's index and a token's position."""
+    digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+
+def top_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
+    """For each row, the log-probabilities of the `num_logprobs` most likely tokens and of `token_ids[row]`.
+
+    Args:
+        logits: `[rows, vocab_size]`, as the model gave them.
+        token_ids: The token that was chosen, or that stands in the prompt, for each row.
+        num_logprobs: How many of the most likely ones.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    chosen_values = logprobs.gather(-1, chosen)
+    ranks = (logprobs > chosen_values).sum(dim=-1) + 1
+    values, indices = logprobs.topk(min(num_logprobs, logprobs.shape[-1]), dim=-1)
+    result = []
+    for token_id, value, rank, top_values, top_ids in zip(
+        token_ids, chosen_values.squeeze(1).tolist(), ranks.tolist(), values.tolist(), indices.tolist(), strict=True
+    ):
+        entry = {token_id: Logprob(value, rank)}
+        for position, (top_value, top_id) in enumerate(zip(top_values, top_ids, strict=True)):
+            entry.setdefault(top_id, Logprob(top_value, position + 1))
+        result.append(entry)
+    return result

@@ -1,0 +1,116 @@
+"""A worker owns a device: it loads the model there, finds out how many cache blocks fit, and runs steps.
+
+Mirrors `vllm/v1/worker/gpu_worker.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
+from minivllm.errors import ConfigError
+from minivllm.layers.attention import AttentionBackend
+from minivllm.models.weights import load_model
+from minivllm.worker.cache_engine import CacheEngine
+from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
+from minivllm.worker.model_runner import ModelRunner
+
+CPU_PROFILE_TOKENS = 256
+"""On a CPU the profiling run has at most so many tokens, and its peak is scaled up: the full one would take seconds."""
+
+CPU_CACHE_LIMIT = 4 * 2**30
+"""Bytes that the cache takes on a CPU at most, unless told otherwise: a laptop has other things to do."""
+
+
+class Worker:
+    """Runs a model on one device.
+
+    Start-up has a fixed order, because each step needs what the one before found out: load the model, measure how
+    much memory the largest step needs, give the cache what is left.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention_backend: type[AttentionBackend],
+    ) -> None:
+        self.model_config = model_config
+        self.cache_config = cache_config
+        self.scheduler_config = scheduler_config
+        self.dtype = dtype
+        self.device = device
+        self.attention_backend = attention_backend
+        self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, dtype)
+        self.model_runner: ModelRunner
+        self.cache_engine: CacheEngine
+
+    def load_model(self) -> None:
+        """Put the weights on the device."""
+        model = load_model(self.model_config, self.dtype, self.device, self.attention_backend)
+        self.model_runner = ModelRunner(model, self.cache_config.block_size, self.device)
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        """How many blocks fit: on the device, and in the swap space on the host.
+
+        Raises:
+            ConfigError: Not even one fits.
+        """
+        config = self.cache_config
+        num_cpu_blocks = config.swap_space_bytes // self.block_bytes
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override, num_cpu_blocks
+        if config.kv_cache_memory_bytes is not None:
+            memory, source = config.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes:,}"
+        else:
+            memory = self._memory_left_for_cache()
+            source = f"gpu_memory_utilization = {config.gpu_memory_utilization} leaves {max(memory, 0):,} bytes for the cache"
+        num_gpu_blocks = memory // self.block_bytes
+        if num_gpu_blocks < 1:
+            raise ConfigError(
+                f"{source}, but one block of {config.block_size} tokens takes {self.block_bytes:,}: "
+                f"raise it, or lower block_size or max_num_batched_tokens."
+            )
+        return num_gpu_blocks, num_cpu_blocks
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        """Allocate the cache."""
+        self.cache_engine = CacheEngine(
+            self.model_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.dtype, self.device
+        )
+
+    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        """Move blocks as the scheduler says, then compute the step."""
+        self.cache_engine.swap_out(output.blocks_to_swap_out)
+        self.cache_engine.swap_in(output.blocks_to_swap_in)
+        self.cache_engine.copy(output.blocks_to_copy)
+        if not output.scheduled:
+            return []
+        return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
+
+    def _memory_left_for_cache(self) -> int:
+        """Bytes that weights and the largest step leave of the memory that may be used."""
+        max_tokens = self.scheduler_config.max_num_batched_tokens
+        one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.dtype, self.device).gpu_cache
+        if self.device.type == "cuda":
+            num_seqs = min(self.scheduler_config.max_num_seqs, max_tokens)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.model_runner.profile_run(max_tokens, num_seqs, one_block)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.device)
+            others = total - free - torch.cuda.memory_reserved(self.device)
+            return int(total * self.cache_config.gpu_memory_utilization) - others - peak
+        num_tokens = min(max_tokens, CPU_PROFILE_TOKENS)
+        num_seqs = min(self.scheduler_config.max_num_seqs, num_tokens)
+        peak = measure_peak_memory(lambda: self.model_runner.profile_run(num_tokens, num_seqs, one_block))
+        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - peak * max_tokens // num_tokens
+        # More blocks than all sequences together could fill are of no use.
+        blocks_per_seq = -(-self.model_config.max_model_len // self.cache_config.block_size)
+        useful = self.scheduler_config.max_num_seqs * blocks_per_seq * self.block_bytes
+        return min(left, CPU_CACHE_LIMIT, useful)
