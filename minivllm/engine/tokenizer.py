@@ -29,10 +29,15 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+            if (folder / "tokenizer.json").exists():  # seconds quicker: AutoTokenizer imports the model's code first
+                from transformers import PreTrainedTokenizerFast
+
+                self.hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+            else:
+                from transformers import AutoTokenizer
+
+                self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # many kinds, depending on what is missing
             reason = str(error).strip().split("\n")[0]
             raise ModelLoadError(

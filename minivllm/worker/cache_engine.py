@@ -5,7 +5,11 @@ Mirrors `vllm/worker/cache_engine.py`.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.kernels import reference
@@ -35,11 +39,7 @@ class CacheEngine:
     ) -> None:
         def make(num_blocks: int, where: torch.device) -> list[KVCache]:
             shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-            # Zeros, because what lies in unwritten slots is multiplied by zero, and zero times NaN would be NaN.
-            return [
-                (torch.zeros(shape, dtype=dtype, device=where), torch.zeros(shape, dtype=dtype, device=where))
-                for _ in range(config.num_layers)
-            ]
+            return [(_zeros(shape, dtype, where), _zeros(shape, dtype, where)) for _ in range(config.num_layers)]
 
         self.gpu_cache = make(num_gpu_blocks, device)
         self.cpu_cache = make(num_cpu_blocks, torch.device("cpu"))
@@ -69,3 +69,15 @@ class CacheEngine:
             for (source_key, source_value), (key, value) in zip(source, destination, strict=True):
                 reference.swap_blocks(source_key, key, pairs)
                 reference.swap_blocks(source_value, value, pairs)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because what lies in unwritten slots is multiplied by zero, and zero times NaN would be NaN.
+
+    In host memory they come from numpy, which takes pages that the system zeroes on first use: a cache of gigabytes
+    is there at once and costs only what is written to.
+    """
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -17,7 +17,8 @@ from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
 
 CPU_PROFILE_TOKENS = 256
-"""On a CPU the profiling run has at most so many tokens, and its peak is scaled up: the full one would take seconds."""
+CPU_PROFILE_SEQS = 16
+"""Size of the profiling runs on a CPU: the prompt of the one, the sequences of the other."""
 
 CPU_CACHE_LIMIT = 4 * 2**30
 """Bytes that the cache takes on a CPU at most, unless told otherwise: a laptop has other things to do."""
@@ -106,11 +107,14 @@ class Worker:
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return int(total * self.cache_config.gpu_memory_utilization) - others - peak
-        num_tokens = min(max_tokens, CPU_PROFILE_TOKENS)
-        num_seqs = min(self.scheduler_config.max_num_seqs, num_tokens)
-        peak = measure_peak_memory(lambda: self.model_runner.profile_run(num_tokens, num_seqs, one_block))
-        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - peak * max_tokens // num_tokens
+        # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
+        runner, max_num_seqs = self.model_runner, self.scheduler_config.max_num_seqs
+        num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_num_seqs, CPU_PROFILE_SEQS)
+        prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, 1, one_block))
+        sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
+        needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_num_seqs // num_seqs
+        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - needed
         # More blocks than all sequences together could fill are of no use.
         blocks_per_seq = -(-self.model_config.max_model_len // self.cache_config.block_size)
-        useful = self.scheduler_config.max_num_seqs * blocks_per_seq * self.block_bytes
+        useful = max_num_seqs * blocks_per_seq * self.block_bytes
         return min(left, CPU_CACHE_LIMIT, useful)
