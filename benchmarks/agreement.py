@@ -1,0 +1,136 @@
+"""Greedy tokens against transformers in float32: alone, batched, preempted, chunked, with a cold and a warm prefix cache.
+
+    python benchmarks/agreement.py            # 200 prompts, 64 tokens each: about 25 minutes on 2 cores
+    python benchmarks/agreement.py --num-prompts 20 --max-len 200
+
+Every way of running must give the tokens that transformers gives. transformers is asked about each distinct answer in
+one pass over prompt and answer: at each position its most likely token must be ours. By induction that is the same as
+comparing with its own greedy generation. Where its logits for the two tokens differ by less than 1e-4, either is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from minivllm import LLM, SamplingParams
+from minivllm.bench.machine import describe_machine
+from minivllm.bench.workloads import mixed_prompts
+
+TIE = 1e-4
+
+
+@dataclass
+class Agreement:
+    """How one way of running compares: requests and tokens that agree, ties among them, and what was exercised."""
+
+    way: str
+    requests: int = 0
+    agreeing_requests: int = 0
+    tokens: int = 0
+    agreeing_tokens: int = 0
+    ties: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Oracle:
+    """transformers in float32. Remembers what it has judged, since most answers are the same in all ways."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.judged: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    @torch.inference_mode()
+    def judge(self, prompt: list[int], output: list[int]) -> tuple[int, int]:
+        """Tokens that agree before the first that does not, and how many of them are ties."""
+        key = (len(prompt), *prompt, *output)
+        if key not in self.judged:
+            token_ids = torch.tensor([prompt + output])
+            logits = self.model(token_ids, logits_to_keep=len(output) + 1).logits[0, :-1]
+            best = logits.max(dim=-1).values
+            ours = logits.gather(-1, torch.tensor(output)[:, None]).squeeze(1)
+            wrong = (best - ours > TIE).nonzero()
+            agreeing = int(wrong[0]) if len(wrong) else len(output)
+            ties = int(((logits.argmax(-1) != torch.tensor(output)) & (best - ours <= TIE))[:agreeing].sum())
+            self.judged[key] = (agreeing, ties)
+        return self.judged[key]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--num-prompts", type=int, default=200)
+    parser.add_argument("--max-len", type=int, default=900, help="tokens of the longest prompt")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--output", type=Path, help="write the results here as JSON")
+    args = parser.parse_args()
+
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
+    results: list[Agreement] = []
+    oracle: Oracle | None = None
+    peak_blocks = 0
+
+    def check(way: str, rounds: int = 1, **engine_args) -> LLM:
+        nonlocal oracle
+        llm = LLM(args.model, trace=True, **engine_args)
+        oracle = oracle or Oracle(llm.llm_engine.model_config.path)
+        prompts = mixed_prompts(llm.get_tokenizer(), args.num_prompts, args.max_len)
+        for i in range(rounds):
+            result = Agreement(way if rounds == 1 else f"{way}, {('cold', 'warm')[i]}")
+            print(f"{result.way} ...", flush=True)
+            start = time.perf_counter()
+            outputs = llm.generate(prompts, params)
+            result.seconds = time.perf_counter() - start
+            for prompt, output in zip(prompts, tqdm(outputs, desc="Asking transformers"), strict=True):
+                tokens = output.outputs[0].token_ids
+                agreeing, ties = oracle.judge(prompt, tokens)
+                result.requests += 1
+                result.agreeing_requests += agreeing == len(tokens) == args.max_tokens
+                result.tokens += len(tokens)
+                result.agreeing_tokens += agreeing
+                result.ties += ties
+                result.preemptions += output.metrics.num_preemptions
+                result.cached_tokens += output.num_cached_tokens
+            results.append(result)
+        return llm
+
+    check("alone", max_num_seqs=1)
+    llm = check("batched", max_num_seqs=args.max_num_seqs)
+    peak_blocks = max(record.num_blocks - record.num_free_blocks for record in llm.llm_engine.trace)
+    few = {"max_num_seqs": args.max_num_seqs, "num_gpu_blocks_override": peak_blocks - 8}
+    check("8 blocks too few, recompute", **few)
+    check("8 blocks too few, swap", preemption_mode="swap", **few)
+    check("chunked prefill", enable_chunked_prefill=True, max_num_batched_tokens=128, max_num_seqs=args.max_num_seqs)
+    check("prefix cache", rounds=2, enable_prefix_caching=True, max_num_seqs=args.max_num_seqs)
+    check(
+        "chunked, prefix cache, 8 blocks too few, swap",
+        enable_chunked_prefill=True, max_num_batched_tokens=128, enable_prefix_caching=True, preemption_mode="swap", **few,
+    )  # fmt: skip
+
+    print(f"\nAgreement with transformers, float32, {args.num_prompts} prompts of 1 to {args.max_len} tokens; {describe_machine()}")
+    print(f"{'way':48}{'requests':>12}{'tokens':>16}{'ties':>6}{'preempted':>11}{'cached':>9}{'seconds':>9}")
+    for r in results:
+        requests, tokens = f"{r.agreeing_requests}/{r.requests}", f"{r.agreeing_tokens}/{r.tokens}"
+        print(f"{r.way:48}{requests:>12}{tokens:>16}{r.ties:>6}{r.preemptions:>11}{r.cached_tokens:>9}{r.seconds:>9.0f}")
+    if args.output:
+        report = {"machine": describe_machine(), "arguments": vars(args) | {"output": None}, "results": [asdict(r) for r in results]}
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    if any(r.agreeing_requests != r.requests for r in results):
+        raise SystemExit("Some tokens differ from transformers.")
+    if not all(r.preemptions for r in results if "too few" in r.way):
+        raise SystemExit("Nothing was preempted where something should have been.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Workloads, runs that measure, and reports."""

@@ -1,0 +1,44 @@
+"""Hypothesis profiles and the models that tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("default", max_examples=150, **_common)
+settings.register_profile("nightly", max_examples=1000, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The folder of the default model."""
+    from minivllm.models.hub import resolve_model
+
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2_path):
+    """The default model in transformers, float32: the oracle."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def llm():
+    """The default model in the engine."""
+    from minivllm import LLM
+
+    return LLM("smollm2-135m", kv_cache_memory_bytes=512 * 2**20, max_num_seqs=32)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(llm):
+    """The default model's tokenizer."""
+    return llm.get_tokenizer()

@@ -1,0 +1,164 @@
+"""An executor whose cache holds, instead of numbers, a note of what should be there.
+
+The "key and value" of a token is a hash of the token and of everything before it, just as a real one depends on
+everything before it. When a step computes a token, the shadow reads its whole context through the block table and
+complains about the first slot that holds anything else. The next token is a hash of the context too, so a request has
+one right answer, which `expected_tokens` computes without any engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.scheduler import Scheduler, SchedulerOutput, SequenceOutput
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.executor.base import Executor
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sampler import random_number
+
+VOCAB_SIZE = 50
+EOS = 0
+
+
+def chain(parent: str, token_id: int) -> str:
+    """What stands in the cache for a token after a context."""
+    return hashlib.md5(f"{parent}/{token_id}".encode()).hexdigest()
+
+
+def next_token(context: str, params: SamplingParams, seed: int, index: int, position: int) -> int:
+    """The shadow model: a token that depends on the context and, unless greedy, on the request's random number."""
+    noise = "" if params.is_greedy else str(random_number(seed, index, position))
+    return int(hashlib.md5((context + noise).encode()).hexdigest(), 16) % VOCAB_SIZE
+
+
+def expected_tokens(prompt: list[int], params: SamplingParams, seed: int, index: int, max_num_tokens: int) -> list[int]:
+    """What a sequence must produce, whatever happens around it."""
+    context = ""
+    for token_id in prompt:
+        context = chain(context, token_id)
+    output: list[int] = []
+    while True:
+        token_id = next_token(context, params, seed, index, len(output))
+        output.append(token_id)
+        context = chain(context, token_id)
+        stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+        if token_id in stops and len(output) >= params.min_tokens:
+            return output
+        if len(prompt) + len(output) >= max_num_tokens:
+            return output
+
+
+class ShadowExecutor(Executor):
+    """Checks every read and write of the cache against what ought to be there, and every step against its limits."""
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+        self.num_blocks = (num_gpu_blocks, num_cpu_blocks)
+        self.block_size = block_size
+        self.gpu = [[None] * block_size for _ in range(num_gpu_blocks)]
+        self.cpu = [[None] * block_size for _ in range(num_cpu_blocks)]
+        self.scheduler: Scheduler  # set when the engine is made
+        self.config: SchedulerConfig
+        self.fail_at: set[int] = set()
+        self.num_steps = 0
+        self.num_swapped = self.num_copied = self.num_preempted = self.num_mixed = 0
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return self.num_blocks
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        assert (num_gpu_blocks, num_cpu_blocks) == self.num_blocks
+
+    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        self.num_steps += 1
+        self.check_limits(output)
+        if self.num_steps in self.fail_at:
+            raise RuntimeError("planned failure")
+        for block, host in output.blocks_to_swap_out:
+            self.cpu[host] = list(self.gpu[block])
+        for host, block in output.blocks_to_swap_in:
+            self.gpu[block] = list(self.cpu[host])
+        copies = [(list(self.gpu[source]), destination) for source, destination in output.blocks_to_copy]
+        for content, destination in copies:
+            self.gpu[destination] = content
+        self.num_swapped += len(output.blocks_to_swap_out)
+        self.num_copied += len(copies)
+        self.num_preempted += len(output.preempted)
+        self.num_mixed += output.phase == "mixed"
+        return [self.compute(item) for item in output.scheduled]
+
+    def check_limits(self, output: SchedulerOutput) -> None:
+        assert len(output.scheduled) <= self.config.max_num_seqs
+        assert sum(item.num_tokens for item in output.scheduled) == output.num_batched_tokens
+        assert output.num_batched_tokens <= self.config.max_num_batched_tokens
+        assert len({item.seq.seq_id for item in output.scheduled}) == len(output.scheduled)
+        assert all(item.num_tokens > 0 for item in output.scheduled)
+        if not self.config.enable_chunked_prefill:
+            assert output.phase != "mixed"
+        assert self.scheduler.num_running <= self.config.max_num_seqs
+        check_blocks(self.scheduler)
+
+    def compute(self, item) -> SequenceOutput:
+        seq, table = item.seq, item.block_table
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + item.num_tokens
+        context = ""
+        for position in range(end):
+            block, offset = table[position // self.block_size], position % self.block_size
+            context = chain(context, seq.token_ids[position])
+            if position >= start:
+                assert self.scheduler.block_manager.gpu_allocator.ref_counts[block] == 1, "write into a shared block"
+                self.gpu[block][offset] = context
+            assert self.gpu[block][offset] == context, f"{seq}: position {position} holds something else"
+        if end < seq.num_tokens:
+            return SequenceOutput()
+        request, position = seq.request, seq.num_output_tokens
+        siblings = range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
+        return SequenceOutput(
+            [next_token(context, request.sampling_params, request.seed, index, position) for index in siblings]
+        )
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Invariant 1: free and referenced blocks are all there are; reference counts equal the tables' entries."""
+    manager = scheduler.block_manager
+    for allocator, tables in (
+        (manager.gpu_allocator, manager.block_tables),
+        (manager.cpu_allocator, manager.swapped_tables),
+    ):
+        counts = [0] * allocator.num_blocks
+        for table in tables.values():
+            assert len(set(table)) == len(table), "a table names a block twice"
+            for block in table:
+                counts[block] += 1
+        assert counts == allocator.ref_counts
+        assert allocator.num_free == counts.count(0)
+
+
+def shadow_engine(
+    num_gpu_blocks: int,
+    num_cpu_blocks: int = 0,
+    block_size: int = 4,
+    *,
+    enable_prefix_caching: bool = False,
+    watermark: float = 0.01,
+    max_model_len: int = 1000,
+    scheduler_cls: type[Scheduler] = Scheduler,
+    **scheduler_args,
+) -> tuple[LLMEngine, ShadowExecutor]:
+    """The real engine, scheduler and block manager on a shadow model."""
+    model_config = ModelConfig("shadow", Path(), "Shadow", {}, 1, 1, 1, 1, VOCAB_SIZE, max_model_len, (EOS,))
+    scheduler_config = SchedulerConfig(**scheduler_args)
+    executor = ShadowExecutor(num_gpu_blocks, num_cpu_blocks, block_size)
+    engine = LLMEngine(
+        model_config,
+        CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, watermark=watermark),
+        scheduler_config,
+        executor,
+        None,
+        scheduler_cls=scheduler_cls,
+        clock=lambda: float(executor.num_steps),
+    )
+    executor.scheduler = engine.scheduler
+    executor.config = scheduler_config
+    return engine, executor
