@@ -1,0 +1,36 @@
+# Everything that one does with this project. Each target first sets up the environment, which is quick the second time.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What is passed on to the demo, to pytest or to JupyterLab, as in: make test ARGS="-k scheduler"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lab notebooks lint clean
+
+help: ## Say what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Another Python: make demo PYTHON=python3.12   More options: make test ARGS=\"-k scheduler\""
+
+setup: ## Make the virtual environment: pinned packages and the default model
+	@command -v "$(PYTHON)" >/dev/null || { echo "There is no command '$(PYTHON)' here: install Python 3.10 or newer, or name the one you have, for example \`make demo PYTHON=python3.12\`."; exit 1; }
+	@"$(PYTHON)" tools/setup_env.py --venv "$(VENV)"
+
+demo: setup ## Serve a few requests with the default model and show what the engine does
+	@"$(VENV)/bin/minivllm" demo $(ARGS)
+
+test: setup ## Run all tests, those in the notebooks too
+	"$(VENV)/bin/python" -m pytest $(ARGS)
+
+lab: setup ## Open the course in JupyterLab, on lesson 00
+	"$(VENV)/bin/python" -m jupyterlab notebooks/00_start_here.ipynb $(ARGS)
+
+notebooks: setup ## Run all notebooks again and store what they show
+	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+lint: setup ## Check style and form of the code
+	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
+
+clean: ## Remove the virtual environment
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; else echo "There is no virtual environment in $(VENV)."; fi
