@@ -80,11 +80,7 @@ def set_up(venv: Path) -> None:
     usable = found.startswith(f"{venv}\n") and works(venv)
     if usable and found == wanted:
         return
-    problem = (
-        python_problem(sys.version_info[:2])
-        or venv_problem(importlib.util.find_spec)
-        or folder_problem(venv)
-    )
+    problem = python_problem(sys.version_info[:2]) or venv_problem(importlib.util.find_spec) or folder_problem(venv)
     if problem:
         raise SetupError(problem)
     if usable:
