@@ -20,7 +20,3 @@ class ModelLoadError(MinivllmError, ValueError):
 
 class RequestError(MinivllmError, ValueError):
     """One request is wrong. Only that request fails."""
-
-
-class ExecutorError(MinivllmError, RuntimeError):
-    """The model could not compute a step. The requests of that step end with this error."""

@@ -112,7 +112,7 @@ def run(engine, executor, workload: list[Job], after_step=lambda outputs: None) 
         check_blocks(engine.scheduler)
         after_step(outputs)
         step += 1
-        assert step < 5000, "the engine makes no progress"
+        assert step < 5000, f"the engine makes no progress: {vars(engine.scheduler)} {vars(engine.block_manager)}"
     assert executor.num_steps <= step
     return results
 

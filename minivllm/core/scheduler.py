@@ -238,7 +238,7 @@ class Scheduler:
         """Bring swapped sequences back, in order, and let them decode in this step."""
         while (seq := self.swapped.first()) is not None:
             waiting = self.waiting.first()
-            if waiting is not None and waiting.order < seq.order:
+            if waiting is not None and waiting.order < seq.order and self._may_join(waiting):
                 break
             if self.num_running + 1 + seq.num_unforked_siblings > self.config.max_num_seqs:
                 break

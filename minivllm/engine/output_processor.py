@@ -50,7 +50,7 @@ class SequenceText:
         stop = None
         if new and self._params.stop and len(self.output.token_ids) > self._params.min_tokens:
             stop = self._cut_at_stop(len(new))
-        self.output.text = self._text if stop is not None else self._text[: len(self._text) - self._num_held]
+        self.output.text = self._text if stop is not None else self._text[: max(0, len(self._text) - self._num_held)]
         return stop
 
     def finish(self) -> str | None:

@@ -14,9 +14,6 @@ from minivllm.errors import ModelLoadError, RequestError
 REPLACEMENT = "\ufffd"
 """What decoding shows for bytes that are no character, or not yet."""
 
-MAX_HELD_CHARACTERS = 4
-"""A character has at most 4 bytes, so this much of a text's end may still turn into something else."""
-
 
 class Tokenizer:
     """A model's tokenizer.
@@ -116,7 +113,7 @@ class IncrementalDetokenizer:
         """The new text that one more token brings; "" while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode()
-        stable = max(len(text.rstrip(REPLACEMENT)), len(text) - MAX_HELD_CHARACTERS)
+        stable = len(text.rstrip(REPLACEMENT))
         new = text[self._num_given : stable]
         self._num_given = max(self._num_given, stable)
         if new and stable == len(text):

@@ -1,0 +1,217 @@
+"""Paging, in small worked examples. Random workloads are in test_invariants.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.core.block_allocator import BlockAllocator
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.request import Request, Sequence
+
+_ids = itertools.count()
+
+
+def make_sequence(tokens: int | list[int], **params) -> Sequence:
+    token_ids = list(range(tokens)) if isinstance(tokens, int) else tokens
+    request = Request("r", token_ids, SamplingParams(**params), max_num_tokens=1000)
+    return Sequence(next(_ids), request)
+
+
+def allocate_and_compute(manager: BlockSpaceManager, seq: Sequence) -> int:
+    """Admit and compute a sequence; the number of cached tokens."""
+    cached = manager.find_cached_blocks(seq)
+    assert manager.can_allocate(seq, cached)
+    manager.allocate(seq, cached)
+    seq.num_computed_tokens = seq.num_tokens
+    manager.mark_computed(seq)
+    return len(cached) * manager.block_size
+
+
+@pytest.mark.parametrize("num_tokens,num_blocks", [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_prompt_takes_its_length_over_the_block_size_rounded_up(num_tokens, num_blocks):
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=10)
+    seq = make_sequence(num_tokens)
+    manager.allocate(seq)
+    assert len(manager.get_block_table(seq)) == num_blocks
+    assert manager.get_num_free_gpu_blocks() == 10 - num_blocks
+
+
+def test_a_table_grows_at_the_block_boundary_and_only_there():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=10)
+    seq = make_sequence(3)
+    allocate_and_compute(manager, seq)
+    lengths = []
+    for token in range(6):
+        seq.token_ids.append(token)
+        assert manager.append_slots(seq) is None
+        seq.num_computed_tokens += 1
+        lengths.append(len(manager.get_block_table(seq)))
+    assert lengths == [1, 2, 2, 2, 2, 3]
+
+
+def test_the_watermark_is_kept_at_admission_but_not_for_growth():
+    manager = BlockSpaceManager(block_size=1, num_gpu_blocks=10, watermark=0.2)
+    assert manager.can_allocate(make_sequence(8))
+    assert not manager.can_allocate(make_sequence(9))
+    assert manager.can_allocate(make_sequence(10), keep_watermark=False)
+    seq = make_sequence(8)
+    allocate_and_compute(manager, seq)
+    seq.token_ids.append(0)
+    assert manager.can_append_slots(seq)
+
+
+def test_a_fork_shares_all_blocks_and_copies_the_last_one_before_it_writes():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=10)
+    parent = make_sequence(6)
+    allocate_and_compute(manager, parent)
+    child = parent.fork(next(_ids), 1)
+    manager.fork(parent, child)
+    first, last = manager.get_block_table(parent)
+    assert manager.get_block_table(child) == [first, last]
+    assert manager.get_num_free_gpu_blocks() == 8
+
+    parent.token_ids.append(1)
+    source, destination = manager.append_slots(parent)
+    assert source == last
+    assert manager.get_block_table(parent) == [first, destination]
+    assert manager.get_block_table(child) == [first, last]
+    child.token_ids.append(2)
+    assert manager.append_slots(child) is None, "the last owner writes in place"
+    assert manager.gpu_allocator.ref_counts[first] == 2
+
+    manager.free(parent)
+    manager.free(child)
+    assert manager.get_num_free_gpu_blocks() == 10
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=10)
+    parent = make_sequence(8)
+    allocate_and_compute(manager, parent)
+    child = parent.fork(next(_ids), 1)
+    manager.fork(parent, child)
+    for seq in (parent, child):
+        seq.token_ids.append(7)
+        assert manager.append_slots(seq) is None
+    assert manager.get_block_table(parent)[:2] == manager.get_block_table(child)[:2]
+    assert manager.get_block_table(parent)[2] != manager.get_block_table(child)[2]
+
+
+def test_copy_on_write_needs_a_free_block():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=1)
+    parent = make_sequence(3)
+    allocate_and_compute(manager, parent)
+    child = parent.fork(next(_ids), 1)
+    manager.fork(parent, child)
+    parent.token_ids.append(1)
+    assert not manager.can_append_slots(parent)
+    manager.free(child)
+    assert manager.can_append_slots(parent)
+
+
+def test_swapping_moves_a_table_to_the_host_and_back():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=4, num_cpu_blocks=3)
+    seq = make_sequence(10)
+    allocate_and_compute(manager, seq)
+    table = list(manager.get_block_table(seq))
+    assert manager.can_swap_out(seq)
+    out = manager.swap_out(seq)
+    assert [block for block, _ in out] == table
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (4, 0)
+    back = manager.swap_in(seq)
+    assert [host for host, _ in back] == [host for _, host in out]
+    assert manager.get_block_table(seq) == [block for _, block in back]
+    assert manager.get_num_free_cpu_blocks() == 3
+
+
+def test_a_sequence_larger_than_the_host_cannot_be_swapped_out():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=4, num_cpu_blocks=2)
+    seq = make_sequence(10)
+    allocate_and_compute(manager, seq)
+    assert not manager.can_swap_out(seq)
+
+
+def test_the_prefix_cache_finds_full_blocks_of_the_same_beginning():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=20, enable_prefix_caching=True)
+    first = make_sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert allocate_and_compute(manager, first) == 0
+    second = make_sequence([1, 2, 3, 4, 5, 6, 7, 8, 10, 11])
+    assert allocate_and_compute(manager, second) == 8
+    assert manager.get_block_table(second)[:2] == manager.get_block_table(first)[:2]
+    third = make_sequence([1, 2, 3, 4, 0, 6, 7, 8, 9])
+    assert allocate_and_compute(manager, third) == 4
+    shifted = make_sequence([5, 6, 7, 8, 9])
+    assert allocate_and_compute(manager, shifted) == 0, "the same tokens after another beginning are not the same block"
+
+
+def test_the_last_token_is_always_left_to_compute():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=20, enable_prefix_caching=True)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    allocate_and_compute(manager, make_sequence(tokens))
+    assert allocate_and_compute(manager, make_sequence(tokens)) == 4
+
+
+def test_a_block_that_is_allocated_but_not_computed_is_not_matched():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=20, enable_prefix_caching=True)
+    tokens = [1, 2, 3, 4, 5]
+    first, second = make_sequence(tokens), make_sequence(tokens)
+    manager.allocate(first, manager.find_cached_blocks(first))
+    assert manager.find_cached_blocks(second) == []
+
+
+def test_freed_blocks_stay_cached_until_they_are_needed_least_recently_used_first():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=4, enable_prefix_caching=True)
+    old, new = make_sequence([1, 1, 1, 1, 2, 2, 2, 2]), make_sequence([3, 3, 3, 3, 4, 4, 4, 4])
+    for seq in (old, new):
+        allocate_and_compute(manager, seq)
+        manager.free(seq)
+    assert manager.get_num_free_gpu_blocks() == 4
+    other = make_sequence([9, 9, 9, 9, 9])
+    allocate_and_compute(manager, other)  # takes two blocks: the old ones
+    assert manager.find_cached_blocks(make_sequence([1, 1, 1, 1, 5])) == []
+    assert len(manager.find_cached_blocks(make_sequence([3, 3, 3, 3, 4, 4, 4, 4, 5]))) == 2
+
+
+def test_a_cached_block_in_the_free_list_counts_once():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=3, watermark=0, enable_prefix_caching=True)
+    first = make_sequence([1] * 8)
+    allocate_and_compute(manager, first)
+    manager.free(first)
+    second = make_sequence([1] * 8 + [2] * 4)
+    cached = manager.find_cached_blocks(second)
+    assert len(cached) == 2
+    assert manager.can_allocate(second, cached), "two cached blocks and a fresh one are all three blocks"
+    third = make_sequence([1] * 8 + [2] * 5)
+    assert not manager.can_allocate(third, manager.find_cached_blocks(third)), "it would need a fourth"
+
+
+def test_resetting_the_prefix_cache_forgets_everything():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=4, enable_prefix_caching=True)
+    seq = make_sequence([1] * 5)
+    allocate_and_compute(manager, seq)
+    manager.reset_prefix_cache()
+    assert manager.find_cached_blocks(make_sequence([1] * 5)) == []
+
+
+def test_prompt_logprobs_read_no_cache_because_they_need_every_position():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=4, enable_prefix_caching=True)
+    allocate_and_compute(manager, make_sequence([1] * 5))
+    assert manager.find_cached_blocks(make_sequence([1] * 5, prompt_logprobs=1)) == []
+
+
+def test_releasing_a_block_twice_is_an_error():
+    allocator = BlockAllocator(2)
+    block = allocator.allocate()
+    allocator.release(block)
+    with pytest.raises(ValueError, match="more often than it was taken"):
+        allocator.release(block)
+
+
+def test_an_empty_pool_says_so():
+    allocator = BlockAllocator(1)
+    allocator.allocate()
+    with pytest.raises(IndexError, match="no free block"):
+        allocator.allocate()

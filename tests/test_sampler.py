@@ -1,0 +1,213 @@
+"""Sampling: each filter against transformers' processor, the draw against exact probabilities, seeds against batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from minivllm import SamplingParams
+from minivllm.request import Request, Sequence
+from minivllm.worker import sampler
+from minivllm.worker.sampler import SamplingRow, random_number, sample
+
+VOCAB_SIZE = 200
+
+
+def random_logits(seed: int, rows: int = 4, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def column(value: float, rows: int = 4) -> torch.Tensor:
+    return torch.tensor([[value]] * rows)
+
+
+def make_row(params: SamplingParams, prompt=(1,), output=(), seed=0, index=0, eos=()) -> SamplingRow:
+    request = Request("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
+    seq = Sequence(0, request)
+    seq.token_ids += list(output)
+    return SamplingRow(seq, index)
+
+
+seeds = st.integers(0, 2**31)
+
+
+@given(seeds, st.floats(0.05, 5))
+def test_temperature_equals_transformers(seed, temperature):
+    logits = random_logits(seed)
+    torch.testing.assert_close(
+        sampler.apply_temperature(logits, column(temperature)), TemperatureLogitsWarper(temperature)(None, logits)
+    )
+
+
+@given(seeds, st.integers(1, VOCAB_SIZE - 1))
+def test_top_k_equals_transformers(seed, top_k):
+    logits = random_logits(seed)
+    assert torch.equal(sampler.apply_top_k(logits, column(top_k).long()), TopKLogitsWarper(top_k)(None, logits))
+
+
+@given(seeds, st.floats(0.01, 0.99))
+def test_top_p_equals_transformers(seed, top_p):
+    logits = random_logits(seed)
+    assert torch.equal(sampler.apply_top_p(logits, column(top_p)), TopPLogitsWarper(top_p)(None, logits))
+
+
+@given(seeds, st.floats(0.001, 1))
+def test_min_p_equals_transformers(seed, min_p):
+    logits = random_logits(seed)
+    assert torch.equal(sampler.apply_min_p(logits, column(min_p)), MinPLogitsWarper(min_p)(None, logits))
+
+
+@given(seeds, st.floats(0.5, 2), st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1), st.lists(st.integers(0, VOCAB_SIZE - 1)))
+def test_repetition_penalty_equals_transformers(seed, penalty, prompt, output):
+    logits = random_logits(seed, rows=1)
+    ours = sampler.apply_penalties(logits[0], prompt, output, penalty, 0.0, 0.0)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
+    torch.testing.assert_close(ours, theirs[0])
+
+
+@given(seeds, st.integers(1, 6), st.integers(0, 8))
+def test_min_tokens_equals_transformers(seed, min_tokens, num_output):
+    logits = random_logits(seed, rows=1)
+    row = make_row(SamplingParams(min_tokens=min_tokens, max_tokens=20), prompt=[5, 6], output=[7] * num_output, eos=[3])
+    theirs = MinNewTokensLengthLogitsProcessor(2, min_tokens, 3, device="cpu")(
+        torch.tensor([row.seq.token_ids]), logits.clone()
+    )
+    assert torch.equal(sampler.adjust_logits(logits, [row]), theirs)
+
+
+@given(seeds, st.floats(-2, 2), st.floats(-2, 2), st.lists(st.integers(0, 9), max_size=20))
+def test_presence_and_frequency_penalties_count_the_output_only(seed, presence, frequency, output):
+    logits = random_logits(seed, rows=1)[0]
+    ours = sampler.apply_penalties(logits, [1, 1, 2], output, 1.0, presence, frequency)
+    for token_id in range(12):
+        count = output.count(token_id)
+        expected = logits[token_id] - frequency * count - presence * (count > 0)
+        torch.testing.assert_close(ours[token_id], expected)
+
+
+@given(seeds)
+def test_rows_are_filtered_each_by_its_own_parameters(seed):
+    """A batch of different wishes gives each row what it would get alone."""
+    logits = random_logits(seed, rows=5)
+    params = [
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.6, temperature=1.3),
+        SamplingParams(min_p=0.1),
+        SamplingParams(top_k=-1, top_p=0.9, min_p=0.01, temperature=0.4),
+    ]
+    together = sampler.filter_logits(logits, params)
+    for i, param in enumerate(params):
+        torch.testing.assert_close(together[i : i + 1], sampler.filter_logits(logits[i : i + 1], [param]))
+
+
+def test_logit_bias_is_added():
+    logits = random_logits(0, rows=2)
+    row = make_row(SamplingParams(logit_bias={3: 5.0, 7: -100.0}))
+    adjusted = sampler.adjust_logits(logits, [make_row(SamplingParams()), row])
+    assert torch.equal(adjusted[0], logits[0])
+    changed = (adjusted[1] != logits[1]).nonzero().flatten().tolist()
+    assert changed == [3, 7]
+    assert adjusted[1, 3] == logits[1, 3] + 5
+
+
+def test_the_given_logits_are_not_changed():
+    logits = random_logits(0)
+    before = logits.clone()
+    sample(logits, [make_row(SamplingParams(repetition_penalty=1.5, logit_bias={1: 2}, top_k=3, top_p=0.5)) for _ in range(4)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(top_k=7),
+        SamplingParams(top_p=0.8, temperature=1.5),
+        SamplingParams(min_p=0.05),
+    ],
+    ids=["plain", "temperature", "top_k", "top_p", "min_p"],
+)
+def test_20000_draws_follow_the_exact_probabilities(params):
+    logits = random_logits(7, rows=1, vocab_size=40)
+    probs = sampler.filter_logits(logits, [params]).softmax(-1)[0].double()
+    counts = torch.zeros(40, dtype=torch.int64)
+    num_draws, batch = 20_000, 500
+    for start in range(0, num_draws, batch):
+        rows = [make_row(params, seed=start + i) for i in range(batch)]
+        drawn = torch.tensor([token.token_id for token in sample(logits.expand(batch, -1), rows)])
+        counts += torch.bincount(drawn, minlength=40)
+    assert counts[probs == 0].sum() == 0, "a token that was filtered out was drawn"
+    expected = probs * num_draws
+    common = expected >= 5  # the chi-square approximation needs that many; the rare ones are counted together
+    observed = [*counts[common].tolist(), int(counts[~common].sum())]
+    wanted = [*expected[common].tolist(), float(expected[~common].sum())]
+    if wanted[-1] == 0:
+        observed.pop(), wanted.pop()
+    total = sum(wanted)
+    assert chisquare(observed, [value * num_draws / total for value in wanted]).pvalue > 1e-3
+
+
+def test_random_numbers_are_uniform_and_belong_to_seed_index_and_position():
+    numbers = [random_number(seed, index, position) for seed in range(20) for index in range(5) for position in range(50)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= number < 1 for number in numbers)
+    counts = torch.histc(torch.tensor(numbers), bins=10, min=0, max=1)
+    assert chisquare(counts.tolist()).pvalue > 1e-3
+    assert random_number(3, 1, 4) == random_number(3, 1, 4)
+
+
+@given(seeds, st.integers(1, 6), st.randoms())
+def test_a_draw_does_not_depend_on_the_batch(seed, num_rows, rng):
+    logits = random_logits(seed, rows=num_rows)
+    rows = [
+        make_row(
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.5, 1.0]), top_k=rng.choice([0, 3, 50]), top_p=rng.choice([1.0, 0.7]),
+                repetition_penalty=rng.choice([1.0, 1.2]), min_p=rng.choice([0.0, 0.02]),
+            ),
+            output=[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5))], seed=rng.randrange(100),
+        )
+        for _ in range(num_rows)
+    ]  # fmt: skip
+    together = [token.token_id for token in sample(logits, rows)]
+    alone = [sample(logits[i : i + 1], [rows[i]])[0].token_id for i in range(num_rows)]
+    assert together == alone
+
+
+def test_greedy_takes_the_most_likely_token():
+    logits = random_logits(3)
+    rows = [make_row(SamplingParams(temperature=0.0, top_k=1)), *[make_row(SamplingParams(temperature=0.0))] * 3]
+    assert [token.token_id for token in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_the_models_own_and_ranked():
+    logits = random_logits(5, rows=1)
+    params = SamplingParams(temperature=0.3, top_k=2, logprobs=3, seed=1)
+    token = sample(logits, [make_row(params)])[0]
+    logprobs = logits.log_softmax(-1)[0]
+    top = logprobs.topk(3)
+    assert set(token.logprobs) == {*top.indices.tolist(), token.token_id}
+    assert next(iter(token.logprobs)) == token.token_id
+    for token_id, entry in token.logprobs.items():
+        assert math.isclose(entry.logprob, float(logprobs[token_id]), abs_tol=1e-6)
+        assert entry.rank == int((logprobs > logprobs[token_id]).sum()) + 1
+
+
+def test_zero_logprobs_gives_the_chosen_token_alone():
+    token = sample(random_logits(5, rows=1), [make_row(SamplingParams(logprobs=0))])[0]
+    assert list(token.logprobs) == [token.token_id]

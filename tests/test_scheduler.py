@@ -1,0 +1,231 @@
+"""Scheduling, in small worked examples on a shadow model. Random workloads are in test_invariants.py."""
+
+from __future__ import annotations
+
+import pytest
+from shadow import shadow_engine
+
+from minivllm import SamplingParams, StaticBatchScheduler
+from minivllm.core.sequence_queue import SequenceQueue
+from minivllm.errors import ConfigError, RequestError
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def record_steps(engine, executor):
+    """Phase and {request: tokens} of each step that runs from now on."""
+    steps = []
+    execute = executor.execute_model
+
+    def execute_and_note(output):
+        steps.append((output.phase, {item.seq.request.request_id: item.num_tokens for item in output.scheduled}))
+        return execute(output)
+
+    executor.execute_model = execute_and_note
+    return steps
+
+
+def run_all(engine):
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output.request_id for output in engine.step() if output.finished]
+    return finished
+
+
+def test_by_default_a_step_is_either_prefill_or_decode():
+    engine, executor = shadow_engine(100, max_num_seqs=4)
+    steps = record_steps(engine, executor)
+    engine.add_request("a", [1] * 5, SamplingParams(max_tokens=4, **GREEDY))
+    engine.step()
+    engine.step()
+    engine.add_request("b", [2] * 7, SamplingParams(max_tokens=2, **GREEDY))
+    run_all(engine)
+    assert steps == [
+        ("prefill", {"a": 5}),
+        ("decode", {"a": 1}),
+        ("prefill", {"b": 7}),
+        ("decode", {"a": 1, "b": 1}),
+        ("decode", {"a": 1}),
+    ]
+
+
+def test_chunked_prefill_fills_one_budget_with_decodes_first():
+    engine, executor = shadow_engine(100, max_num_seqs=4, max_num_batched_tokens=6, enable_chunked_prefill=True)
+    steps = record_steps(engine, executor)
+    engine.add_request("a", [1] * 4, SamplingParams(max_tokens=4, **GREEDY))
+    engine.step()
+    engine.add_request("b", [2] * 12, SamplingParams(max_tokens=2, **GREEDY))
+    run_all(engine)
+    assert steps == [
+        ("prefill", {"a": 4}),
+        ("mixed", {"a": 1, "b": 5}),
+        ("mixed", {"a": 1, "b": 5}),
+        ("mixed", {"a": 1, "b": 2}),
+        ("decode", {"b": 1}),
+    ]
+
+
+def test_the_token_budget_bounds_a_prefill_step():
+    engine, executor = shadow_engine(100, max_num_seqs=8, max_num_batched_tokens=10, max_model_len=10)
+    steps = record_steps(engine, executor)
+    for name in "abcd":
+        engine.add_request(name, [1] * 4, SamplingParams(max_tokens=1, **GREEDY))
+    run_all(engine)
+    assert steps == [("prefill", {"a": 4, "b": 4}), ("prefill", {"c": 4, "d": 4})]
+
+
+def test_a_finished_sequence_makes_room_at_once():
+    engine, executor = shadow_engine(100, max_num_seqs=2)
+    steps = record_steps(engine, executor)
+    for name, length in (("a", 2), ("b", 4), ("c", 2)):
+        engine.add_request(name, [1], SamplingParams(max_tokens=length, **GREEDY))
+    run_all(engine)
+    assert steps[2] == ("prefill", {"c": 1})
+
+
+def test_a_static_batch_waits_for_its_slowest():
+    engine, executor = shadow_engine(100, max_num_seqs=2, scheduler_cls=StaticBatchScheduler)
+    steps = record_steps(engine, executor)
+    for name, length in (("a", 2), ("b", 4), ("c", 2)):
+        engine.add_request(name, [1], SamplingParams(max_tokens=length, **GREEDY))
+    run_all(engine)
+    assert [sorted(tokens) for _, tokens in steps] == [["a", "b"], ["a", "b"], ["b"], ["b"], ["c"], ["c"]]
+
+
+def test_priority_goes_before_arrival():
+    engine, executor = shadow_engine(100, max_num_seqs=1, policy="priority")
+    engine.add_request("late", [1], SamplingParams(max_tokens=1), priority=1)
+    engine.add_request("soon", [1], SamplingParams(max_tokens=1), priority=0)
+    engine.add_request("also soon", [1], SamplingParams(max_tokens=1), priority=0)
+    assert run_all(engine) == ["soon", "also soon", "late"]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_when_blocks_run_out_the_latest_arrival_is_preempted_and_comes_back(mode):
+    engine, executor = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=4, watermark=0, preemption_mode=mode)
+    steps = record_steps(engine, executor)
+    first = engine.add_request("a", [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    second = engine.add_request("b", [2] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    assert run_all(engine) == ["a", "b"]
+    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
+    recomputed = [tokens["b"] for phase, tokens in steps if phase == "prefill" and "b" in tokens]
+    assert recomputed == ([7, 9] if mode == "recompute" else [7]), "recompute computes prompt and output again"
+
+
+def test_swap_falls_back_to_recompute_when_the_host_is_full():
+    engine, executor = shadow_engine(4, num_cpu_blocks=1, block_size=4, max_num_seqs=4, watermark=0, preemption_mode="swap")
+    for name in "ab":
+        engine.add_request(name, [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    assert run_all(engine) == ["a", "b"]
+    assert executor.num_preempted == 1
+    assert executor.num_swapped == 0
+
+
+def test_siblings_share_the_prompt_and_copy_on_write():
+    engine, executor = shadow_engine(100, block_size=4, max_num_seqs=3)
+    request = engine.add_request("a", [1] * 6, SamplingParams(n=3, seed=0, max_tokens=3, ignore_eos=True))
+    engine.step()
+    tables = [engine.block_manager.get_block_table(seq) for seq in request.sequences]
+    assert len(tables) == 3
+    assert tables[0] == tables[1] == tables[2]
+    engine.step()
+    assert executor.num_copied == 2, "two of three get a copy, the last writes in place"
+    run_all(engine)
+
+
+def test_places_for_siblings_are_kept_from_the_start():
+    engine, executor = shadow_engine(100, max_num_seqs=3)
+    engine.add_request("a", [1], SamplingParams(n=2, max_tokens=2, **GREEDY))
+    engine.add_request("b", [1], SamplingParams(n=2, max_tokens=2, **GREEDY))
+    steps = record_steps(engine, executor)
+    engine.step()
+    assert steps == [("prefill", {"a": 1})]
+    run_all(engine)
+
+
+def test_an_aborted_request_gives_its_blocks_back_wherever_it_is():
+    engine, executor = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=2, watermark=0, preemption_mode="swap")
+    for name in "abc":
+        engine.add_request(name, [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    while not engine.scheduler.swapped:
+        engine.step()
+    assert (len(engine.scheduler.running), len(engine.scheduler.swapped), len(engine.scheduler.waiting)) == (1, 1, 1)
+    for name in ("b", "c", "a", "a", "nobody"):
+        engine.abort_request(name)
+    assert not engine.has_unfinished_requests()
+    assert engine.block_manager.get_num_free_gpu_blocks() == 4
+    assert engine.block_manager.get_num_free_cpu_blocks() == 4
+
+
+def test_a_failing_step_gives_its_requests_the_cause_and_the_next_ones_go_on():
+    engine, executor = shadow_engine(100, max_num_seqs=1)
+    executor.fail_at = {2}
+    for name in "ab":
+        engine.add_request(name, [1], SamplingParams(max_tokens=3, **GREEDY))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert "planned failure" in outputs["a"].error
+    assert outputs["a"].outputs[0].finish_reason == "error"
+    assert outputs["b"].error is None
+    assert len(outputs["b"].outputs[0].token_ids) == 3
+
+
+def test_a_later_prompt_reuses_the_blocks_of_an_earlier_one():
+    engine, executor = shadow_engine(100, block_size=4, max_num_seqs=2, enable_prefix_caching=True)
+    steps = record_steps(engine, executor)
+    engine.add_request("a", list(range(1, 13)), SamplingParams(max_tokens=1))
+    run_all(engine)
+    request = engine.add_request("b", list(range(1, 13)), SamplingParams(max_tokens=1))
+    run_all(engine)
+    assert steps == [("prefill", {"a": 12}), ("prefill", {"b": 4})]
+    assert request.metrics.num_cached_tokens == 8
+
+
+def test_times_of_a_request_are_kept():
+    engine, executor = shadow_engine(100, max_num_seqs=1)
+    first = engine.add_request("a", [1], SamplingParams(max_tokens=3, **GREEDY))
+    second = engine.add_request("b", [1], SamplingParams(max_tokens=2, **GREEDY))
+    run_all(engine)
+    times = first.metrics
+    assert (times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time) == (0, 0, 1, 3)
+    times = second.metrics
+    assert (times.first_scheduled_time, times.time_to_first_token, times.latency) == (3, 4, 5)
+
+
+def test_a_queue_keeps_order_and_forgets_what_is_removed():
+    engine, _ = shadow_engine(10, max_num_seqs=1)
+    requests = [engine.add_request(str(i), [1], SamplingParams()) for i in range(4)]
+    sequences = [request.sequences[0] for request in requests]
+    queue = SequenceQueue()
+    for i in (2, 0, 3, 1):
+        queue.add(sequences[i])
+    queue.remove(sequences[0])
+    assert [seq.request.request_id for seq in queue] == ["1", "2", "3"]
+    assert queue.pop() is sequences[1]
+    queue.add(sequences[0])
+    assert queue.first() is sequences[0]
+    assert len(queue) == 3
+    assert sequences[1] not in queue
+    with pytest.raises(IndexError, match="empty"):
+        SequenceQueue().pop()
+
+
+@pytest.mark.parametrize(
+    "args,sentence",
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "less than max_num_seqs"),
+        ({"policy": "lifo"}, "policy is 'lifo'"),
+        ({"preemption_mode": "kill"}, "preemption_mode is 'kill'"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(args, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        shadow_engine(10, **args)
+
+
+def test_more_continuations_than_places_are_refused():
+    engine, _ = shadow_engine(10, max_num_seqs=2)
+    with pytest.raises(RequestError, match="n is 3, but at most max_num_seqs = 2"):
+        engine.add_request("a", [1], SamplingParams(n=3))
