@@ -123,7 +123,7 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
     convert = f"from minivllm.models.hub import resolve_model; print(resolve_model({MODEL_NAME!r}))"
     steps = [
         Step(
-            "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.8 GB, or 3 GB with CUDA)",
+            "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.6 GB, or 3 GB with CUDA)",
             [*pinned, "setuptools"],
             [*pinned, "--no-build-isolation", "-e", f".[{EXTRAS}]"],
         ),
