@@ -100,7 +100,7 @@ def _convert(file: Path, folder: Path) -> None:
                 array = _unpermute(array, config["num_attention_heads"])
             elif ".attn_k." in tensor.name:
                 array = _unpermute(array, num_kv_heads)
-        weights[names[tensor.name]] = torch.from_numpy(np.ascontiguousarray(array))
+        weights[names[tensor.name]] = torch.from_numpy(np.array(array, order="C"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -43,7 +43,7 @@ def resolve_model(name: str | Path) -> Path:
     if name.lower() in PACKAGED_MODELS:
         return convert_gguf(find_packaged_file(PACKAGED_MODELS[name.lower()]))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         if path.suffix == ".gguf":

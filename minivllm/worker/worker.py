@@ -95,26 +95,27 @@ class Worker:
 
     def _memory_left_for_cache(self) -> int:
         """Bytes that weights and the largest step leave of the memory that may be used."""
-        max_tokens = self.scheduler_config.max_num_batched_tokens
+        max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
+        max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
+        runner = self.model_runner
         one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.dtype, self.device).gpu_cache
         if self.device.type == "cuda":
-            num_seqs = min(self.scheduler_config.max_num_seqs, max_tokens)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.model_runner.profile_run(max_tokens, num_seqs, one_block)
+            runner.profile_run(max_tokens, min(max_num_seqs, max_tokens), one_block)
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return int(total * self.cache_config.gpu_memory_utilization) - others - peak
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
-        runner, max_num_seqs = self.model_runner, self.scheduler_config.max_num_seqs
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_num_seqs, CPU_PROFILE_SEQS)
-        prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, 1, one_block))
+        num_prompts = -(-num_tokens // max_model_len)
+        prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
         needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_num_seqs // num_seqs
         left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - needed
         # More blocks than all sequences together could fill are of no use.
-        blocks_per_seq = -(-self.model_config.max_model_len // self.cache_config.block_size)
+        blocks_per_seq = -(-max_model_len // self.cache_config.block_size)
         useful = max_num_seqs * blocks_per_seq * self.block_bytes
         return min(left, CPU_CACHE_LIMIT, useful)
