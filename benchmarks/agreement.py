@@ -118,13 +118,19 @@ def main() -> None:
         enable_chunked_prefill=True, max_num_batched_tokens=128, enable_prefix_caching=True, preemption_mode="swap", **few,
     )  # fmt: skip
 
-    print(f"\nAgreement with transformers, float32, {args.num_prompts} prompts of 1 to {args.max_len} tokens; {describe_machine()}")
+    print(
+        f"\nAgreement with transformers, float32, {args.num_prompts} prompts of 1 to {args.max_len} tokens; {describe_machine()}"
+    )
     print(f"{'way':48}{'requests':>12}{'tokens':>16}{'ties':>6}{'preempted':>11}{'cached':>9}{'seconds':>9}")
     for r in results:
         requests, tokens = f"{r.agreeing_requests}/{r.requests}", f"{r.agreeing_tokens}/{r.tokens}"
         print(f"{r.way:48}{requests:>12}{tokens:>16}{r.ties:>6}{r.preemptions:>11}{r.cached_tokens:>9}{r.seconds:>9.0f}")
     if args.output:
-        report = {"machine": describe_machine(), "arguments": vars(args) | {"output": None}, "results": [asdict(r) for r in results]}
+        report = {
+            "machine": describe_machine(),
+            "arguments": vars(args) | {"output": None},
+            "results": [asdict(r) for r in results],
+        }
         args.output.write_text(json.dumps(report, indent=2) + "\n")
     if any(r.agreeing_requests != r.requests for r in results):
         raise SystemExit("Some tokens differ from transformers.")

@@ -39,8 +39,17 @@ class Sequence:
     """
 
     __slots__ = (
-        "seq_id", "request", "index", "token_ids", "num_prompt_tokens", "num_computed_tokens", "status",
-        "num_unforked_siblings", "stop_reason", "order", "block_hashes",
+        "block_hashes",
+        "index",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_unforked_siblings",
+        "order",
+        "request",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, index: int = 0) -> None:
@@ -81,7 +90,7 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """"stop", "length", "abort" or "error"; None while it lives."""
+        """ "stop", "length", "abort" or "error"; None while it lives."""
         return self.status.value if self.finished else None
 
     def fork(self, seq_id: int, index: int) -> Sequence:

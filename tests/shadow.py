@@ -114,9 +114,7 @@ class ShadowExecutor(Executor):
             return SequenceOutput()
         request, position = seq.request, seq.num_output_tokens
         siblings = range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
-        return SequenceOutput(
-            [next_token(context, request.sampling_params, request.seed, index, position) for index in siblings]
-        )
+        return SequenceOutput([next_token(context, request.sampling_params, request.seed, index, position) for index in siblings])
 
 
 def check_blocks(scheduler: Scheduler) -> None:

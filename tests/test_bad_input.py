@@ -263,7 +263,10 @@ def change_weights(folder, change) -> None:
     [
         (lambda w: w.pop("model.norm.weight"), r"incomplete: model.norm.weight missing \(1 tensors\)"),
         (lambda w: w.update(extra=torch.zeros(1)), "no place for 'extra'"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(7)}), r"model.norm.weight has shape \[7\], but the config asks for \[32\]"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(7)}),
+            r"model.norm.weight has shape \[7\], but the config asks for \[32\]",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_refused(broken_folder, change, sentence):
@@ -276,7 +279,10 @@ def test_weights_that_do_not_fit_the_config_are_refused(broken_folder, change, s
 @pytest.mark.parametrize(
     "changes,sentence",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' model, which is not supported: supported are LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "'GPT2LMHeadModel' model, which is not supported: supported are LlamaForCausalLM",
+        ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized with 'awq', which is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -307,7 +313,10 @@ def test_a_damaged_config_is_refused(broken_folder, text):
 @pytest.mark.parametrize(
     "kwargs,sentence",
     [
-        ({"kv_cache_memory_bytes": 100, "num_gpu_blocks_override": None}, "kv_cache_memory_bytes is 100, but one block of 16 tokens"),
+        (
+            {"kv_cache_memory_bytes": 100, "num_gpu_blocks_override": None},
+            "kv_cache_memory_bytes is 100, but one block of 16 tokens",
+        ),
         ({"gpu_memory_utilization": 1e-9, "num_gpu_blocks_override": None}, "gpu_memory_utilization = 1e-09 leaves"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"block_size": 0}, "block_size is 0"),

@@ -152,5 +152,7 @@ def test_a_file_generates_text(tmp_path):
     from minivllm import LLM, SamplingParams
 
     write_gguf(tmp_path / "m.gguf", Quantization.Q4_1)
-    output = LLM(str(tmp_path / "m.gguf"), num_gpu_blocks_override=8).generate("ABC", SamplingParams(max_tokens=4), use_tqdm=False)
+    output = LLM(str(tmp_path / "m.gguf"), num_gpu_blocks_override=8).generate(
+        "ABC", SamplingParams(max_tokens=4), use_tqdm=False
+    )
     assert len(output[0].outputs[0].token_ids) >= 1

@@ -90,7 +90,9 @@ def test_a_seeded_request_is_the_same_alone_and_in_any_batch(llm):
 
 def test_an_engine_seed_makes_unseeded_requests_repeatable(smollm2_path):
     texts = [
-        LLM(str(smollm2_path), num_gpu_blocks_override=40, seed=seed).generate("Once", SamplingParams(max_tokens=8), use_tqdm=False)
+        LLM(str(smollm2_path), num_gpu_blocks_override=40, seed=seed).generate(
+            "Once", SamplingParams(max_tokens=8), use_tqdm=False
+        )
         for seed in (1, 1, 2)
     ]
     first, again, other = (output[0].outputs[0].token_ids for output in texts)
@@ -136,7 +138,9 @@ def test_a_text_ends_at_a_stop_string_a_stop_token_or_the_end_of_sequence(llm):
     cut = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop=stop), use_tqdm=False)[0].outputs[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (full.text[: full.text.index(stop)], "stop", stop)
     token = full.token_ids[4]
-    cut = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
+    cut = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop_token_ids=[token]), use_tqdm=False)[
+        0
+    ].outputs[0]
     assert (cut.token_ids[-1], cut.finish_reason, cut.stop_reason) == (token, "stop", token)
     assert cut.token_ids == full.token_ids[: full.token_ids.index(token) + 1]
     ended = llm.chat([{"role": "user", "content": "Say hi."}], SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)[0]
@@ -165,7 +169,9 @@ def test_logprobs_equal_transformers(llm, hf_smollm2):
 def test_prompt_logprobs_are_the_same_in_chunks(smollm2_path, llm):
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     text = " ".join(FOUR_PROMPTS)
-    chunked = LLM(str(smollm2_path), enable_chunked_prefill=True, max_num_batched_tokens=5, max_num_seqs=2, num_gpu_blocks_override=40)
+    chunked = LLM(
+        str(smollm2_path), enable_chunked_prefill=True, max_num_batched_tokens=5, max_num_seqs=2, num_gpu_blocks_override=40
+    )
     whole, parts = (engine.generate(text, params, use_tqdm=False)[0].prompt_logprobs for engine in (llm, chunked))
     assert len(whole) == len(parts) > 20
     for one, other in zip(whole[1:], parts[1:], strict=True):

@@ -82,9 +82,7 @@ def test_repetition_penalty_equals_transformers(seed, penalty, prompt, output):
 def test_min_tokens_equals_transformers(seed, min_tokens, num_output):
     logits = random_logits(seed, rows=1)
     row = make_row(SamplingParams(min_tokens=min_tokens, max_tokens=20), prompt=[5, 6], output=[7] * num_output, eos=[3])
-    theirs = MinNewTokensLengthLogitsProcessor(2, min_tokens, 3, device="cpu")(
-        torch.tensor([row.seq.token_ids]), logits.clone()
-    )
+    theirs = MinNewTokensLengthLogitsProcessor(2, min_tokens, 3, device="cpu")(torch.tensor([row.seq.token_ids]), logits.clone())
     assert torch.equal(sampler.adjust_logits(logits, [row]), theirs)
 
 

@@ -93,7 +93,7 @@ def test_a_static_batch_waits_for_its_slowest():
 
 
 def test_priority_goes_before_arrival():
-    engine, executor = shadow_engine(100, max_num_seqs=1, policy="priority")
+    engine, _ = shadow_engine(100, max_num_seqs=1, policy="priority")
     engine.add_request("late", [1], SamplingParams(max_tokens=1), priority=1)
     engine.add_request("soon", [1], SamplingParams(max_tokens=1), priority=0)
     engine.add_request("also soon", [1], SamplingParams(max_tokens=1), priority=0)
@@ -144,7 +144,7 @@ def test_places_for_siblings_are_kept_from_the_start():
 
 
 def test_an_aborted_request_gives_its_blocks_back_wherever_it_is():
-    engine, executor = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=2, watermark=0, preemption_mode="swap")
+    engine, _ = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=2, watermark=0, preemption_mode="swap")
     for name in "abc":
         engine.add_request(name, [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
     while not engine.scheduler.swapped:
@@ -183,7 +183,7 @@ def test_a_later_prompt_reuses_the_blocks_of_an_earlier_one():
 
 
 def test_times_of_a_request_are_kept():
-    engine, executor = shadow_engine(100, max_num_seqs=1)
+    engine, _ = shadow_engine(100, max_num_seqs=1)
     first = engine.add_request("a", [1], SamplingParams(max_tokens=3, **GREEDY))
     second = engine.add_request("b", [1], SamplingParams(max_tokens=2, **GREEDY))
     run_all(engine)

@@ -27,6 +27,8 @@ def processor_name() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    name = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), platform.machine())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), platform.machine()
+    )
     features = [feature for feature in ("avx2", "avx512f", "avx512_vnni", "amx_bf16") if feature in text]
     return f"{name} ({', '.join(features)})" if features else name

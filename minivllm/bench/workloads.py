@@ -82,8 +82,7 @@ def load_workload(file: Path) -> list[WorkloadRequest]:
         raise ConfigError(f"There is no workload file {file}.") from None
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file} is not a workload ({type(error).__name__}: {error}): it must be a JSON list of objects with "
-            f"'ids' and 'out'."
+            f"{file} is not a workload ({type(error).__name__}: {error}): it must be a JSON list of objects with 'ids' and 'out'."
         ) from None
 
 

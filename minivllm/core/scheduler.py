@@ -63,7 +63,7 @@ class SchedulerOutput:
 
     @property
     def phase(self) -> str:
-        """"prefill", "decode", "mixed" or "idle"."""
+        """ "prefill", "decode", "mixed" or "idle"."""
         if not self.scheduled:
             return "idle"
         if self.num_prefills == 0:
@@ -324,9 +324,7 @@ class Scheduler:
     def _finish_if_stopped(self, seq: Sequence, token_id: int) -> bool:
         request = seq.request
         num_tokens = len(seq.token_ids)
-        if token_id in request.stop_reasons and (
-            num_tokens - seq.num_prompt_tokens >= request.sampling_params.min_tokens
-        ):
+        if token_id in request.stop_reasons and (num_tokens - seq.num_prompt_tokens >= request.sampling_params.min_tokens):
             self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
             return True
         if num_tokens >= request.max_num_tokens:

@@ -53,9 +53,7 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens."""
-        return self.hf_tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return self.hf_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, laid out as the model was trained to read it.
@@ -74,9 +72,7 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError(f"A message must be a dict with 'role' and 'content', not {message!r}.")
-        text = self.hf_tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
+        text = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
         return self.hf_tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -93,9 +93,7 @@ class LLM:
             raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
         return self.llm_engine.tokenizer
 
-    def _params_for(
-        self, prompts: list[Prompt], params: SamplingParams | ListOf[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    def _params_for(self, prompts: list[Prompt], params: SamplingParams | ListOf[SamplingParams] | None) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):

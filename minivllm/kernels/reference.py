@@ -106,6 +106,4 @@ def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tup
     """Copy whole blocks from one cache to another, which may lie on another device."""
     sources, destinations = torch.tensor(pairs).unbind(1)
     blocks = source_cache.index_select(0, sources.to(source_cache.device))
-    destination_cache.index_copy_(
-        0, destinations.to(destination_cache.device), blocks.to(destination_cache.device)
-    )
+    destination_cache.index_copy_(0, destinations.to(destination_cache.device), blocks.to(destination_cache.device))

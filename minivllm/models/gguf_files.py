@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -36,15 +35,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minivllm"
 
 
+def find_conversion(file: Path) -> Path:
+    """The folder that a GGUF file is converted to, made or not. Another file, or the same one changed, has another."""
+    stat = file.stat()
+    key = f"{CONVERSION_VERSION}-{file.resolve()}-{stat.st_size}-{stat.st_mtime_ns}"
+    return cache_folder() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
 def convert_gguf(file: Path) -> Path:
     """The folder with config.json, tokenizer and float32 safetensors made from a GGUF file; made now if need be.
 
     Raises:
         ModelLoadError: The file is damaged, or its architecture or quantization is not supported.
     """
-    stat = file.stat()
-    key = f"{CONVERSION_VERSION}-{file.resolve()}-{stat.st_size}-{stat.st_mtime_ns}"
-    folder = cache_folder() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = find_conversion(file)
     if folder.exists():
         return folder
     logger.warning("Converting %s, once; it takes some seconds.", file.name)
@@ -60,11 +64,6 @@ def convert_gguf(file: Path) -> Path:
             if not folder.exists():  # else another process was quicker
                 raise
     return folder
-
-
-def remove_conversion(folder: Path) -> None:
-    """Delete a converted folder."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -93,9 +93,7 @@ class LlamaModel(nn.Module):
         )
         self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x = self.embed_tokens(input_ids)
         residual = x.new_zeros(())
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -125,9 +123,7 @@ class LlamaForCausalLM(nn.Module):
         self.tie_word_embeddings = config.get("tie_word_embeddings", False)
         self.lm_head = None if self.tie_word_embeddings else Linear(config["hidden_size"], config["vocab_size"])
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         """Hidden states of a ragged batch.
 
         Args:

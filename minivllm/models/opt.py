@@ -61,9 +61,7 @@ class OPTDecoder(nn.Module):
         self.layers = nn.ModuleList(OPTDecoderLayer(config, backend) for _ in range(config["num_hidden_layers"]))
         self.final_layer_norm = nn.LayerNorm(hidden_size)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x = self.embed_tokens(input_ids) + self.embed_positions(positions + POSITION_OFFSET)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, kv_cache, metadata)
@@ -102,9 +100,7 @@ class OPTForCausalLM(nn.Module):
         self.tie_word_embeddings = True
         self.model = OPTModel(config, backend)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         """Hidden states of a ragged batch, `[num_tokens, hidden_size]`."""
         return self.model.decoder(input_ids, positions, kv_caches, metadata)
 

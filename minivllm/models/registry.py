@@ -37,7 +37,9 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     architecture = _supported_architecture(name, config)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
-        raise ModelLoadError(f"{name} is quantized with {method!r}, which is not supported: use an unquantized or a GGUF version.")
+        raise ModelLoadError(
+            f"{name} is quantized with {method!r}, which is not supported: use an unquantized or a GGUF version."
+        )
     try:
         num_heads = config["num_attention_heads"]
         num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -45,9 +47,13 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         limit = config["max_position_embeddings"]
         num_layers, vocab_size = config["num_hidden_layers"], config["vocab_size"]
     except KeyError as error:
-        raise ModelLoadError(f"{path / 'config.json'} has no {error.args[0]!r}: it is not the config of a language model.") from None
+        raise ModelLoadError(
+            f"{path / 'config.json'} has no {error.args[0]!r}: it is not the config of a language model."
+        ) from None
     if num_heads % num_kv_heads != 0:
-        raise ModelLoadError(f"{name} has {num_heads} query heads for {num_kv_heads} KV heads: the one must be a multiple of the other.")
+        raise ModelLoadError(
+            f"{name} has {num_heads} query heads for {num_kv_heads} KV heads: the one must be a multiple of the other."
+        )
     if max_model_len is not None and max_model_len > limit:
         raise ModelLoadError(f"max_model_len is {max_model_len}, but {name} was trained for {limit} tokens: lower it.")
     return ModelConfig(

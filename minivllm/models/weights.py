@@ -17,9 +17,7 @@ from minivllm.layers.linear import Linear
 from minivllm.models.registry import MODELS, read_json
 
 
-def load_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]
-) -> nn.Module:
+def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]) -> nn.Module:
     """Build the model of a config and load its weights.
 
     Raises:

@@ -1,0 +1,140 @@
+"""Run a workload through the real engine under static and continuous batching, and tell what each user would see."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.static_batching import StaticBatchScheduler
+from minivllm.engine.trace import StepRecord
+from minivllm.entrypoints.llm import LLM
+from minivllm.errors import ConfigError
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticBatchScheduler, "continuous": Scheduler}
+
+
+@dataclass
+class OfflineResult:
+    """One run of a workload.
+
+    Times are in seconds. `latency` is from arrival to the last token, `ttft` from arrival to the first; all requests
+    arrive at the start. `mean_running` and the cache's use are averages over time, weighted by the length of the steps.
+    """
+
+    workload: str
+    scheduler: str
+    num_requests: int
+    output_tokens: int
+    seconds: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    mean_latency: float
+    p95_latency: float
+    mean_ttft: float
+    mean_running: float
+    mean_cache_use: float
+    peak_cache_use: float
+    num_preemptions: int
+    trace: list[StepRecord] = field(repr=False, default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the trace."""
+        return {name: value for name, value in vars(self).items() if name != "trace"}
+
+
+def run_offline(llm: LLM, scheduler: str, name: str, requests: list[WorkloadRequest], use_tqdm: bool = True) -> OfflineResult:
+    """Run all requests of a workload, all there from the start, greedy and without regard to the end-of-sequence token.
+
+    Args:
+        llm: Made with `trace=True`. Nothing else may be running in it.
+        scheduler: Name of the policy it was made with, for the report.
+        name: Name of the workload, for the report.
+        requests: The workload.
+        use_tqdm: Show progress.
+    """
+    engine = llm.llm_engine
+    if engine.trace is None:
+        raise ConfigError("run_offline needs an LLM made with trace=True.")
+    engine.trace.clear()
+    arrival = engine.clock()
+    for i, request in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+        engine.add_request(f"{i}", request.prompt_token_ids, params, arrival_time=arrival)
+    finished: list[RequestOutput] = []
+    with tqdm(total=len(requests), desc=f"{name}, {scheduler}", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished.append(output)
+                    bar.update()
+    return _summarize(name, scheduler, requests, finished, list(engine.trace))
+
+
+def _summarize(
+    name: str, scheduler: str, requests: list[WorkloadRequest], outputs: list[RequestOutput], trace: list[StepRecord]
+) -> OfflineResult:
+    output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    wanted = sum(request.output_len for request in requests)
+    if output_tokens != wanted:
+        raise RuntimeError(f"The run gave {output_tokens} tokens where {wanted} were asked for.")
+    latencies = [output.metrics.latency for output in outputs]
+    seconds = max(output.metrics.finished_time for output in outputs) - outputs[0].metrics.arrival_time
+    busy = sum(step.end - step.start for step in trace)
+
+    def over_time(values: Iterable[float]) -> float:
+        return sum(value * (step.end - step.start) for value, step in zip(values, trace, strict=True)) / busy
+
+    cache_use = [1 - step.num_free_blocks / step.num_blocks for step in trace]
+    return OfflineResult(
+        workload=name,
+        scheduler=scheduler,
+        num_requests=len(outputs),
+        output_tokens=output_tokens,
+        seconds=seconds,
+        requests_per_second=len(outputs) / seconds,
+        output_tokens_per_second=output_tokens / seconds,
+        mean_latency=statistics.mean(latencies),
+        p95_latency=percentile(latencies, 95),
+        mean_ttft=statistics.mean(output.metrics.time_to_first_token for output in outputs),
+        mean_running=over_time(step.num_running for step in trace),
+        mean_cache_use=over_time(cache_use),
+        peak_cache_use=max(cache_use),
+        num_preemptions=sum(output.metrics.num_preemptions for output in outputs),
+        trace=trace,
+    )
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest of the values that at least so many percent of them do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def format_table(results: list[OfflineResult]) -> str:
+    """The results as a table of text, with a line under each pair that compares them."""
+    header = (
+        f"{'workload':<10}{'batching':<12}{'requests/s':>11}{'tokens/s':>10}{'latency':>9}{'p95':>7}{'TTFT':>7}"
+        f"{'running':>9}{'cache use':>11}{'peak':>6}"
+    )
+    lines = [header, "-" * len(header)]
+    for result in results:
+        lines.append(
+            f"{result.workload:<10}{result.scheduler:<12}{result.requests_per_second:>11.2f}"
+            f"{result.output_tokens_per_second:>10.1f}{result.mean_latency:>8.1f}s{result.p95_latency:>6.1f}s"
+            f"{result.mean_ttft:>6.1f}s{result.mean_running:>9.1f}{result.mean_cache_use:>11.0%}{result.peak_cache_use:>6.0%}"
+        )
+    for workload in dict.fromkeys(result.workload for result in results):
+        by_scheduler = {result.scheduler: result for result in results if result.workload == workload}
+        if by_scheduler.keys() >= SCHEDULERS.keys():
+            ratio = by_scheduler["continuous"].output_tokens_per_second / by_scheduler["static"].output_tokens_per_second
+            lines.append(f"{workload}: continuous batching gives {ratio:.2f} times the tokens/s of static batching.")
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""`minivllm demo`: what a visitor sees first. Real text, then static against continuous batching, then a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minivllm.bench.machine import describe_machine
+from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
+from minivllm.bench.workloads import DISTRIBUTIONS, make_workload
+from minivllm.entrypoints.llm import LLM
+from minivllm.sampling_params import SamplingParams
+from minivllm.viz.timeline import draw_timelines
+
+PROMPTS = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+MAX_NUM_SEQS = 16
+NUM_REQUESTS = 48
+MEAN_PROMPT_LEN = 24
+MEAN_OUTPUT_LEN = 40
+
+
+def demo(folder: Path) -> None:
+    """Run the demonstration; the picture goes to `folder`."""
+    print("1. Four prompts, completed together by SmolLM2-135M on this machine\n")
+    engine_args = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "kv_cache_memory_bytes": 256 * 2**20, "trace": True}
+    llms = {name: LLM("smollm2-135m", scheduler_cls=SCHEDULERS[name], **engine_args) for name in SCHEDULERS}
+    outputs = llms["continuous"].generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))
+    for output in outputs:
+        print(f"\n  {output.prompt!r} →\n    {output.outputs[0].text!r}")
+
+    print(
+        f"\n2. One engine, two ways to batch: {NUM_REQUESTS} requests, {NUM_REQUESTS * MEAN_OUTPUT_LEN} tokens to generate, "
+        f"at most {MAX_NUM_SEQS} at a time\n"
+        f"   static:     a batch is filled, and nobody joins until its slowest member has finished\n"
+        f"   continuous: the batch is recomposed after every token\n"
+        f"   uniform:    every request generates {MEAN_OUTPUT_LEN} tokens\n"
+        f"   longtail:   most requests are short, a few very long, as real ones are; the same number of tokens in all\n"
+    )
+    results = []
+    for distribution in DISTRIBUTIONS:
+        workload = make_workload(distribution, NUM_REQUESTS, mean_prompt_len=MEAN_PROMPT_LEN, mean_output_len=MEAN_OUTPUT_LEN)
+        results += [run_offline(llm, name, distribution, workload) for name, llm in llms.items()]
+    print(f"\n{format_table(results)}")
+    print(
+        "\nlatency and TTFT (time to first token) are means over requests, which all arrive at once; running is how many\n"
+        "sequences were in the batch, cache use how much of the KV cache was taken, both averaged over time.\n"
+        f"{describe_machine()}"
+    )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / "static_vs_continuous.png"
+    last = {result.scheduler: result.trace for result in results if result.workload == DISTRIBUTIONS[-1]}
+    draw_timelines(
+        last, "The same requests, long-tailed lengths: each bar is a request in its place, white is a place unused"
+    ).savefig(picture, dpi=150)
+    print(f"\n3. The two timelines of the long-tailed workload, as one picture:\n   {picture.resolve()}")
+    print(
+        "\n4. What to do next\n"
+        "   make lab                               the course, in JupyterLab: lesson 00 shows the way\n"
+        "   .venv/bin/minivllm chat                talk with the model\n"
+        "   .venv/bin/minivllm bench offline -h    measure it your way\n"
+        "   minivllm/core/scheduler.py             the loop that makes the difference, to read"
+    )

@@ -1,0 +1,77 @@
+"""`minivllm doctor`: what this machine can do, and what to do about what it cannot."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+
+from minivllm import __version__
+from minivllm.errors import ModelLoadError
+
+
+def examine() -> int:
+    """Print a line for each thing looked at. Returns 0 if the default model can run here, else 1."""
+    import torch
+
+    from minivllm.bench.machine import processor_name
+    from minivllm.models.gguf_files import cache_folder
+    from minivllm.worker.memory import available_cpu_memory
+
+    def line(label: str, text: str) -> None:
+        print(f"{label + ':':<14}{text}")
+
+    line("minivllm", f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf")))
+    line("processor", f"{processor_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    line("memory", f"{available_cpu_memory() / 2**30:.1f} GiB free for this process")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        line("GPU", f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; device='auto' uses it")
+    else:
+        line("GPU", "none that torch can use; everything runs on the CPU")
+    line("Triton", _triton(torch.cuda.is_available()))
+    free_disk = shutil.disk_usage(_existing_parent(cache_folder())).free / 2**30
+    line("model cache", f"{cache_folder()} ({free_disk:.0f} GiB free on its disk)")
+    try:
+        line("smollm2-135m", _default_model())
+    except ModelLoadError as error:
+        line("smollm2-135m", f"NOT FOUND. {error}")
+        return 1
+    print('\nAll is well: try `minivllm generate "The capital of France is"`.')
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(missing)"
+
+
+def _triton(has_gpu: bool) -> str:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return "not installed (it exists for Linux only); kernels in torch are used"
+    return (
+        f"{found}, compiles for the GPU"
+        if has_gpu
+        else f"{found}, without a GPU its kernels run interpreted (TRITON_INTERPRET=1)"
+    )
+
+
+def _default_model() -> str:
+    from minivllm.models.gguf_files import find_conversion
+    from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
+
+    file = find_packaged_file(PACKAGED_MODELS["smollm2-135m"])
+    converted = find_conversion(file).exists()
+    return f"{file} ({'converted' if converted else 'to be converted on first use, once'})"
+
+
+def _existing_parent(path):  # noqa: ANN001, ANN202
+    while not path.exists():
+        path = path.parent
+    return path
