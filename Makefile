@@ -23,7 +23,7 @@ test: setup ## Run all tests, those in the notebooks too
 	"$(VENV)/bin/python" -m pytest $(ARGS)
 
 lab: setup ## Open the course in JupyterLab, on lesson 00
-	"$(VENV)/bin/python" -m jupyterlab notebooks/00_start_here.ipynb $(ARGS)
+	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
 notebooks: setup ## Run all notebooks again and store what they show
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
