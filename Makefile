@@ -20,7 +20,7 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
 test: setup ## Run all tests, those in the notebooks too
-	"$(VENV)/bin/python" -m pytest $(ARGS)
+	"$(VENV)/bin/python" -m pytest --nbval $(ARGS)
 
 lab: setup ## Open the course in JupyterLab, on lesson 00
 	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)

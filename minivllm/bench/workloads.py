@@ -65,7 +65,8 @@ def _lognormal_lengths(rng: random.Random, count: int, mean: int) -> list[int]:
     raw = [rng.lognormvariate(0.0, 1.0) for _ in range(count)]
     scale = count * mean / sum(raw)
     lengths = [max(1, round(value * scale)) for value in raw]
-    lengths[lengths.index(max(lengths))] += count * mean - sum(lengths)
+    while difference := count * mean - sum(lengths):  # what rounding has added or taken
+        lengths[lengths.index(max(lengths))] += difference if difference > 0 else -1
     return lengths
 
 

@@ -67,6 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
         "minivllm bench offline --distribution longtail --plot timelines.png",
     )  # fmt: skip
     _add_bench_options(offline)
+    scheduler = _add(
+        benches, "scheduler", run_bench_scheduler, "what scheduling costs, with the model taken out", "minivllm bench scheduler"
+    )
+    scheduler.add_argument("--running", type=int, default=256, help="sequences in the batch (default: %(default)s)")
+    scheduler.add_argument(
+        "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
+    )
 
     doctor = _add(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
     doctor.set_defaults(model=EngineArgs.model)
@@ -242,6 +249,16 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
         last = results[-len(llms) :]
         draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
+    return 0
+
+
+def run_bench_scheduler(arguments: argparse.Namespace) -> int:
+    """Measure `schedule()` and `update()` for each queue length."""
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.scheduler import format_table, measure_scheduler
+
+    costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
+    print(f"schedule() + update() per step; {describe_machine()}\n\n{format_table(costs)}")
     return 0
 
 

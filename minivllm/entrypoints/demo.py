@@ -26,7 +26,7 @@ MEAN_OUTPUT_LEN = 40
 def demo(folder: Path) -> None:
     """Run the demonstration; the picture goes to `folder`."""
     print("1. Four prompts, completed together by SmolLM2-135M on this machine\n")
-    engine_args = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "kv_cache_memory_bytes": 256 * 2**20, "trace": True}
+    engine_args = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "kv_cache_memory_bytes": 64 * 2**20, "trace": True}
     llms = {name: LLM("smollm2-135m", scheduler_cls=SCHEDULERS[name], **engine_args) for name in SCHEDULERS}
     outputs = llms["continuous"].generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))
     for output in outputs:

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from minivllm import __version__
 from minivllm.errors import ModelLoadError
@@ -33,7 +34,7 @@ def examine() -> int:
         line("GPU", "none that torch can use; everything runs on the CPU")
     line("Triton", _triton(torch.cuda.is_available()))
     free_disk = shutil.disk_usage(_existing_parent(cache_folder())).free / 2**30
-    line("model cache", f"{cache_folder()} ({free_disk:.0f} GiB free on its disk)")
+    line("model cache", f"{_short(cache_folder())} ({free_disk:.0f} GiB free on its disk)")
     try:
         line("smollm2-135m", _default_model())
     except ModelLoadError as error:
@@ -66,12 +67,17 @@ def _default_model() -> str:
     from minivllm.models.gguf_files import find_conversion
     from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
-    file = find_packaged_file(PACKAGED_MODELS["smollm2-135m"])
-    converted = find_conversion(file).exists()
-    return f"{file} ({'converted' if converted else 'to be converted on first use, once'})"
+    model = PACKAGED_MODELS["smollm2-135m"]
+    converted = find_conversion(find_packaged_file(model)).exists()
+    return f"from the package {model.requirement}, {'converted' if converted else 'to be converted on first use, once'}"
 
 
-def _existing_parent(path):  # noqa: ANN001, ANN202
+def _short(path: Path) -> str:
+    """A path with ~ for the home folder."""
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+
+
+def _existing_parent(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from minivllm.engine.trace import StepRecord
-from minivllm.viz.palette import request_color
+from minivllm.viz.palette import ink_on, request_color
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ def draw_timelines(traces: dict[str, list[StepRecord]], title: str = "") -> Figu
         end = max(stay.end for stay in stays)
         for stay in stays:
             color = request_color(numbers[stay.request_id])
-            bar = {"height": 0.86, "color": color, "linewidth": 0}
-            axis.barh(stay.place, stay.end - stay.start, left=stay.start, **bar)
+            axis.barh(stay.place, stay.end - stay.start, left=stay.start, height=0.86, color=color)
             axis.barh(stay.place, stay.decode_start - stay.start, left=stay.start, height=0.86, color="white", alpha=0.55)
-            if stay.end - stay.start > 0.03 * end:
-                middle = (stay.start + stay.end) / 2
-                axis.text(middle, stay.place, stay.request_id, ha="center", va="center", fontsize=6.5, color="white")
+            if stay.end - stay.decode_start > 0.02 * end:
+                middle = (stay.decode_start + stay.end) / 2
+                axis.text(middle, stay.place, stay.request_id, ha="center", va="center", fontsize=6.5, color=ink_on(color))
         busy = sum(stay.end - stay.start for stay in stays) / (num_places * end)
         axis.axvline(end, color="black", linewidth=1, linestyle="--")
         axis.set_title(f"{name}: {len(stays)} requests in {end:.1f} s, {busy:.0%} of the places taken", loc="left", fontsize=10)
         axis.set_ylabel("place in the batch")
         axis.set_ylim(num_places - 0.5, -0.5)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("time (s)")
     axes[-1].set_xlim(left=0)

@@ -1,0 +1,91 @@
+"""What scheduling costs: `schedule()` and `update()` with the model taken out."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+from minivllm.config import SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler, SequenceOutput
+from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SchedulerCost:
+    """Milliseconds per step with a full batch and so many requests waiting.
+
+    `decode_median` and `decode_p99` are over the steps that only decode, `mean` over all steps: those that admit
+    and those that finish requests are in it.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    decode_median: float
+    decode_p99: float
+    mean: float
+
+
+def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000, seed: int = 0) -> SchedulerCost:
+    """Time steps of a scheduler whose batch is full and whose queue never gets shorter.
+
+    Prompts have 16 to 256 tokens, outputs 64 to 512; whenever a request ends, a new one arrives.
+    """
+    rng = random.Random(seed)
+    block_size = 16
+    config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running))
+    scheduler = Scheduler(config, BlockSpaceManager(block_size, num_running * 768 // block_size + 100))
+    prompts = [[1] * rng.randint(16, 256) for _ in range(100)]
+    num_added = 0
+
+    def add_request() -> None:
+        nonlocal num_added
+        prompt = rng.choice(prompts)
+        params = SamplingParams(max_tokens=rng.randint(64, 512))
+        scheduler.add_request(
+            Request(str(num_added), prompt, params, max_num_tokens=len(prompt) + params.max_tokens, eos_token_ids=(0,))
+        )
+        num_added += 1
+
+    for _ in range(num_running + num_waiting):
+        add_request()
+    while len(scheduler.running) < num_running:
+        output = scheduler.schedule()
+        scheduler.update(output, [SequenceOutput([1]) for _ in output.scheduled])
+    all_steps: list[float] = []
+    decode_steps: list[float] = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        output = scheduler.schedule()
+        scheduled = time.perf_counter()
+        results = [SequenceOutput([1]) for _ in output.scheduled]  # the model's part
+        computed = time.perf_counter()
+        scheduler.update(output, results)
+        elapsed = (scheduled - start + time.perf_counter() - computed) * 1e3
+        all_steps.append(elapsed)
+        if output.phase == "decode":
+            decode_steps.append(elapsed)
+        while len(scheduler.requests) < num_running + num_waiting:
+            add_request()
+    return SchedulerCost(
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_steps=num_steps,
+        decode_median=statistics.median(decode_steps),
+        decode_p99=sorted(decode_steps)[int(len(decode_steps) * 0.99)],
+        mean=statistics.mean(all_steps),
+    )
+
+
+def format_table(costs: list[SchedulerCost]) -> str:
+    """The measurements as a table of text."""
+    lines = [f"{'running':>8}{'waiting':>9}{'decode step, median':>21}{'p99':>10}{'all steps, mean':>17}"]
+    lines += [
+        f"{cost.num_running:>8}{cost.num_waiting:>9}{cost.decode_median:>18.3f} ms{cost.decode_p99:>7.3f} ms{cost.mean:>14.3f} ms"
+        for cost in costs
+    ]
+    return "\n".join(lines)

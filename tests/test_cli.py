@@ -1,0 +1,117 @@
+"""The command line, as a person types it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from minivllm.config import EngineArgs
+from minivllm.entrypoints import cli, demo
+
+SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    for command in (["generate"], ["chat"], ["bench", "offline"], ["bench", "scheduler"], ["doctor"], ["demo"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([*command, "--help"])
+        assert stopped.value.code == 0
+        assert f"Example: minivllm {' '.join(command)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_engine_argument_is_explained():
+    for name in EngineArgs.names():
+        assert len(EngineArgs.help_for(name)) > 10
+
+
+def test_generate_prints_prompt_and_text(capsys):
+    assert cli.main(["generate", "The capital of France is", "--temperature", "0", "--max-tokens", "2", *SMALL]) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\n\n"
+
+
+def test_generate_reads_standard_input_and_writes_json(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is\n"))
+    options = ["--json", "--temperature", "0", "--max-tokens", "1", "--n", "2", *SMALL]
+    assert cli.main(["generate", "-", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt"] == "The capital of France is"
+    assert [output["text"] for output in result["outputs"]] == [" Paris", " Paris"]
+    assert result["error"] is None
+
+
+def test_chat_streams_answers_and_remembers(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Say hi.\n\n/clear\nSay hi.\n/exit\nnever read\n"))
+    assert cli.main(["chat", "--temperature", "0", "--max-tokens", "5", *SMALL]) == 0
+    first, second = capsys.readouterr().out.strip().split("\n")
+    assert first == second, "after /clear the conversation begins anew"
+
+
+def test_chat_says_when_the_context_is_full(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 300 + "\n/exit\n"))
+    assert cli.main(["chat", *SMALL]) == 0
+    assert "/clear starts a new conversation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments,sentence",
+    [
+        (["generate", "hi", "--model", "nothing-here"], "minivllm: There is no model 'nothing-here'"),
+        (["generate", "hi", "--top-p", "0"], "minivllm: top_p is 0"),
+        (["generate", "", *SMALL], "minivllm: The prompt is empty"),
+        (
+            ["bench", "offline", "--workload", "no-such-file.json", *SMALL],
+            "minivllm: There is no workload file no-such-file.json",
+        ),
+    ],
+)
+def test_mistakes_get_one_sentence_and_status_2(capsys, arguments, sentence):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+def test_bench_offline_compares_both_policies(capsys, tmp_path):
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    options = ["--num-requests", "6", "--mean-prompt-len", "6", "--mean-output-len", "6", "--max-num-seqs", "2"]
+    assert cli.main(["bench", "offline", *options, "--json", str(report), "--plot", str(plot), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "longtail: continuous batching gives" in out
+    results = json.loads(report.read_text())["results"]
+    assert [(r["workload"], r["scheduler"]) for r in results] == [
+        ("uniform", "static"), ("uniform", "continuous"), ("longtail", "static"), ("longtail", "continuous"),
+    ]  # fmt: skip
+    assert all(r["output_tokens"] == 36 for r in results)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_scheduler_prints_a_line_per_queue_length(capsys):
+    assert cli.main(["bench", "scheduler", "--running", "8", "--waiting", "10", "20"]) == 0
+    assert len(capsys.readouterr().out.strip().split("\n")) == 5
+
+
+def test_doctor_finds_the_model(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "All is well" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch):
+    from minivllm.models import hub
+
+    monkeypatch.setitem(hub.PACKAGED_MODELS, "smollm2-135m", hub.PackagedModel("llm-ghost==1", "llm_ghost", "x.gguf"))
+    assert cli.main(["doctor"]) == 1
+    assert "NOT FOUND" in capsys.readouterr().out
+
+
+def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(demo, "MEAN_OUTPUT_LEN", 4)
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for prompt in demo.PROMPTS:
+        assert repr(prompt) in out
+    assert "longtail  continuous" in out
+    assert str(tmp_path / "static_vs_continuous.png") in out
+    assert (tmp_path / "static_vs_continuous.png").stat().st_size > 10_000
