@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-    num_cached_tokens: int = field(default=0)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache spared the request."""
+        return 0 if self.metrics is None else self.metrics.num_cached_tokens

@@ -41,7 +41,7 @@ class SequenceText:
         """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it."""
         self.output.token_ids.append(token_id)
         if logprobs is not None:
-            self.output.logprobs.append(self._with_text(logprobs))
+            self.output.logprobs.append(add_decoded_tokens(logprobs, self._tokenizer))
             self.output.cumulative_logprob += logprobs[token_id].logprob
         if self._detokenizer is None:
             return None
@@ -74,9 +74,6 @@ class SequenceText:
             return None
         self._text = self._text[: found[0]]
         return found[1]
-
-    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        return add_decoded_tokens(logprobs, self._tokenizer)
 
 
 def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
@@ -152,7 +149,6 @@ class OutputProcessor:
     def make_output(self, request: Request, now: float) -> RequestOutput:
         """What there is of a request; a finished one is then forgotten."""
         state = self.states[request.request_id]
-        request.metrics.num_cached_tokens = max(request.metrics.num_cached_tokens, 0)
         completions = []
         for seq in request.sequences:
             text = state.texts.get(seq.index) or SequenceText(request, seq.index, self.tokenizer)
@@ -175,7 +171,6 @@ class OutputProcessor:
             metrics=request.metrics,
             prompt_logprobs=self._prompt_logprobs(state),
             error=request.error,
-            num_cached_tokens=request.metrics.num_cached_tokens,
         )
 
     def _prompt_logprobs(self, state: RequestState) -> list[dict[int, Logprob] | None] | None:

@@ -1,0 +1,82 @@
+"""Invariants 2 and 3 on real tensors: a tiny Llama gives a request the same tokens in any workload as alone.
+
+The shadow model of test_invariants.py checks that the right slots are read; this checks that what stands in them is right
+after copying, swapping, caching and chunking, and that attention and sampling do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_invariants import Job, jobs, run
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minivllm import LLM, StaticBatchScheduler
+
+MAX_MODEL_LEN = 56
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # logits far enough apart that rounding decides nothing
+        torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.4)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder, **args) -> LLM:
+    return LLM(str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args)
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(tiny_folder):
+    """What a job gives when nothing else runs; remembered."""
+    llm = load(tiny_folder, num_gpu_blocks_override=100)
+    known: dict[str, list[list[int]]] = {}
+
+    def compute(job: Job) -> list[list[int]]:
+        key = repr((job.prompt, job.params))
+        if key not in known:
+            output = llm.generate(job.prompt, job.params, use_tqdm=False)[0]
+            known[key] = [completion.token_ids for completion in output.outputs]
+        return known[key]
+
+    return compute
+
+
+@st.composite
+def engine_arguments(draw):
+    max_num_seqs = draw(st.integers(2, 6))
+    args = {
+        "block_size": draw(st.sampled_from([1, 3, 8])),
+        "max_num_seqs": max_num_seqs,
+        "enable_prefix_caching": draw(st.booleans()),
+        "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
+        "swap_space": 1e-4,  # a hundred kilobytes: some tens of blocks
+        "scheduler_cls": draw(st.sampled_from([None, None, StaticBatchScheduler])),
+    }
+    args["num_gpu_blocks_override"] = -(-MAX_MODEL_LEN // args["block_size"]) + draw(st.integers(0, 20))
+    if draw(st.booleans()):
+        args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": draw(st.integers(max_num_seqs, 20))}
+    return args
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8))
+def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload):
+    llm = load(tiny_folder, **args)
+    results = run(llm.llm_engine, workload)
+    for name, job in zip(results, workload, strict=True):
+        result = results[name]
+        if result.error != "aborted":
+            assert result.finished and result.error is None
+            assert result.tokens == tokens_alone(job)
