@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from shadow import shadow_engine
 
@@ -229,3 +231,42 @@ def test_more_continuations_than_places_are_refused():
     engine, _ = shadow_engine(10, max_num_seqs=2)
     with pytest.raises(RequestError, match="n is 3, but at most max_num_seqs = 2"):
         engine.add_request("a", [1], SamplingParams(n=3))
+
+
+def test_a_failing_step_ends_those_too_whose_blocks_it_should_have_brought_back():
+    """With priorities, a sequence may be swapped in and yet not scheduled: the budget is spent on an earlier one."""
+    found = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        engine, executor = shadow_engine(
+            30, num_cpu_blocks=100, block_size=2, max_num_seqs=4, max_num_batched_tokens=5, max_model_len=200, watermark=0,
+            enable_chunked_prefill=True, preemption_mode="swap", policy="priority",
+        )  # fmt: skip
+        execute = executor.execute_model
+
+        def execute_and_fail(output, executor=executor, execute=execute):
+            nonlocal found
+            scheduled = {item.seq for item in output.scheduled}
+            if any(seq not in scheduled for seq in output.swapped_in):
+                found += 1
+                executor.fail_at = {executor.num_steps + 1}
+            return execute(output)
+
+        executor.execute_model = execute_and_fail
+
+        def add(name, low, high, max_tokens, priority, engine=engine, rng=rng):
+            prompt = [rng.randint(1, 49) for _ in range(rng.randint(low, high))]
+            engine.add_request(name, prompt, SamplingParams(max_tokens=max_tokens, **GREEDY), priority=priority)
+
+        add("d", 4, 4, 40, -5)
+        add("e", 20, 20, rng.randint(5, 15), -5)
+        for _ in range(8):
+            engine.step()
+        add("b", 20, 30, 3, 0)
+        for _ in range(rng.randint(1, 6)):
+            engine.step()
+        add("a", 10, 24, 3, -1)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None or "planned failure" in output.error
+    assert found > 0

@@ -58,6 +58,7 @@ class SchedulerOutput:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) pairs on the device, for copy-on-write."""
     preempted: list[Sequence] = field(default_factory=list)
+    swapped_in: list[Sequence] = field(default_factory=list)
     num_prefills: int = 0
     """How many of the scheduled sequences compute a prompt, a part of one, or recompute what preemption lost."""
 
@@ -248,6 +249,7 @@ class Scheduler:
                 break
             self.swapped.pop()
             output.blocks_to_swap_in.extend(self.block_manager.swap_in(seq))
+            output.swapped_in.append(seq)
             self._join_running(seq)
             if seq.num_tokens - seq.num_computed_tokens == 1:
                 self.block_manager.append_slots(seq)

@@ -220,7 +220,7 @@ class LLMEngine:
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         """End every request that the failed step touched: what is in their cache blocks is unknown."""
-        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted]
+        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted, *output.swapped_in]
         outputs = []
         for request in dict.fromkeys(seq.request for seq in sequences):
             request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}"
