@@ -5,6 +5,7 @@ Arguments are spelled as in vLLM (`vllm/engine/arg_utils.py`), so that a person 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,10 @@ class EngineArgs:
         dtype: Of weights, activations and cache; "auto" is float32 on a CPU, else what the model was saved in.
         device: "auto", "cpu" or "cuda".
         seed: From it come the random streams of requests that have no seed of their own.
-        max_model_len: The most tokens of prompt and output together. None: what the model was trained for, or what
-            the cache holds.
+        max_model_len: The most tokens of prompt and output together. None: what the model was trained for.
         block_size: Tokens in a cache block.
-        gpu_memory_utilization: Fraction of the device's memory for weights, activations and cache together.
+        gpu_memory_utilization: Fraction of the GPU's memory for weights, activations and cache together. On a CPU: of
+            the memory that is still free when the weights are loaded, and 4 GiB at most.
         kv_cache_memory_bytes: Bytes for the cache on the device, instead of working them out.
         num_gpu_blocks_override: Number of device blocks, instead of working it out.
         swap_space: GiB of host memory for swapped sequences; used with `preemption_mode="swap"` only.
@@ -140,6 +141,12 @@ class EngineArgs:
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
+        for name in ("gpu_memory_utilization", "swap_space"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ConfigError(f"{name} is {value!r}, but must be a finite number.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is {self.seed!r}, but must be a whole number.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, but is a fraction of the memory: use a value in (0, 1]."

@@ -12,10 +12,11 @@ import hashlib
 from pathlib import Path
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.core.scheduler import Scheduler, SchedulerOutput, SequenceOutput
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.sampler import random_number
 
 VOCAB_SIZE = 50
@@ -50,6 +51,10 @@ def expected_tokens(prompt: list[int], params: SamplingParams, seed: int, index:
             return output
 
 
+class Violation(BaseException):
+    """A broken invariant. Not an Exception: those the engine turns into errors of requests, and the test would pass."""
+
+
 class ShadowExecutor(Executor):
     """Checks every read and write of the cache against what ought to be there, and every step against its limits."""
 
@@ -71,6 +76,16 @@ class ShadowExecutor(Executor):
         assert (num_gpu_blocks, num_cpu_blocks) == self.num_blocks
 
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        try:
+            self.observe(output)
+            return self._execute(output)
+        except AssertionError as error:
+            raise Violation(str(error)) from error
+
+    def observe(self, output: SchedulerOutput) -> None:
+        """Called with each step before it is executed; tests put their own assertions here."""
+
+    def _execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
         self.num_steps += 1
         self.check_limits(output)
         if self.num_steps in self.fail_at:

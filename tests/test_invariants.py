@@ -116,6 +116,13 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
     return results
 
 
+def expected_of(engine, job: Job) -> list[list[int]]:
+    """The tokens that a job must give in this engine, one list for each of its sequences."""
+    max_num_tokens = len(job.prompt) + (job.params.max_tokens or 10**6)
+    max_num_tokens = min(max_num_tokens, engine.model_config.max_model_len, engine.cache_tokens + 1)
+    return [expected_tokens(job.prompt, job.params, job.params.seed, index, max_num_tokens) for index in range(job.params.n)]
+
+
 def describe(executor) -> None:
     """Let hypothesis' statistics show that the rare paths are reached."""
     for name in ("num_swapped", "num_copied", "num_preempted", "num_mixed"):
@@ -134,12 +141,7 @@ def test_a_request_depends_on_itself_alone(workload):
             assert not result.finished
             continue
         assert result.finished
-        max_num_tokens = len(job.prompt) + (job.params.max_tokens or 10**6)
-        max_num_tokens = min(max_num_tokens, engine.model_config.max_model_len, engine.cache_tokens + 1)
-        expected = [
-            expected_tokens(job.prompt, job.params, job.params.seed, index, max_num_tokens) for index in range(job.params.n)
-        ]
-        assert result.tokens == expected
+        assert result.tokens == expected_of(engine, job)
     assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
     assert engine.block_manager.get_num_free_cpu_blocks() == engine.block_manager.num_cpu_blocks
     assert not engine.output_processor.states
@@ -148,18 +150,56 @@ def test_a_request_depends_on_itself_alone(workload):
 
 @given(workloads(with_failures=True))
 def test_a_failing_step_ends_its_own_requests_only(workload):
-    """Invariants 1 and 6: a failure is an error of the requests in the step; all blocks come back; others are right."""
-    engine, _, jobs_ = workload
+    """Invariants 1 and 6: a failure is an error of the requests in the step, and of no other; all blocks come back."""
+    engine, executor, jobs_ = workload
+    in_failed_steps: set[str] = set()
+
+    def observe(output):
+        if executor.num_steps + 1 in executor.fail_at:
+            sequences = [*(item.seq for item in output.scheduled), *output.preempted, *output.swapped_in]
+            in_failed_steps.update(seq.request.request_id for seq in sequences)
+
+    executor.observe = observe
     results = run(engine, jobs_)
+    failed = {name for name, result in results.items() if result.error and "planned failure" in result.error}
+    assert failed == in_failed_steps
+    event(f"failed: {bool(failed)}")
     for name, job in zip(results, jobs_, strict=True):
         result = results[name]
-        if result.error is not None:
-            event("failed" if "planned failure" in result.error else "refused or aborted")
-            continue
-        assert result.reasons and set(result.reasons) <= {"stop", "length"}
-        max_num_tokens = len(job.prompt) + (job.params.max_tokens or 10**6)
-        max_num_tokens = min(max_num_tokens, engine.model_config.max_model_len, engine.cache_tokens + 1)
-        assert result.tokens[0] == expected_tokens(job.prompt, job.params, job.params.seed, 0, max_num_tokens)
+        if result.error is None:
+            assert set(result.reasons) <= {"stop", "length"}
+            assert result.tokens == expected_of(engine, job)
+    assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
+    assert engine.block_manager.get_num_free_cpu_blocks() == engine.block_manager.num_cpu_blocks
+
+
+@given(workloads(), st.integers(1, 30))
+def test_an_interrupted_step_ends_its_own_requests_only(workload, interrupted_step):
+    """Ctrl-C in the middle of a step: its requests end, the next step says so, the others are right."""
+    engine, executor, jobs_ = workload
+    step, calls = engine.step, 0
+
+    def observe(output):
+        if executor.num_steps + 1 == interrupted_step:
+            executor.num_steps += 1
+            raise KeyboardInterrupt
+
+    def step_and_go_on():
+        nonlocal calls
+        try:
+            return step()
+        except KeyboardInterrupt:
+            calls += 1
+            return []
+
+    executor.observe, engine.step = observe, step_and_go_on
+    results = run(engine, jobs_)
+    event(f"interrupted: {calls == 1}")
+    for name, job in zip(results, jobs_, strict=True):
+        if results[name].error is None:
+            assert results[name].tokens == expected_of(engine, job)
+        else:
+            assert calls == 1 or "KeyboardInterrupt" not in results[name].error
     assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
 
 
@@ -169,35 +209,32 @@ def test_nobody_is_overtaken_for_admission(workload):
     engine, executor, jobs_ = workload
     arrived: list[str] = []
     admitted: list[str] = []
-    add, execute = engine.scheduler.add_request, executor.execute_model
+    add = engine.scheduler.add_request
 
     def add_and_note(request):
         arrived.append(request.request_id)
         add(request)
 
-    def execute_and_note(output):
+    def observe(output):
         for item in output.scheduled:
             if item.seq.request.request_id not in admitted:
                 admitted.append(item.seq.request.request_id)
-        return execute(output)
 
-    engine.scheduler.add_request, executor.execute_model = add_and_note, execute_and_note
+    engine.scheduler.add_request, executor.observe = add_and_note, observe
     run(engine, jobs_)
     assert admitted == [name for name in arrived if name in admitted]
 
 
-@given(workloads(scheduler_cls=Scheduler, policy="fcfs"))
+@given(workloads(scheduler_cls=Scheduler))
 def test_the_latest_arrival_is_preempted(workload):
     """When blocks run out, nobody who came earlier than a running sequence loses its blocks."""
     engine, executor, jobs_ = workload
-    execute = executor.execute_model
 
-    def execute_and_check(output):
+    def observe(output):
         for victim in output.preempted:
             assert all(seq.order < victim.order for seq in engine.scheduler.running)
-        return execute(output)
 
-    executor.execute_model = execute_and_check
+    executor.observe = observe
     run(engine, jobs_)
 
 
@@ -207,11 +244,10 @@ def test_nobody_joins_a_static_batch(workload):
     more of them than there are places: nobody joins, and no place is used twice.
     """
     engine, executor, jobs_ = workload
-    execute = executor.execute_model
     batch: set[str] = set()
     waiting_at_start: set[str] = set()
 
-    def execute_and_check(output):
+    def observe(output):
         nonlocal batch, waiting_at_start
         names = {item.seq.request.request_id for item in output.scheduled}
         if not any(name in engine.scheduler.requests for name in batch):
@@ -220,9 +256,8 @@ def test_nobody_joins_a_static_batch(workload):
         batch |= names
         assert batch <= waiting_at_start
         assert sum(jobs_[int(name)].params.n for name in batch) <= engine.scheduler.config.max_num_seqs
-        return execute(output)
 
-    executor.execute_model = execute_and_check
+    executor.observe = observe
     run(engine, jobs_)
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.scheduler import ScheduledSequence
 from minivllm.request import Request, Sequence
+from minivllm.scheduler_output import ScheduledSequence
 
 COMMON = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": 2}
 LLAMA = COMMON | {"intermediate_size": 96, "num_attention_heads": 4}

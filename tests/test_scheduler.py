@@ -7,9 +7,10 @@ import random
 import pytest
 from shadow import shadow_engine
 
-from minivllm import SamplingParams, StaticBatchScheduler
+from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.core.sequence_queue import SequenceQueue
 from minivllm.errors import ConfigError, RequestError
+from minivllm.scheduler_output import SchedulerOutput
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -17,20 +18,19 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 def record_steps(engine, executor):
     """Phase and {request: tokens} of each step that runs from now on."""
     steps = []
-    execute = executor.execute_model
-
-    def execute_and_note(output):
-        steps.append((output.phase, {item.seq.request.request_id: item.num_tokens for item in output.scheduled}))
-        return execute(output)
-
-    executor.execute_model = execute_and_note
+    executor.observe = lambda output: steps.append(
+        (output.phase, {item.seq.request.request_id: item.num_tokens for item in output.scheduled})
+    )
     return steps
 
 
 def run_all(engine):
     finished = []
     while engine.has_unfinished_requests():
-        finished += [output.request_id for output in engine.step() if output.finished]
+        for output in engine.step():
+            assert output.error is None
+            if output.finished:
+                finished.append(output.request_id)
     return finished
 
 
@@ -92,6 +92,32 @@ def test_a_static_batch_waits_for_its_slowest():
         engine.add_request(name, [1], SamplingParams(max_tokens=length, **GREEDY))
     run_all(engine)
     assert [sorted(tokens) for _, tokens in steps] == [["a", "b"], ["a", "b"], ["b"], ["b"], ["c"], ["c"]]
+
+
+def test_a_preempted_member_of_a_static_batch_comes_before_newcomers_of_higher_priority():
+    engine, executor = shadow_engine(
+        5, block_size=4, max_num_seqs=2, watermark=0, policy="priority", scheduler_cls=StaticBatchScheduler
+    )
+    for name in "ab":
+        engine.add_request(name, [1] * 7, SamplingParams(max_tokens=6, **GREEDY), priority=1)
+    steps = record_steps(engine, executor)
+    while not executor.num_preempted:
+        engine.step()
+    for name in "cd":
+        engine.add_request(name, [1] * 3, SamplingParams(max_tokens=2, **GREEDY), priority=0)
+    assert run_all(engine) == ["a", "b", "c", "d"]
+    assert all(not ({"a", "b"} & tokens.keys() and {"c", "d"} & tokens.keys()) for _, tokens in steps)
+
+
+def test_a_reused_name_does_not_join_a_static_batch():
+    engine, executor = shadow_engine(100, max_num_seqs=2, scheduler_cls=StaticBatchScheduler)
+    engine.add_request("short", [1], SamplingParams(max_tokens=1, **GREEDY))
+    engine.add_request("long", [1], SamplingParams(max_tokens=5, **GREEDY))
+    engine.step()
+    steps = record_steps(engine, executor)
+    engine.add_request("short", [1], SamplingParams(max_tokens=1, **GREEDY))
+    assert run_all(engine) == ["long", "short"]
+    assert steps[-1] == ("prefill", {"short": 1})
 
 
 def test_priority_goes_before_arrival():
@@ -242,17 +268,15 @@ def test_a_failing_step_ends_those_too_whose_blocks_it_should_have_brought_back(
             30, num_cpu_blocks=100, block_size=2, max_num_seqs=4, max_num_batched_tokens=5, max_model_len=200, watermark=0,
             enable_chunked_prefill=True, preemption_mode="swap", policy="priority",
         )  # fmt: skip
-        execute = executor.execute_model
 
-        def execute_and_fail(output, executor=executor, execute=execute):
+        def observe(output, executor=executor):
             nonlocal found
             scheduled = {item.seq for item in output.scheduled}
             if any(seq not in scheduled for seq in output.swapped_in):
                 found += 1
                 executor.fail_at = {executor.num_steps + 1}
-            return execute(output)
 
-        executor.execute_model = execute_and_fail
+        executor.observe = observe
 
         def add(name, low, high, max_tokens, priority, engine=engine, rng=rng):
             prompt = [rng.randint(1, 49) for _ in range(rng.randint(low, high))]
@@ -270,3 +294,55 @@ def test_a_failing_step_ends_those_too_whose_blocks_it_should_have_brought_back(
             for output in engine.step():
                 assert output.error is None or "planned failure" in output.error
     assert found > 0
+
+
+class IdleScheduler(Scheduler):
+    """A learner's first try: it schedules nothing."""
+
+    def schedule(self):
+        return SchedulerOutput()
+
+
+def test_a_scheduler_that_schedules_nothing_is_named_instead_of_running_for_ever():
+    engine, _ = shadow_engine(10, scheduler_cls=IdleScheduler)
+    engine.add_request("a", [1], SamplingParams())
+    with pytest.raises(RuntimeError, match="IdleScheduler scheduled nothing, though 1 requests are unfinished"):
+        engine.step()
+
+
+def test_an_executor_with_too_few_results_fails_the_step_and_not_the_engine():
+    engine, executor = shadow_engine(10)
+    executor._execute = lambda output: []
+    engine.add_request("a", [1], SamplingParams())
+    (output,) = engine.step()
+    assert "0 results for 1 sequences" in output.error
+    assert not engine.has_unfinished_requests()
+
+
+def test_outputs_do_not_change_after_they_are_given_out():
+    engine, _ = shadow_engine(10)
+    engine.add_request("a", [1], SamplingParams(max_tokens=3, **GREEDY))
+    (first,) = engine.step()
+    run_all(engine)
+    assert len(first.outputs[0].token_ids) == 1
+    assert first.metrics.finished_time is None
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"priority": "high"}, {"priority": 1.5}, {"arrival_time": "now"}, {"arrival_time": float("nan")}]
+)
+def test_a_place_in_the_queue_that_cannot_be_compared_is_refused(kwargs):
+    engine, _ = shadow_engine(10, policy="priority")
+    engine.add_request("a", [1], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="must be a"):
+        engine.add_request("b", [1], SamplingParams(), **kwargs)
+    assert run_all(engine) == ["a"]
+
+
+def test_the_queue_lets_go_of_what_is_removed():
+    engine, _ = shadow_engine(10, max_num_seqs=1)
+    for i in range(1000):
+        engine.add_request(str(i), [1], SamplingParams())
+        if i:
+            engine.abort_request(str(i))
+    assert len(engine.scheduler.waiting._heap) < 40

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.scheduler import Scheduler, SequenceOutput
+from minivllm.core.scheduler import Scheduler
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SequenceOutput
 
 
 @dataclass(frozen=True)

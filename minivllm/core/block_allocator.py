@@ -67,10 +67,6 @@ class BlockAllocator:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
-    def is_remembered(self, block: int) -> bool:
-        """Whether the prefix cache knows what the block holds."""
-        return self._hash_of[block] is not None
-
     def forget_all(self) -> None:
         """Empty the prefix cache; blocks in use stay in use."""
         self._block_of.clear()

@@ -18,72 +18,15 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.sequence_queue import SequenceQueue
-from minivllm.outputs import Logprob
 from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 _by_order = attrgetter("order")
-
-
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on."""
-
-    seq: Sequence
-    num_tokens: int
-    block_table: list[int]
-
-    @property
-    def needs_sampling(self) -> bool:
-        """Whether the step computes the last known token, so that the next one must be sampled."""
-        return self.seq.num_computed_tokens + self.num_tokens == len(self.seq.token_ids)
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step's work. The cache operations come before the computation: swap out, swap in, copy."""
-
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    num_batched_tokens: int = 0
-    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host block) pairs."""
-    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """(host block, device block) pairs."""
-    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) pairs on the device, for copy-on-write."""
-    preempted: list[Sequence] = field(default_factory=list)
-    swapped_in: list[Sequence] = field(default_factory=list)
-    num_prefills: int = 0
-    """How many of the scheduled sequences compute a prompt, a part of one, or recompute what preemption lost."""
-
-    @property
-    def phase(self) -> str:
-        """ "prefill", "decode", "mixed" or "idle"."""
-        if not self.scheduled:
-            return "idle"
-        if self.num_prefills == 0:
-            return "decode"
-        return "prefill" if self.num_prefills == len(self.scheduled) else "mixed"
-
-
-@dataclass(slots=True)
-class SequenceOutput:
-    """What the model gave for one scheduled sequence.
-
-    `token_ids` holds one new token for the sequence and one more for each sibling that is forked from it now; it is
-    empty when the step only computed a part of the prompt. `logprobs` runs parallel to it. `prompt_logprobs` has, by
-    position in the prompt, an entry for each prompt token that the step's logits predict.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
 
 
 class Scheduler:
@@ -211,25 +154,30 @@ class Scheduler:
         i = 0
         while i < len(running):
             seq = running[i]
-            if len(seq.token_ids) - seq.num_computed_tokens != 1:
+            if seq.num_uncomputed_tokens > 1:
                 i += 1  # in the middle of its prompt
                 continue
-            while not manager.can_append_slots(seq):
-                victim = running[-1]
-                self._preempt(victim, output)
-                if victim is seq:
-                    break
-            else:
-                copy = manager.append_slots(seq)
-                if copy is not None:
-                    output.blocks_to_copy.append(copy)
-                self._add(output, seq, 1)
-                i += 1
+            if not self._make_room_for(seq, output):
+                break  # it was the last one, and is preempted itself
+            copy = manager.append_slots(seq)
+            if copy is not None:
+                output.blocks_to_copy.append(copy)
+            self._add(output, seq, 1)
+            i += 1
+
+    def _make_room_for(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        """Preempt the latest arrivals until the sequence's next token has a slot. False if that took its own blocks."""
+        while not self.block_manager.can_append_slots(seq):
+            victim = self.running[-1]
+            self._preempt(victim, output)
+            if victim is seq:
+                return False
+        return True
 
     def _schedule_prefill_chunks(self, output: SchedulerOutput) -> None:
         """Go on with prompts that earlier steps have begun. Their blocks were allocated at admission."""
         for seq in self.running:
-            num_tokens = seq.num_tokens - seq.num_computed_tokens
+            num_tokens = seq.num_uncomputed_tokens
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
             if num_tokens > 1 and budget > 0:
                 self._add(output, seq, min(num_tokens, budget))
@@ -251,7 +199,7 @@ class Scheduler:
             output.blocks_to_swap_in.extend(self.block_manager.swap_in(seq))
             output.swapped_in.append(seq)
             self._join_running(seq)
-            if seq.num_tokens - seq.num_computed_tokens == 1:
+            if seq.num_uncomputed_tokens == 1:
                 self.block_manager.append_slots(seq)
                 self._add(output, seq, 1)
 
@@ -276,7 +224,7 @@ class Scheduler:
 
     # -- one step's results --------------------------------------------------------------------------------------
 
-    def update(self, output: SchedulerOutput, results: ListOf[SequenceOutput]) -> list[tuple[Sequence, int]]:
+    def update(self, output: SchedulerOutput, results: list[SequenceOutput]) -> list[tuple[Sequence, int]]:
         """Take in what the model computed: advance, append tokens, fork, finish, free.
 
         Args:

@@ -12,7 +12,7 @@ class SequenceQueue:
     """Sequences by their `order` key, smallest first. Adding and taking cost O(log n), looking at the first O(1).
 
     A heap and not a list, because a preempted sequence returns to its old place, and with priorities newcomers do
-    not go to the end. Removed sequences are dropped when they reach the top.
+    not go to the end. Removed sequences are dropped when they reach the top, or when they are most of the heap.
     """
 
     def __init__(self) -> None:
@@ -42,6 +42,9 @@ class SequenceQueue:
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
         del self._members[seq.seq_id]
+        if len(self._heap) > 2 * len(self._members) + 16:
+            self._heap = [entry for entry in self._heap if entry[1].seq_id in self._members]
+            heapq.heapify(self._heap)
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.seq_id in self._members

@@ -7,19 +7,16 @@ the two policies and nothing else. Rows that have finished are dropped from the 
 
 from __future__ import annotations
 
-from minivllm.config import SchedulerConfig
-from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.scheduler import Scheduler, SchedulerOutput
+from minivllm.core.scheduler import Scheduler
 from minivllm.request import Sequence
+from minivllm.scheduler_output import SchedulerOutput
+
+MEMBER = float("-inf")
+"""First part of the `order` of a batch's members: before everybody who is none."""
 
 
 class StaticBatchScheduler(Scheduler):
     """Nobody joins a batch that has begun, and nobody's place is reused until its slowest member has finished."""
-
-    def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager) -> None:
-        super().__init__(config, block_manager)
-        self._batch: set[str] = set()
-        """Ids of the requests that make up the batch."""
 
     def schedule(self) -> SchedulerOutput:
         """Form a new batch when nothing runs and the next in the queue is no member, then schedule as usual."""
@@ -29,14 +26,14 @@ class StaticBatchScheduler(Scheduler):
         return super().schedule()
 
     def _form_batch(self) -> None:
-        """The first requests in the queue, as many as have places for all their sequences."""
-        self._batch.clear()
-        places = self.config.max_num_seqs
-        for seq in self.waiting:
+        """Make members of the first in the queue, as many as there are places for. They stay so when preempted."""
+        places, members = self.config.max_num_seqs, []
+        while (seq := self.waiting.first()) is not None and 1 + seq.num_unforked_siblings <= places:
             places -= 1 + seq.num_unforked_siblings
-            if places < 0:
-                break
-            self._batch.add(seq.request.request_id)
+            members.append(self.waiting.pop())
+        for seq in members:
+            seq.order = (MEMBER, *seq.order)
+            self.waiting.add(seq)
 
     def _may_join(self, seq: Sequence) -> bool:
-        return seq.request.request_id in self._batch
+        return seq.order[0] == MEMBER

@@ -7,29 +7,25 @@ Executor.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
-
-import torch
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.scheduler import Scheduler, SchedulerOutput
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.base import Executor
-from minivllm.executor.uniproc import UniProcExecutor
-from minivllm.layers.attention import get_attention_backend
-from minivllm.models.hub import resolve_model
-from minivllm.models.registry import load_model_config
 from minivllm.outputs import RequestOutput
 from minivllm.request import Request, SequenceStatus
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.worker import Worker
+from minivllm.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +83,14 @@ class LLMEngine:
         self.cache_tokens = num_gpu_blocks * cache_config.block_size
         """Tokens that the whole cache holds."""
         self.trace: list[StepRecord] | None = [] if trace else None
+        self._undelivered: list[RequestOutput] = []
+        """Outputs of a step that was interrupted; the next one gives them out."""
         self._max_num_seqs = scheduler_config.max_num_seqs
         self._random = random.Random(seed)
         eos = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
-        self._eos_token_ids = tuple(sorted(eos))
+        self._eos_token_ids = tuple(sorted(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -102,22 +100,20 @@ class LLMEngine:
             ModelLoadError: The model cannot be found or used.
             ConfigError: The arguments cannot work together.
         """
-        backend = get_attention_backend(args.attention_backend)
+        # Imported here, so that an engine on another executor needs no torch.
+        from minivllm.executor.uniproc import UniProcExecutor
+        from minivllm.models.hub import resolve_model
+        from minivllm.models.registry import load_model_config
+
         _check_plugin("scheduler_cls", args.scheduler_cls)
         _check_plugin("block_space_manager_cls", args.block_space_manager_cls)
-        device = _resolve_device(args.device)
         path = resolve_model(args.model)
         model_config = load_model_config(str(args.model), path, args.max_model_len)
-        scheduler_config = args.scheduler_config(model_config.max_model_len)
-        cache_config = args.cache_config()
+        configs = (model_config, args.cache_config(), args.scheduler_config(model_config.max_model_len))
         tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
-        dtype = _resolve_dtype(args.dtype, device, model_config)
-        worker = Worker(model_config, cache_config, scheduler_config, dtype, device, backend)
         return cls(
-            model_config,
-            cache_config,
-            scheduler_config,
-            UniProcExecutor(worker),
+            *configs,
+            UniProcExecutor(*configs, args.dtype, args.device, args.attention_backend),
             tokenizer,
             scheduler_cls=args.scheduler_cls or Scheduler,
             block_space_manager_cls=args.block_space_manager_cls or BlockSpaceManager,
@@ -152,6 +148,10 @@ class LLMEngine:
             raise RequestError(f"request_id must be a non-empty string, not {request_id!r}.")
         if request_id in self.output_processor.states:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be a whole number, not {priority!r}.")
+        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and math.isfinite(arrival_time)):
+            raise RequestError(f"arrival_time must be a finite number of seconds, not {arrival_time!r}.")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"The sampling parameters must be a SamplingParams, not {type(params).__name__}.")
@@ -168,8 +168,8 @@ class LLMEngine:
             priority=priority,
             seed=self._random.getrandbits(64) if params.seed is None else params.seed,
         )
-        self.output_processor.add_request(request)
         self.scheduler.add_request(request)
+        self.output_processor.add_request(request)
         return request
 
     def abort_request(self, request_id: str) -> None:
@@ -179,7 +179,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
-        return self.scheduler.has_unfinished_requests()
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
@@ -192,11 +192,19 @@ class LLMEngine:
 
         Returns:
             For each request that got a token or ended, all there is of it so far. If the model fails, the requests
-            of the step end with the error; the others go on.
+            of the step end with the error; the others go on. After Ctrl-C the next step tells of those that ended.
         """
+        if self._undelivered:
+            outputs, self._undelivered = self._undelivered, []
+            return outputs
         start = self.clock()
         output = self.scheduler.schedule()
         if not output.scheduled and not output.preempted:
+            if self.scheduler.has_unfinished_requests():
+                name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
+                raise RuntimeError(
+                    f"{name} scheduled nothing, though {count} requests are unfinished: it would go on so for ever."
+                )
             return []
         for scheduled in output.scheduled:
             metrics = scheduled.seq.request.metrics
@@ -204,9 +212,14 @@ class LLMEngine:
                 metrics.first_scheduled_time = start
         try:
             results = self.executor.execute_model(output)
+            if len(results) != len(output.scheduled):
+                raise RuntimeError(f"the executor gave {len(results)} results for {len(output.scheduled)} sequences")
         except Exception as error:
             logger.exception("The model failed in a step of %d sequences; their requests end.", len(output.scheduled))
             return self._fail_step(output, error)
+        except BaseException as error:  # Ctrl-C: what was decided has not been done, so the step cannot be taken again
+            self._undelivered = self._fail_step(output, error)
+            raise
         now = self.clock()
         if self.trace is not None:
             self.trace.append(self._record(output, start, now))
@@ -218,12 +231,12 @@ class LLMEngine:
         requests = dict.fromkeys(seq.request for seq, _ in advanced)
         return [self.output_processor.make_output(request, now) for request in requests]
 
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+    def _fail_step(self, output: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
         """End every request that the failed step touched: what is in their cache blocks is unknown."""
         sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted, *output.swapped_in]
         outputs = []
         for request in dict.fromkeys(seq.request for seq in sequences):
-            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}"
+            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}."
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
             outputs.append(self.output_processor.make_output(request, self.clock()))
         return outputs
@@ -255,19 +268,21 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise RequestError("There is no tokenizer (skip_tokenizer_init=True): give the prompt as token ids.")
             text, token_ids = prompt, self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)):
-            text, token_ids = None, list(prompt)
+        elif isinstance(prompt, (list, tuple)) or hasattr(prompt, "tolist"):  # arrays and tensors too
+            text, token_ids = None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            if not isinstance(token_ids, list):
+                raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         else:
             raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         if not token_ids:
             raise RequestError("The prompt is empty: give at least one token.")
         vocab_size = self.model_config.vocab_size
         for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise RequestError(f"A token id must be a whole number, not {token_id!r}.")
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"Token id {token_id} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
-        return text, token_ids
+        return text, [int(token_id) for token_id in token_ids]
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
@@ -306,24 +321,6 @@ class LLMEngine:
                 f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
             )
         return wanted
-
-
-def _resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no usable GPU: run `minivllm doctor`, or use device='cpu'.")
-    return torch.device(device)
-
-
-def _resolve_dtype(dtype: str, device: torch.device, config: ModelConfig) -> torch.dtype:
-    if dtype == "auto":
-        saved = config.hf_config.get("dtype") or config.hf_config.get("torch_dtype") or "float32"
-        dtype = "float32" if device.type == "cpu" else str(saved).removeprefix("torch.")
-    resolved = getattr(torch, dtype, None)
-    if not isinstance(resolved, torch.dtype):
-        raise ConfigError(f"The model was saved in dtype {dtype!r}, which torch does not have: set dtype.")
-    return resolved
 
 
 def _check_plugin(name: str, plugin: Any) -> None:

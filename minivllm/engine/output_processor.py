@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
 from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.request import Request, Sequence
+from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 
 class SequenceText:
@@ -37,13 +37,16 @@ class SequenceText:
         """All text, with the end that is held back because it may be the beginning of a stop string."""
         self._num_held = max((len(stop) for stop in params.stop), default=1) - 1
 
-    def add(self, token_id: int, logprobs: dict[int, Logprob] | None) -> str | None:
-        """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it."""
+    def add(self, token_id: int, logprobs: dict[int, Logprob] | None, visible: bool = True) -> str | None:
+        """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it.
+
+        The token that ended a sequence is not `visible`: it is kept among the ids and out of the text.
+        """
         self.output.token_ids.append(token_id)
         if logprobs is not None:
             self.output.logprobs.append(add_decoded_tokens(logprobs, self._tokenizer))
             self.output.cumulative_logprob += logprobs[token_id].logprob
-        if self._detokenizer is None:
+        if self._detokenizer is None or not visible:
             return None
         new = self._detokenizer.add(token_id)
         self._text += new
@@ -92,7 +95,9 @@ class RequestState:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.texts: dict[int, SequenceText] = {}
-        self.prompt_logprobs: dict[int, dict[int, Logprob]] = {}
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if request.sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt_token_ids)
 
 
 class OutputProcessor:
@@ -126,7 +131,8 @@ class OutputProcessor:
         """
         stopped: list[tuple[Sequence, str]] = []
         for scheduled, result in zip(output.scheduled, results, strict=True):
-            if result.prompt_logprobs and (state := self.states.get(scheduled.seq.request.request_id)):
+            state = self.states.get(scheduled.seq.request.request_id)
+            if result.prompt_logprobs and state is not None and state.prompt_logprobs is not None:
                 for position, logprobs in result.prompt_logprobs.items():
                     state.prompt_logprobs[position] = add_decoded_tokens(logprobs, self.tokenizer)
         for seq, i in advanced:
@@ -139,7 +145,8 @@ class OutputProcessor:
             result = results[i]
             # A result has one token for each sibling that it was forked into, in the order of their indices.
             position = seq.index - output.scheduled[i].seq.index if len(result.token_ids) > 1 else 0
-            stop = text.add(result.token_ids[position], result.logprobs[position] if result.logprobs else None)
+            logprobs = result.logprobs[position] if result.logprobs else None
+            stop = text.add(result.token_ids[position], logprobs, visible=seq.status is not SequenceStatus.FINISHED_STOPPED)
             if stop is None and seq.finished:
                 stop = text.finish()
             if stop is not None:
@@ -153,11 +160,12 @@ class OutputProcessor:
         for seq in request.sequences:
             text = state.texts.get(seq.index) or SequenceText(request, seq.index, self.tokenizer)
             if seq.finished and text.output.finish_reason is None:
-                if seq.finish_reason in ("abort", "error"):
+                if seq.status is SequenceStatus.FINISHED_ERROR:
                     text.finish()
                 text.output.finish_reason = seq.finish_reason
                 text.output.stop_reason = seq.stop_reason
-            completions.append(replace(text.output, token_ids=list(text.output.token_ids)))
+            logprobs = None if text.output.logprobs is None else list(text.output.logprobs)
+            completions.append(replace(text.output, token_ids=list(text.output.token_ids), logprobs=logprobs))
         finished = request.finished
         if finished:
             request.metrics.finished_time = now
@@ -168,12 +176,7 @@ class OutputProcessor:
             prompt_token_ids=request.prompt_token_ids,
             outputs=completions,
             finished=finished,
-            metrics=request.metrics,
-            prompt_logprobs=self._prompt_logprobs(state),
+            metrics=replace(request.metrics),
+            prompt_logprobs=state.prompt_logprobs,
             error=request.error,
         )
-
-    def _prompt_logprobs(self, state: RequestState) -> list[dict[int, Logprob] | None] | None:
-        if state.request.sampling_params.prompt_logprobs is None:
-            return None
-        return [None, *(state.prompt_logprobs[position] for position in sorted(state.prompt_logprobs))]

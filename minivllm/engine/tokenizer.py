@@ -42,14 +42,32 @@ class Tokenizer:
                 f"skip_tokenizer_init=True and give prompts as token ids."
             ) from error
 
+        self.skipped_token_ids = frozenset(
+            token_id for token_id, token in self.hf_tokenizer.added_tokens_decoder.items() if token.special
+        )
+        """The tokens that `skip_special_tokens` leaves out."""
+
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if the tokenizer names one."""
         return self.hf_tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the model wants before or after it."""
-        return self.hf_tokenizer.encode(text)
+        """Token ids of a text, with the special tokens that the model wants before or after it.
+
+        Raises:
+            RequestError: The text is not valid Unicode.
+        """
+        return self._encode(text)
+
+    def _encode(self, text: str, **kwargs: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The text is not valid Unicode (character {error.start}): it has bytes that are no UTF-8."
+            ) from None
+        return self.hf_tokenizer.encode(text, **kwargs)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens."""
@@ -59,7 +77,7 @@ class Tokenizer:
         """Token ids of a conversation, laid out as the model was trained to read it.
 
         Args:
-            messages: Dicts with "role" and "content".
+            messages: Dicts with "role" and "content", a string or a list of {"type": "text", "text": ...}.
             add_generation_prompt: End with the opening of the assistant's turn.
 
         Raises:
@@ -67,13 +85,25 @@ class Tokenizer:
         """
         if not self.hf_tokenizer.chat_template:
             raise RequestError("This model has no chat template: use generate() with a plain prompt.")
-        if not messages:
-            raise RequestError("The conversation is empty: give at least one message.")
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise RequestError(f"A message must be a dict with 'role' and 'content', not {message!r}.")
-        text = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
-        return self.hf_tokenizer.encode(text, add_special_tokens=False)
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise RequestError("A conversation must be a list with at least one message.")
+        checked = [_checked_message(message) for message in messages]
+        try:
+            text = self.hf_tokenizer.apply_chat_template(checked, add_generation_prompt=add_generation_prompt, tokenize=False)
+        except Exception as error:  # a template is a program, and may object to a role or an order
+            raise RequestError(f"The model's chat template does not take this conversation ({error}).") from error
+        return self._encode(text, add_special_tokens=False)
+
+
+def _checked_message(message: Any) -> dict[str, str]:
+    """A message with its content as one string."""
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        content = message.get("content")
+        if isinstance(content, str):
+            return message
+        if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            return message | {"content": "".join(part["text"] for part in content)}
+    raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")
 
 
 class IncrementalDetokenizer:
@@ -107,6 +137,8 @@ class IncrementalDetokenizer:
 
     def add(self, token_id: int) -> str:
         """The new text that one more token brings; "" while a character is incomplete."""
+        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids:
+            return ""
         self._window.append(token_id)
         text = self._decode()
         stable = len(text.rstrip(REPLACEMENT))

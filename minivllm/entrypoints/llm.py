@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence as ListOf
+import uuid
+from numbers import Integral
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from minivllm.config import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -27,7 +29,7 @@ class LLM:
 
     Example:
         >>> llm = LLM(model="smollm2-135m")
-        >>> outputs = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        >>> outputs = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=2))
         >>> outputs[0].outputs[0].text
         ' Paris.'
     """
@@ -37,12 +39,13 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM has no argument {', '.join(sorted(unknown))}; it has {', '.join(EngineArgs.names())}.")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
-        self._request_ids = itertools.count()
+        name = uuid.uuid4().hex[:8]  # so that nobody else's id in the engine can be the same
+        self._request_ids = (f"llm-{name}-{i}" for i in itertools.count())
 
     def generate(
         self,
-        prompts: Prompt | ListOf[Prompt],
-        sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -55,10 +58,11 @@ class LLM:
 
         Returns:
             One output per prompt, in the order of the prompts. A request that cannot be served has its `error` set and
-            no text, and a warning is logged; the others are finished all the same.
+            `outputs` empty, and a warning is logged; the others are finished all the same.
 
         Raises:
-            RequestError: None of the requests can be served, or the two lists differ in length.
+            RequestError: None of the requests can be served, the two lists differ in length, or the engine still has
+                requests that were added to it directly.
         """
         prompt_list = _as_list(prompts)
         params_list = self._params_for(prompt_list, sampling_params)
@@ -67,7 +71,7 @@ class LLM:
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | ListOf[SamplingParams] | None = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -78,12 +82,18 @@ class LLM:
             sampling_params, use_tqdm: As for `generate`.
         """
         tokenizer = self.get_tokenizer()
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if is_one or not messages else messages
-        prompts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        if not isinstance(messages, (list, tuple)):
+            raise RequestError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}.")
+        is_one = not messages or not isinstance(messages[0], (list, tuple))
+        prompts: list[Prompt | RequestError] = []
+        for conversation in [messages] if is_one else messages:
+            try:
+                prompts.append(tokenizer.apply_chat_template(conversation))
+            except RequestError as error:
+                prompts.append(error)
         return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
 
-    def get_tokenizer(self):  # noqa: ANN201
+    def get_tokenizer(self) -> Tokenizer:
         """The model's `Tokenizer`.
 
         Raises:
@@ -93,24 +103,32 @@ class LLM:
             raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
         return self.llm_engine.tokenizer
 
-    def _params_for(self, prompts: list[Prompt], params: SamplingParams | ListOf[SamplingParams] | None) -> list[SamplingParams]:
+    def _params_for(self, prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            raise RequestError(f"sampling_params must be a SamplingParams or a list of them, not {type(params).__name__}.")
         if len(params) != len(prompts):
             raise RequestError(f"There are {len(prompts)} prompts but {len(params)} sampling_params: give one, or one for each.")
         return list(params)
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, prompts: list[Any], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        """Add all requests and run the engine until it is empty. A prompt that is an error already fails with it."""
+        if num_others := self.llm_engine.get_num_unfinished_requests():
+            raise RequestError(f"The engine has {num_others} unfinished requests that you added: finish or abort them first.")
         outputs: dict[str, RequestOutput] = {}
-        request_ids = [f"llm-{next(self._request_ids)}" for _ in prompts]
+        request_ids = [next(self._request_ids) for _ in prompts]
         errors: list[RequestError] = []
         try:
             for request_id, prompt, param in zip(request_ids, prompts, params, strict=True):
                 try:
+                    if isinstance(prompt, RequestError):
+                        raise prompt
                     self.llm_engine.add_request(request_id, prompt, param)
                 except RequestError as error:
                     errors.append(error)
-                    text = prompt if isinstance(prompt, str) else None
+                    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+                    text = text if isinstance(text, str) else None
                     outputs[request_id] = RequestOutput(request_id, text, [], [], finished=True, error=str(error))
             if errors and len(errors) == len(prompts):
                 raise errors[0]
@@ -141,8 +159,10 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list. A flat list of numbers is the token ids of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # arrays and tensors
+        prompts = prompts.tolist()
     if not isinstance(prompts, (list, tuple)):
         raise RequestError(f"prompts must be a string, token ids, or a list of these, not {type(prompts).__name__}.")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [list(prompts)]
     return list(prompts)

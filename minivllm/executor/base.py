@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 
 class Executor(ABC):
@@ -21,7 +21,3 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
         """Compute a step: one output for each of `output.scheduled`, in the same order."""
-
-    def shutdown(self) -> None:
-        """Release what is held outside this process. Nothing, unless a subclass says otherwise."""
-        return

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.executor.base import Executor
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
 class UniProcExecutor(Executor):
-    """Hands every step to a worker that lives here."""
+    """Hands every step to a worker that lives here. The arguments are the worker's."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        worker.load_model()
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        dtype: str,
+        device: str,
+        attention_backend: str | type,
+    ) -> None:
+        self.worker = Worker(model_config, cache_config, scheduler_config, dtype, device, attention_backend)
+        self.worker.load_model()
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         return self.worker.determine_num_available_blocks()

@@ -18,6 +18,10 @@ KVCache = tuple[Tensor, Tensor]
 """A layer's keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
 
 
+MAX_GATHERED_TOKENS = 2**16
+"""Cached tokens that the torch backend copies at a time when it decodes."""
+
+
 @dataclass
 class AttentionMetadata:
     """Where the tokens of a ragged batch belong. The tokens of all sequences stand one after another.
@@ -27,7 +31,6 @@ class AttentionMetadata:
         context_lens: Tokens of each sequence in the cache, those of this step included.
         slot_mapping: `[num_tokens]`, the cache slot of each new token.
         block_tables: `[num_seqs, max_blocks]`, padded with 0.
-        query_start_loc: `[num_seqs + 1]`, where each sequence's tokens begin in the batch.
         context_lens_tensor: `context_lens` on the device, `[num_seqs]`.
     """
 
@@ -35,7 +38,6 @@ class AttentionMetadata:
     context_lens: list[int]
     slot_mapping: Tensor
     block_tables: Tensor
-    query_start_loc: Tensor
     context_lens_tensor: Tensor
 
 
@@ -77,8 +79,13 @@ class TorchAttentionBackend(AttentionBackend):
         key_cache, value_cache = kv_cache
         reference.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
         if max(metadata.query_lens) == 1:
-            return reference.paged_decode_attention(
-                query, key_cache, value_cache, metadata.block_tables, metadata.context_lens_tensor, self.scale
+            # A few sequences at a time, so that the copies of their blocks stay within bounds.
+            rows = max(1, MAX_GATHERED_TOKENS // (metadata.block_tables.shape[1] * key_cache.shape[1]))
+            parts = zip(
+                query.split(rows), metadata.block_tables.split(rows), metadata.context_lens_tensor.split(rows), strict=True
+            )
+            return torch.cat(
+                [reference.paged_decode_attention(q, key_cache, value_cache, *where, self.scale) for q, *where in parts]
             )
         output = torch.empty_like(query)
         block_size = key_cache.shape[1]

@@ -34,7 +34,7 @@ def resolve_model(name: str | Path) -> Path:
 
     Args:
         name: One of `PACKAGED_MODELS`, a folder, a .gguf file, or a Hugging Face name such as "Qwen/Qwen3-0.6B",
-            which is looked for in its local cache first and downloaded if need be.
+            which is downloaded, or found in its local cache when there is no network.
 
     Raises:
         ModelLoadError: Nothing was found; the message says what was tried and what to do.

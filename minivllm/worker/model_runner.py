@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from minivllm.core.scheduler import ScheduledSequence, SequenceOutput
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.outputs import Logprob
 from minivllm.request import Request, Sequence
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import ScheduledSequence, SequenceOutput
 from minivllm.worker.sampler import SamplingRow, sample, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
@@ -62,7 +62,6 @@ class ModelRunner:
         query_lens: list[int] = []
         context_lens: list[int] = []
         sampled_rows: list[int] = []
-        start_loc = [0]
         max_blocks = max(len(item.block_table) for item in scheduled)
         for item in scheduled:
             start = item.seq.num_computed_tokens
@@ -73,7 +72,6 @@ class ModelRunner:
             slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
             query_lens.append(item.num_tokens)
             context_lens.append(end)
-            start_loc.append(len(input_ids))
             if item.needs_sampling:
                 sampled_rows.append(len(input_ids) - 1)
         block_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
@@ -82,7 +80,6 @@ class ModelRunner:
             context_lens=context_lens,
             slot_mapping=self._tensor(slot_mapping),
             block_tables=self._tensor(block_tables),
-            query_start_loc=self._tensor(start_loc),
             context_lens_tensor=self._tensor(context_lens),
         )
         return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
@@ -103,7 +100,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
-        """Compute a prefill of that many tokens, split evenly over `num_seqs`, and sample: the largest step there is.
+        """Compute a prefill of that many tokens, split evenly over `num_seqs`, and sample from all of them.
 
         `kv_caches` needs only one block; what is written to it means nothing.
         """

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.core.scheduler import SchedulerOutput, SequenceOutput
 from minivllm.errors import ConfigError
-from minivllm.layers.attention import AttentionBackend
+from minivllm.layers.attention import get_attention_backend
 from minivllm.models.weights import load_model
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -29,6 +29,15 @@ class Worker:
 
     Start-up has a fixed order, because each step needs what the one before found out: load the model, measure how
     much memory the largest step needs, give the cache what is left.
+
+    Args:
+        model_config, cache_config, scheduler_config: What to run and within which limits.
+        dtype: "auto" or the name of a torch dtype.
+        device: "auto", "cpu" or "cuda".
+        attention_backend: A backend's name or class.
+
+    Raises:
+        ConfigError: The device, dtype or backend is not to be had.
     """
 
     def __init__(
@@ -36,17 +45,17 @@ class Worker:
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention_backend: type[AttentionBackend],
+        dtype: str,
+        device: str,
+        attention_backend: str | type,
     ) -> None:
         self.model_config = model_config
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.dtype = dtype
-        self.device = device
-        self.attention_backend = attention_backend
-        self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, dtype)
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype(dtype, self.device, model_config)
+        self.attention_backend = get_attention_backend(attention_backend)
+        self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
 
@@ -79,7 +88,15 @@ class Worker:
         return num_gpu_blocks, num_cpu_blocks
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate the cache."""
+        """Allocate the cache.
+
+        Raises:
+            ConfigError: The memory does not hold so many blocks.
+        """
+        on_cpu = num_cpu_blocks + (num_gpu_blocks if self.device.type == "cpu" else 0)
+        self._check_memory(on_cpu, "the machine", available_cpu_memory())
+        if self.device.type == "cuda":
+            self._check_memory(num_gpu_blocks, "the GPU", torch.cuda.mem_get_info(self.device)[0])
         self.cache_engine = CacheEngine(
             self.model_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.dtype, self.device
         )
@@ -93,10 +110,20 @@ class Worker:
             return []
         return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
 
+    def _check_memory(self, num_blocks: int, place: str, free: int) -> None:
+        if num_blocks * self.block_bytes > free:
+            raise ConfigError(
+                f"The cache would take {num_blocks * self.block_bytes / 2**30:,.1f} GiB, but {place} has only "
+                f"{free / 2**30:,.1f} GiB free: lower num_gpu_blocks_override, kv_cache_memory_bytes, block_size or swap_space."
+            )
+
     def _memory_left_for_cache(self) -> int:
         """Bytes that weights and the largest step leave of the memory that may be used."""
+        self._check_memory(1, "the machine", available_cpu_memory())
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
+        # More blocks than all sequences together could fill are of no use.
+        useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
         runner = self.model_runner
         one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.dtype, self.device).gpu_cache
         if self.device.type == "cuda":
@@ -107,7 +134,7 @@ class Worker:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
-            return int(total * self.cache_config.gpu_memory_utilization) - others - peak
+            return min(int(total * self.cache_config.gpu_memory_utilization) - others - peak, useful)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_num_seqs, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
@@ -115,7 +142,24 @@ class Worker:
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
         needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_num_seqs // num_seqs
         left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - needed
-        # More blocks than all sequences together could fill are of no use.
-        blocks_per_seq = -(-max_model_len // self.cache_config.block_size)
-        useful = max_num_seqs * blocks_per_seq * self.block_bytes
         return min(left, CPU_CACHE_LIMIT, useful)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of that name; "auto" is the GPU if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no usable GPU: run `minivllm doctor`, or use device='cpu'.")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """The dtype of that name; "auto" is float32 on a CPU, else what the model was saved in."""
+    if dtype == "auto":
+        saved = config.hf_config.get("dtype") or config.hf_config.get("torch_dtype") or "float32"
+        dtype = "float32" if device.type == "cpu" else str(saved).removeprefix("torch.")
+    resolved = getattr(torch, dtype, None)
+    if not isinstance(resolved, torch.dtype):
+        raise ConfigError(f"The model was saved in dtype {dtype!r}, which torch does not have: set dtype.")
+    return resolved
