@@ -13,11 +13,15 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from minivllm.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +56,25 @@ def convert_gguf(file: Path) -> Path:
     if folder.exists():
         return folder
     logger.warning("Converting %s, once; it takes some seconds.", file.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelLoadError(
+            f"The model cache {folder.parent} cannot be made ({error}): set MINIVLLM_CACHE to another folder."
+        ) from None
     # Made beside its place and then renamed: a conversion that is cut short leaves nothing that looks finished.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
-        _convert(file, made)
+        try:
+            _convert(file, made)
+        except ModelLoadError:
+            raise
+        except Exception as error:  # every library stumbles in its own way over a damaged file
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise ModelLoadError(
+                f"{file} cannot be converted ({reason}): it is damaged or not supported, get it again."
+            ) from error
         try:
             made.rename(folder)
         except OSError:
@@ -81,16 +98,14 @@ def _convert(file: Path, folder: Path) -> None:
         raise ModelLoadError(
             f"{file.name} holds a {architecture!r} model, which is not supported: supported are {', '.join(ARCHITECTURES)}."
         )
+    _refuse_stretched_rope(file, reader, architecture)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     config["architectures"] = [ARCHITECTURES[architecture]]
     config["tie_word_embeddings"] = not any(tensor.name == "output.weight" for tensor in tensors)
-    num_layers = config["num_hidden_layers"]
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    names = _checkpoint_names(architecture, num_layers)
+    names = _checkpoint_names(architecture, num_layers=min(config["num_hidden_layers"], len(tensors)))
     weights = {}
     for tensor in tensors:
-        if tensor.name == "rope_freqs.weight":
-            continue
         if tensor.name not in names:
             raise ModelLoadError(f"{file.name} has a tensor {tensor.name!r} that a {architecture} model has no place for.")
         array = _unpack(file, tensor)
@@ -104,6 +119,15 @@ def _convert(file: Path, folder: Path) -> None:
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def _refuse_stretched_rope(file: Path, reader: GGUFReader, architecture: str) -> None:
+    """Llama 3.1 and others stretch RoPE's wavelengths; GGUF keeps that as a tensor, which config.json has no place for."""
+    scaling = reader.get_field(f"{architecture}.rope.scaling.type")
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or (scaling and scaling.contents() != "none"):
+        raise ModelLoadError(
+            f"{file.name} stretches its rotary frequencies, which is not supported in GGUF: use its safetensors."
+        )
 
 
 def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:
@@ -133,7 +157,7 @@ def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:
     return names
 
 
-def _unpack(file: Path, tensor) -> np.ndarray:  # noqa: ANN001 (gguf.ReaderTensor, imported lazily)
+def _unpack(file: Path, tensor: ReaderTensor) -> np.ndarray:
     """A tensor's values in float32, with torch's order of dimensions."""
     from gguf.quants import dequantize
 

@@ -16,6 +16,7 @@ from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCac
 from minivllm.layers.linear import Linear, linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.models.base import CausalLM
 
 
 class LlamaAttention(nn.Module):
@@ -101,7 +102,7 @@ class LlamaModel(nn.Module):
         return self.norm.add_and_norm(x, residual)[0]
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(CausalLM):
     """Llama with its head: tokens and positions in, hidden states out, and logits for the rows that are asked for."""
 
     fused_layers = {
@@ -111,7 +112,6 @@ class LlamaForCausalLM(nn.Module):
         "gate_proj": ("gate_up_proj", 0),
         "up_proj": ("gate_up_proj", 1),
     }
-    """Checkpoint layer to the fused layer that holds it, and its number there."""
     ignored_weights = ("rotary_emb.inv_freq",)
     qk_norm = False
 
@@ -124,20 +124,9 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = None if self.tie_word_embeddings else Linear(config["hidden_size"], config["vocab_size"])
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        """Hidden states of a ragged batch.
-
-        Args:
-            input_ids, positions: `[num_tokens]`.
-            kv_caches: One per layer, changed in place.
-            metadata: Where the tokens belong.
-
-        Returns:
-            `[num_tokens, hidden_size]`.
-        """
         return self.model(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, hidden_size]` to `[rows, vocab_size]`."""
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return linear(hidden, weight)
 

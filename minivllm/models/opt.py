@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.layers.linear import Linear, linear
+from minivllm.models.base import CausalLM
 
 POSITION_OFFSET = 2
 """OPT's position table begins two rows late (a relic of padding positions in fairseq)."""
@@ -76,11 +77,10 @@ class OPTModel(nn.Module):
         self.decoder = OPTDecoder(config, backend)
 
 
-class OPTForCausalLM(nn.Module):
+class OPTForCausalLM(CausalLM):
     """OPT with its head, which is the embedding; the interface is LlamaForCausalLM's."""
 
     fused_layers = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
-    ignored_weights = ()
 
     def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -101,9 +101,7 @@ class OPTForCausalLM(nn.Module):
         self.model = OPTModel(config, backend)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        """Hidden states of a ragged batch, `[num_tokens, hidden_size]`."""
         return self.model.decoder(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, hidden_size]` to `[rows, vocab_size]`."""
         return linear(hidden, self.model.decoder.embed_tokens.weight)

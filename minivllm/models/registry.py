@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
+from minivllm.models.base import CausalLM
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.opt import OPTForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
@@ -36,20 +35,17 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     config = read_json(path / "config.json")
     architecture = _supported_architecture(name, config)
     if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ModelLoadError(
             f"{name} is quantized with {method!r}, which is not supported: use an unquantized or a GGUF version."
         )
-    try:
-        num_heads = config["num_attention_heads"]
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
-        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-        limit = config["max_position_embeddings"]
-        num_layers, vocab_size = config["num_hidden_layers"], config["vocab_size"]
-    except KeyError as error:
-        raise ModelLoadError(
-            f"{path / 'config.json'} has no {error.args[0]!r}: it is not the config of a language model."
-        ) from None
+    read = ConfigReader(path / "config.json", config)
+    num_heads = read.size("num_attention_heads", 2**12)
+    num_kv_heads = read.size("num_key_value_heads", 2**12, default=num_heads)
+    head_dim = read.size("head_dim", 2**12, default=read.size("hidden_size", 2**18) // num_heads)
+    limit = read.size("max_position_embeddings", 2**24)
+    read.size("intermediate_size", 2**20, default=1)
+    read.number("rms_norm_eps", default=1.0)
     if num_heads % num_kv_heads != 0:
         raise ModelLoadError(
             f"{name} has {num_heads} query heads for {num_kv_heads} KV heads: the one must be a multiple of the other."
@@ -61,14 +57,48 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         path=path,
         architecture=architecture,
         hf_config=config,
-        num_layers=num_layers,
+        num_layers=read.size("num_hidden_layers", 1000),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=vocab_size,
+        vocab_size=read.size("vocab_size", 2**24),
         max_model_len=max_model_len or limit,
         eos_token_ids=_eos_token_ids(path, config),
     )
+
+
+class ConfigReader:
+    """Reads numbers from a config.json, and says which one is not what it should be.
+
+    Args:
+        file: Where the config stands, for messages.
+        config: Its content.
+    """
+
+    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        self.file = file
+        self.config = config
+
+    def size(self, name: str, high: int, default: int | None = None) -> int:
+        """A whole number from 1 to `high`.
+
+        Raises:
+            ModelLoadError: It is missing and has no default, or is something else.
+        """
+        value = self.number(name, default)
+        if not isinstance(value, int) or not 1 <= value <= high:
+            raise ModelLoadError(f"{self.file} has {name} = {value!r}, but it must be a whole number from 1 to {high}.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Any number; see `size`."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelLoadError(f"{self.file} has no {name!r}: it is not the config of a language model.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelLoadError(f"{self.file} has {name} = {value!r}, but it must be a number.")
+        return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,9 +109,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path.parent} has no {path.name}: point to a folder that holds a model.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError:
+        raise ModelLoadError(
+            f"{path.parent} has no {path.name} that can be read: point to a folder that holds a model."
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON ({error}): download it again.") from None
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object: download it again.")
@@ -90,8 +122,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _supported_architecture(name: str, config: dict[str, Any]) -> str:
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        architectures = [architectures]
     for architecture in architectures:
-        if architecture in MODELS:
+        if isinstance(architecture, str) and architecture in MODELS:
             return architecture
     found = ", ".join(map(repr, architectures)) or f"model_type {config.get('model_type')!r}"
     raise ModelLoadError(f"{name} is a {found} model, which is not supported: supported are {', '.join(MODELS)}.")
@@ -105,5 +139,8 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
         sources.append(read_json(path / "generation_config.json"))
     for source in sources:
         value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+        token_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) for token_id in token_ids):
+            raise ModelLoadError(f"{path} has eos_token_id = {value!r}, but it must be a token id or a list of them.")
+        found.update(token_ids)
     return tuple(sorted(found))

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.linear import Linear
+from minivllm.models.base import CausalLM
 from minivllm.models.registry import MODELS, read_json
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]) -> nn.Module:
+def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]) -> CausalLM:
     """Build the model of a config and load its weights.
 
     Raises:
@@ -29,6 +30,14 @@ def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, ba
         torch.set_default_dtype(dtype)
         with torch.device(device):
             model = MODELS[config.architecture](config.hf_config, config.max_model_len, backend)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # whatever a wrong config leads to
+        reason = str(error).split("\n")[0]
+        raise ModelLoadError(
+            f"{config.name} cannot be built from its config.json ({type(error).__name__}: {reason}): the config is wrong, or "
+            f"the model is larger than the memory."
+        ) from error
     finally:
         torch.set_default_dtype(default_dtype)
     load_weights(model, iterate_weights(config.path), config.name)
@@ -44,7 +53,10 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     for name in tensors.keys():  # noqa: SIM118 (not a dict)
                         yield name, tensors.get_tensor(name)
             else:
-                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+                    raise ModelLoadError(f"{file} does not hold named tensors: it is not a checkpoint.")
+                yield from state.items()
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ModelLoadError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again.") from error
 
@@ -52,18 +64,23 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _weight_files(folder: Path) -> list[Path]:
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index_name).exists():
-            files = sorted({folder / name for name in read_json(folder / index_name)["weight_map"].values()})
+            weight_map = read_json(folder / index_name).get("weight_map")
+            names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+            if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+                raise ModelLoadError(f"{folder / index_name} has no 'weight_map' that names files beside it: download it again.")
+            files = sorted(folder / name for name in names)
             missing = [file.name for file in files if not file.exists()]
             if missing:
                 raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, named in its {index_name}: download them.")
             return files
-    for pattern in ("*.safetensors", "pytorch_model.bin"):
+    # Not all *.safetensors at once: an adapter or a second copy may lie beside the model.
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", "pytorch_model.bin"):
         if files := sorted(folder.glob(pattern)):
             return files
     raise ModelLoadError(f"{folder} has a config but no weights: it needs .safetensors files or a pytorch_model.bin.")
 
 
-def load_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]], model_name: str) -> None:
+def load_weights(model: CausalLM, weights: Iterator[tuple[str, Tensor]], model_name: str) -> None:
     """Copy checkpoint tensors into the model's parameters; every part of every parameter must get one.
 
     Raises:
@@ -79,6 +96,9 @@ def load_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]], model_
         if name not in targets:
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         target = targets[name]
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ModelLoadError(f"The weights of {model_name} hold {name} as {kind}, which is not supported: only floats are.")
         if target.shape != tensor.shape:
             raise ModelLoadError(
                 f"The weights of {model_name} do not fit its config: {name} has shape {list(tensor.shape)}, "
@@ -91,7 +111,7 @@ def load_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]], model_
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(unloaded)} tensors).")
 
 
-def _load_targets(model: nn.Module) -> dict[str, Tensor]:
+def _load_targets(model: CausalLM) -> dict[str, Tensor]:
     """Checkpoint name to the (part of a) parameter it fills."""
     targets: dict[str, Tensor] = {}
     parts_of: dict[str, list[tuple[str, int]]] = {}

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
 from minivllm.request import Request, Sequence
 from minivllm.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ class ModelRunner:
         device: Where the model lies.
     """
 
-    def __init__(self, model: nn.Module, block_size: int, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, block_size: int, device: torch.device) -> None:
         self.model = model
         self.block_size = block_size
         self.device = device
