@@ -59,7 +59,7 @@ def engine_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     inputs = runner.prepare_inputs(scheduled)
     with torch.inference_mode():
         hidden = runner.model(inputs.input_ids, inputs.positions, worker.cache_engine.gpu_cache, inputs.metadata)
-        return list(runner.model.compute_logits(hidden).split([len(prompt) for prompt in prompts]))
+        return list(runner.model.compute_logits(hidden).cpu().split([len(prompt) for prompt in prompts]))
 
 
 def random_prompts(lengths, vocab_size=320, seed=0):

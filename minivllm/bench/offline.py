@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import StepRecord
-from minivllm.entrypoints.llm import LLM
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -51,41 +51,59 @@ class OfflineResult:
         return {name: value for name, value in vars(self).items() if name != "trace"}
 
 
-def run_offline(llm: LLM, scheduler: str, name: str, requests: list[WorkloadRequest], use_tqdm: bool = True) -> OfflineResult:
+def run_offline(
+    engine: LLMEngine, scheduler: str, name: str, requests: list[WorkloadRequest], use_tqdm: bool = True
+) -> OfflineResult:
     """Run all requests of a workload, all there from the start, greedy and without regard to the end-of-sequence token.
 
     Args:
-        llm: Made with `trace=True`. Nothing else may be running in it.
-        scheduler: Name of the policy it was made with, for the report.
+        engine: Made with `trace=True`, and with nothing to do.
+        scheduler: "static" or "continuous": the policy that the engine gets for this run.
         name: Name of the workload, for the report.
         requests: The workload.
         use_tqdm: Show progress.
+
+    Raises:
+        ConfigError: The engine keeps no trace or has other requests, or a request does not fit the model.
     """
-    engine = llm.llm_engine
     if engine.trace is None:
-        raise ConfigError("run_offline needs an LLM made with trace=True.")
+        raise ConfigError("run_offline needs an engine made with trace=True.")
+    if engine.has_unfinished_requests():
+        raise ConfigError("run_offline needs an engine with nothing else to do: finish or abort its requests first.")
+    if not requests:
+        raise ConfigError("The workload has no requests.")
+    limit = engine.model_config.max_model_len
+    for i, request in enumerate(requests):
+        if len(request.prompt_token_ids) + request.output_len > limit:
+            raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: leave it out.")
+    engine.scheduler = SCHEDULERS[scheduler](engine.scheduler.config, engine.block_manager)
+    engine.block_manager.reset_prefix_cache()
     engine.trace.clear()
     arrival = engine.clock()
-    for i, request in enumerate(requests):
-        params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
-        engine.add_request(f"{i}", request.prompt_token_ids, params, arrival_time=arrival)
     finished: list[RequestOutput] = []
-    with tqdm(total=len(requests), desc=f"{name}, {scheduler}", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    finished.append(output)
-                    bar.update()
-    return _summarize(name, scheduler, requests, finished, list(engine.trace))
+    try:
+        for i, request in enumerate(requests):
+            params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+            engine.add_request(f"{i}", request.prompt_token_ids, params, arrival_time=arrival)
+        with tqdm(
+            total=len(requests), desc=f"{name}, {scheduler}", unit="request", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.error is not None:
+                        raise ConfigError(f"Request {output.request_id} of the workload failed. {output.error}")
+                    if output.finished:
+                        finished.append(output)
+                        bar.update()
+    except BaseException:  # Ctrl-C too: leave nothing behind
+        for i in range(len(requests)):
+            engine.abort_request(f"{i}")
+        raise
+    return _summarize(name, scheduler, finished, list(engine.trace))
 
 
-def _summarize(
-    name: str, scheduler: str, requests: list[WorkloadRequest], outputs: list[RequestOutput], trace: list[StepRecord]
-) -> OfflineResult:
+def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: list[StepRecord]) -> OfflineResult:
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    wanted = sum(request.output_len for request in requests)
-    if output_tokens != wanted:
-        raise RuntimeError(f"The run gave {output_tokens} tokens where {wanted} were asked for.")
     latencies = [output.metrics.latency for output in outputs]
     seconds = max(output.metrics.finished_time for output in outputs) - outputs[0].metrics.arrival_time
     busy = sum(step.end - step.start for step in trace)

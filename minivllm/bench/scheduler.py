@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.errors import ConfigError
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceOutput
@@ -36,6 +37,8 @@ def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000,
 
     Prompts have 16 to 256 tokens, outputs 64 to 512; whenever a request ends, a new one arrives.
     """
+    if num_running < 1 or num_waiting < 0 or num_steps < 1:
+        raise ConfigError("The scheduler is measured with at least 1 sequence running, 0 waiting, and 1 step.")
     rng = random.Random(seed)
     block_size = 16
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running))

@@ -42,7 +42,17 @@ def make_workload(
         vocab_size: Token ids are below this.
         max_len: The longest prompt and output together.
         seed: Of lengths and token ids.
+
+    Raises:
+        ConfigError: The distribution is unknown, or a number is less than 1.
     """
+    for name, value in (
+        ("num_requests", num_requests),
+        ("mean_prompt_len", mean_prompt_len),
+        ("mean_output_len", mean_output_len),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, but must be at least 1.")
     if distribution not in DISTRIBUTIONS:
         raise ConfigError(f"distribution is {distribution!r}, but must be one of {', '.join(map(repr, DISTRIBUTIONS))}.")
     rng = random.Random(seed)
@@ -71,20 +81,28 @@ def _lognormal_lengths(rng: random.Random, count: int, mean: int) -> list[int]:
 
 
 def load_workload(file: Path) -> list[WorkloadRequest]:
-    """A workload from a JSON list of objects with "ids" (the prompt) and "out" (or "max_tokens").
+    """A workload from a JSON list of objects with "ids" (the prompt) and "out" (how many tokens to generate).
 
     Raises:
         ConfigError: The file is missing or has another form.
     """
     try:
         items = json.loads(file.read_text(encoding="utf-8"))
-        return [WorkloadRequest(list(item["ids"]), int(item["out"])) for item in items]
-    except FileNotFoundError:
-        raise ConfigError(f"There is no workload file {file}.") from None
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{file} is not a workload ({type(error).__name__}: {error}): it must be a JSON list of objects with 'ids' and 'out'."
-        ) from None
+    except OSError as error:
+        raise ConfigError(f"There is no workload file {file} that can be read ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not a workload: it is not valid JSON ({error}).") from None
+    if not isinstance(items, list) or not items:
+        raise ConfigError(f"{file} is not a workload: it must hold a JSON list with at least one request.")
+    requests = []
+    for i, item in enumerate(items):
+        ids, out = (item.get("ids"), item.get("out")) if isinstance(item, dict) else (None, None)
+        if not isinstance(ids, list) or not ids or not all(isinstance(token_id, int) for token_id in ids):
+            raise ConfigError(f"{file} is not a workload: request {i} must have 'ids', a list of token ids.")
+        if not isinstance(out, int) or out < 1:
+            raise ConfigError(f"{file} is not a workload: request {i} must have 'out', how many tokens to generate.")
+        requests.append(WorkloadRequest(ids, out))
+    return requests
 
 
 SENTENCES = (

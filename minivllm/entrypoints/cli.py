@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, EngineArgs
-from minivllm.errors import MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
 
 _CHOICES = {
@@ -23,9 +23,9 @@ _CHOICES = {
 _NOT_ON_THE_COMMAND_LINE = {"model", "scheduler_cls", "block_space_manager_cls", "skip_tokenizer_init", "trace"}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit status; what a person did wrong is told in one sentence."""
-    arguments = make_parser().parse_args(arguments)
+    arguments = make_parser().parse_args(argv)
     try:
         return arguments.run(arguments) or 0
     except MinivllmError as error:
@@ -37,6 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `minivllm ... | head`
         sys.stderr.close()
         return 1
+    except OSError as error:
+        print(f"minivllm: {error.filename or 'a stream'} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 2
+    except UnicodeError as error:
+        print(f"minivllm: text that cannot be read or written in this terminal's encoding: {error}.", file=sys.stderr)
+        return 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,8 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
     )
 
-    doctor = _add(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
-    doctor.set_defaults(model=EngineArgs.model)
+    _add(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
 
     demo = _add(commands, "demo", run_demo, "show what the engine does, in three minutes", "minivllm demo --output out")
     demo.add_argument(
@@ -158,9 +163,17 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="policies to compare (default: both)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the timelines of the last workload here")
+    group.add_argument("--plot", type=_picture, metavar="FILE", help="draw the timelines of the last workload here")
     _add_engine_options(parser)
     parser.set_defaults(max_num_seqs=16)
+
+
+def _picture(name: str) -> Path:
+    """A file name with an ending that a picture can have."""
+    path = Path(name)
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{name} must end in .png, .pdf or .svg")
+    return path
 
 
 def _engine_args(arguments: argparse.Namespace) -> dict:
@@ -185,7 +198,7 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete the prompts and print them with their continuations."""
     params = _sampling_params(arguments)
-    prompts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in arguments.prompts]
+    prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
     llm = LLM(**_engine_args(arguments))
@@ -204,9 +217,17 @@ def run_generate(arguments: argparse.Namespace) -> int:
     return 1 if any(output.error for output in outputs) else 0
 
 
+def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise RequestError("The prompt is - but there is no standard input to read it from.")
+    return sys.stdin.read().rstrip("\n")
+
+
 def run_chat(arguments: argparse.Namespace) -> int:
     """Talk with the model until /exit or the end of input."""
     params = _sampling_params(arguments)
+    if sys.stdin is None:
+        raise RequestError("There is no standard input to read messages from.")
     from minivllm.entrypoints.chat import chat_loop
     from minivllm.entrypoints.llm import LLM
 
@@ -216,16 +237,25 @@ def run_chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_writable(path: Path | None) -> None:
+    """Find out beforehand whether a file can be written."""
+    if path is None:
+        return
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: it must be a file in a folder that exists.")
+
+
 def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Run each workload under each policy, in turn, and print a table."""
     from minivllm.bench.machine import describe_machine
-    from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
+    from minivllm.bench.offline import format_table, run_offline
     from minivllm.bench.workloads import load_workload, make_workload
     from minivllm.entrypoints.llm import LLM
 
-    engine_args = _engine_args(arguments) | {"trace": True}
-    llms = {name: LLM(**engine_args | {"scheduler_cls": SCHEDULERS[name]}) for name in arguments.scheduler}
-    config = next(iter(llms.values())).llm_engine.model_config
+    for path in (arguments.json, arguments.plot):  # before the work, not after it
+        _check_writable(path)
+    engine = LLM(**_engine_args(arguments) | {"trace": True}).llm_engine
+    config = engine.model_config
     if arguments.workload:
         workloads = {arguments.workload.stem: load_workload(arguments.workload)}
     else:
@@ -237,7 +267,9 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
             for name in arguments.distribution
         }  # fmt: skip
     results = [
-        run_offline(llm, name, workload, requests) for workload, requests in workloads.items() for name, llm in llms.items()
+        run_offline(engine, scheduler, name, requests)
+        for name, requests in workloads.items()
+        for scheduler in arguments.scheduler
     ]
     print(f"\n{arguments.model}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_table(results)}")
     if arguments.json:
@@ -246,7 +278,7 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         from minivllm.viz.timeline import draw_timelines
 
-        last = results[-len(llms) :]
+        last = results[-len(arguments.scheduler) :]
         draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
     return 0

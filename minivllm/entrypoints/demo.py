@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from minivllm.bench.machine import describe_machine
@@ -25,10 +26,10 @@ MEAN_OUTPUT_LEN = 40
 
 def demo(folder: Path) -> None:
     """Run the demonstration; the picture goes to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
     print("1. Four prompts, completed together by SmolLM2-135M on this machine\n")
-    engine_args = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 1024, "kv_cache_memory_bytes": 64 * 2**20, "trace": True}
-    llms = {name: LLM("smollm2-135m", scheduler_cls=SCHEDULERS[name], **engine_args) for name in SCHEDULERS}
-    outputs = llms["continuous"].generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))
+    llm = LLM("smollm2-135m", max_num_seqs=MAX_NUM_SEQS, max_model_len=1024, kv_cache_memory_bytes=64 * 2**20, trace=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))
     for output in outputs:
         print(f"\n  {output.prompt!r} →\n    {output.outputs[0].text!r}")
 
@@ -43,7 +44,7 @@ def demo(folder: Path) -> None:
     results = []
     for distribution in DISTRIBUTIONS:
         workload = make_workload(distribution, NUM_REQUESTS, mean_prompt_len=MEAN_PROMPT_LEN, mean_output_len=MEAN_OUTPUT_LEN)
-        results += [run_offline(llm, name, distribution, workload) for name, llm in llms.items()]
+        results += [run_offline(llm.llm_engine, name, distribution, workload) for name in SCHEDULERS]
     print(f"\n{format_table(results)}")
     print(
         "\nlatency and TTFT (time to first token) are means over requests, which all arrive at once; running is how many\n"
@@ -51,17 +52,24 @@ def demo(folder: Path) -> None:
         f"{describe_machine()}"
     )
 
-    folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "static_vs_continuous.png"
     last = {result.scheduler: result.trace for result in results if result.workload == DISTRIBUTIONS[-1]}
     draw_timelines(
         last, "The same requests, long-tailed lengths: each bar is a request in its place, white is a place unused"
     ).savefig(picture, dpi=150)
     print(f"\n3. The two timelines of the long-tailed workload, as one picture:\n   {picture.resolve()}")
-    print(
-        "\n4. What to do next\n"
-        "   make lab                               the course, in JupyterLab: lesson 00 shows the way\n"
-        "   .venv/bin/minivllm chat                talk with the model\n"
-        "   .venv/bin/minivllm bench offline -h    measure it your way\n"
-        "   minivllm/core/scheduler.py             the loop that makes the difference, to read"
-    )
+    minivllm = Path(sys.executable).with_name("minivllm")
+    commands = {
+        "make lab": "the course, in JupyterLab: lesson 00 shows the way",
+        f"{_short(minivllm)} chat": "talk with the model",
+        f"{_short(minivllm)} bench offline -h": "measure it your way",
+        "minivllm/core/scheduler.py": "the loop that makes the difference, to read",
+    }
+    print("\n4. What to do next")
+    for command, what in commands.items():
+        print(f"   {command:38} {what}")
+
+
+def _short(path: Path) -> Path:
+    """A path as seen from here, where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

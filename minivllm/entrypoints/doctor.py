@@ -33,8 +33,13 @@ def examine() -> int:
     else:
         line("GPU", "none that torch can use; everything runs on the CPU")
     line("Triton", _triton(torch.cuda.is_available()))
-    free_disk = shutil.disk_usage(_existing_parent(cache_folder())).free / 2**30
-    line("model cache", f"{_short(cache_folder())} ({free_disk:.0f} GiB free on its disk)")
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        line("model cache", f"{_short(folder)} ({shutil.disk_usage(folder).free / 2**30:.0f} GiB free on its disk)")
+    except OSError as error:
+        line("model cache", f"{folder} CANNOT BE USED ({error.strerror}): set MINIVLLM_CACHE to another folder.")
+        return 1
     try:
         line("smollm2-135m", _default_model())
     except ModelLoadError as error:
@@ -55,11 +60,11 @@ def _triton(has_gpu: bool) -> str:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        return "not installed (it exists for Linux only); kernels in torch are used"
+        return "not installed (it exists for Linux only); the kernels in torch are used"
     return (
-        f"{found}, compiles for the GPU"
+        f"{found}, can compile for the GPU"
         if has_gpu
-        else f"{found}, without a GPU its kernels run interpreted (TRITON_INTERPRET=1)"
+        else f"{found}, without a GPU it runs kernels interpreted (TRITON_INTERPRET=1)"
     )
 
 
@@ -75,9 +80,3 @@ def _default_model() -> str:
 def _short(path: Path) -> str:
     """A path with ~ for the home folder."""
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
-
-
-def _existing_parent(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
