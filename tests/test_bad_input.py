@@ -110,6 +110,7 @@ BAD_REQUESTS = {
     "longer than the model": ([5] * 8192, GREEDY, "has 8192 tokens, but the model takes at most 8192"),
     "can never fit the cache": ([5] * 400, SamplingParams(max_tokens=7000), "lower max_tokens"),
     "not sampling params": ("hi", {"temperature": 0}, "must be a SamplingParams, not dict"),
+    "half a character": ("\ud800 hi", GREEDY, "not valid Unicode"),
     "stop token out of range": ("hi", SamplingParams(stop_token_ids=[99999]), "stop_token_ids has token id 99999"),
     "bias out of range": ("hi", SamplingParams(logit_bias={99999: 1}), "logit_bias has token id 99999"),
     "too many continuations": ("hi", SamplingParams(n=33), "n is 33, but at most max_num_seqs = 32"),
@@ -284,6 +285,16 @@ def test_weights_that_do_not_fit_the_config_are_refused(broken_folder, change, s
             "'GPT2LMHeadModel' model, which is not supported: supported are LlamaForCausalLM",
         ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
+        ({"architectures": "GPT2LMHeadModel"}, "is a 'GPT2LMHeadModel' model"),
+        ({"hidden_size": "32"}, "hidden_size = '32', but it must be a number"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, but it must be a whole number from 1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000, but it must be a whole number from 1 to 1000"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),
+        ({"vocab_size": 2.5}, "vocab_size = 2.5"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x', but it must be a number"),
+        ({"eos_token_id": "2"}, "eos_token_id = '2', but it must be a token id"),
+        ({"rope_parameters": "x"}, "cannot be built from its config.json"),
+        ({"intermediate_size": 2**20, "hidden_size": 2**18}, "larger than the memory"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized with 'awq', which is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE type 'yarn' is not supported"),
@@ -307,6 +318,41 @@ def test_a_damaged_config_is_refused(broken_folder, text):
     assert_sentence(caught.value)
 
 
+def test_an_adapter_beside_the_weights_is_not_read(broken_folder):
+    save_file({"lora": torch.zeros(1)}, broken_folder / "adapter_model.safetensors")
+    load(broken_folder)
+
+
+def test_whole_numbers_as_weights_are_refused_by_name(broken_folder):
+    change_weights(broken_folder, lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
+    with pytest.raises(ModelLoadError, match="hold model.norm.weight as int8, which is not supported") as caught:
+        load(broken_folder)
+    assert_sentence(caught.value)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": [1]}', "[]"])
+def test_a_damaged_index_is_refused(broken_folder, index):
+    (broken_folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError) as caught:
+        load(broken_folder)
+    assert_sentence(caught.value)
+
+
+def test_a_checkpoint_without_names_is_refused(broken_folder):
+    (broken_folder / "model.safetensors").unlink()
+    torch.save([torch.zeros(1)], broken_folder / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="does not hold named tensors") as caught:
+        load(broken_folder)
+    assert_sentence(caught.value)
+
+
+def test_an_end_token_outside_the_vocabulary_does_no_harm(broken_folder):
+    config = json.loads((broken_folder / "config.json").read_text())
+    (broken_folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [-1, 100, 5000]}))
+    params = SamplingParams(min_tokens=2, max_tokens=3)
+    assert load(broken_folder).generate([[1, 2]], params, use_tqdm=False)[0].error is None
+
+
 # -- engine arguments ---------------------------------------------------------------------------------------------
 
 
@@ -328,6 +374,12 @@ def test_a_damaged_config_is_refused(broken_folder, text):
         ({"scheduler_cls": "fast"}, "scheduler_cls must be a class"),
         ({"swap_space": -1}, "swap_space is -1 GiB"),
         ({"device": "tpu"}, "device is 'tpu'"),
+        ({"swap_space": math.nan}, "swap_space is nan"),
+        ({"gpu_memory_utilization": "most"}, "gpu_memory_utilization is 'most'"),
+        ({"seed": [1]}, r"seed is \[1\]"),
+        ({"num_gpu_blocks_override": 10**9}, "The cache would take .* GiB free"),
+        ({"block_size": 10**9, "num_gpu_blocks_override": None}, "The cache would take .* GiB free"),
+        ({"preemption_mode": "swap", "swap_space": 1e6}, "The cache would take .* GiB free"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(tiny_folder, kwargs, sentence):

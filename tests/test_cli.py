@@ -115,3 +115,34 @@ def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path
     assert "longtail  continuous" in out
     assert str(tmp_path / "static_vs_continuous.png") in out
     assert (tmp_path / "static_vs_continuous.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "requests,sentence",
+    [
+        ([], "at least one request"),
+        ([{"ids": [5, 6], "out": 500}], "Request 0 of the workload grows beyond the 256 tokens"),
+        ([{"ids": [5], "out": 1}, {"ids": [10**9], "out": 1}], "Token id 1000000000 is out of range"),
+        ([{"ids": [], "out": 3}], "request 0 must have 'ids'"),
+        ([{"ids": [1], "out": 0}], "request 0 must have 'out'"),
+    ],
+)
+def test_a_workload_that_cannot_be_run_is_refused_before_it_runs(capsys, tmp_path, requests, sentence):
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps(requests))
+    assert cli.main(["bench", "offline", "--workload", str(file), *SMALL]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_without_standard_input_the_reader_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.main(["generate", "-"]) == 2
+    assert cli.main(["chat"]) == 2
+    assert "no standard input" in capsys.readouterr().err
+
+
+def test_doctor_says_when_the_cache_cannot_be_used(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "file"))
+    assert cli.main(["doctor"]) == 1
+    assert "CANNOT BE USED" in capsys.readouterr().out

@@ -21,7 +21,7 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "cache"))
 
 
-def write_gguf(path, quantization=Quantization.F32, architecture="llama", leave_out=()):
+def write_gguf(path, quantization=Quantization.F32, architecture="llama", leave_out=(), rope_scaling=None):
     """A tiny random model. Returns the float32 values that the file holds, by GGUF name."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
@@ -35,6 +35,8 @@ def write_gguf(path, quantization=Quantization.F32, architecture="llama", leave_
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
+    if rope_scaling:
+        writer.add_rope_scaling_type(rope_scaling)
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
     letters = list(gguf_bytes())[: VOCAB - 1]
@@ -156,3 +158,37 @@ def test_a_file_generates_text(tmp_path):
         "ABC", SamplingParams(max_tokens=4), use_tqdm=False
     )
     assert len(output[0].outputs[0].token_ids) >= 1
+
+
+def test_stretched_rotary_frequencies_are_refused(tmp_path):
+    """Read as if they were not, the model would go wrong silently on long texts."""
+    write_gguf(tmp_path / "m.gguf", rope_scaling=gguf.RopeScalingType.YARN)
+    with pytest.raises(ModelLoadError, match="stretches its rotary frequencies"):
+        convert_gguf(tmp_path / "m.gguf")
+
+
+def test_damage_anywhere_in_the_header_gets_a_sentence(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_gguf(file)
+    good = file.read_bytes()
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(60):
+        content = bytearray(good)
+        for position in rng.integers(0, 3000, size=3):
+            content[position] = rng.integers(0, 256)
+        file.write_bytes(content)
+        try:
+            convert_gguf(file)
+        except ModelLoadError as error:
+            num_refused += 1
+            assert str(error).endswith(".")
+        assert not list((tmp_path / "cache").glob(".converting-*")) if (tmp_path / "cache").exists() else True
+    assert num_refused > 10
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "m.gguf")
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "m.gguf" / "below"))
+    with pytest.raises(ModelLoadError, match="set MINIVLLM_CACHE to another folder"):
+        convert_gguf(tmp_path / "m.gguf")

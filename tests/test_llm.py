@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams, StaticBatchScheduler
 from minivllm.bench.workloads import mixed_prompts
 from minivllm.engine.llm_engine import LLMEngine as Engine
+from minivllm.errors import RequestError
 
 FOUR_PROMPTS = [
     "Hello, my name is",
@@ -237,3 +239,61 @@ def test_half_precision_runs(smollm2_path):
     llm = LLM(str(smollm2_path), dtype="bfloat16", num_gpu_blocks_override=10)
     text = llm.generate(FOUR_PROMPTS[2], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0].outputs[0].text
     assert text.startswith(" Paris")
+
+
+def test_the_token_that_ended_a_text_is_not_in_it(llm):
+    prompt = FOUR_PROMPTS[2]
+    full = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
+    token = full.token_ids[4]
+    before = full.token_ids[: full.token_ids.index(token)]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, stop_token_ids=[token])
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text == llm.get_tokenizer().decode(before)
+    params = SamplingParams(temperature=0, max_tokens=200, skip_special_tokens=False)
+    ended = llm.chat([{"role": "user", "content": "Say hi."}], params, use_tqdm=False)[0].outputs[0]
+    assert ended.finish_reason == "stop"
+    assert not ended.text.endswith("<|im_end|>")
+
+
+def test_a_bad_conversation_fails_alone(llm):
+    good = [{"role": "user", "content": "Say hi."}]
+    params = SamplingParams(temperature=0, max_tokens=3)
+    outputs = llm.chat([good, [{"role": "user"}], good], params, use_tqdm=False)
+    assert "both text" in outputs[1].error
+    assert outputs[0].outputs[0].text == outputs[2].outputs[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi."}]}]
+    assert llm.chat(parts, params, use_tqdm=False)[0].outputs[0].text == outputs[0].outputs[0].text
+
+
+def test_generate_leaves_requests_of_others_alone(llm):
+    engine = llm.llm_engine
+    engine.add_request("mine", FOUR_PROMPTS[0], SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="1 unfinished requests that you added"):
+        llm.generate(FOUR_PROMPTS[1], GREEDY, use_tqdm=False)
+    assert engine.get_num_unfinished_requests() == 1
+    engine.abort_request("mine")
+
+
+def test_after_ctrl_c_the_next_step_tells_which_requests_ended(llm, monkeypatch):
+    engine = llm.llm_engine
+    engine.add_request("a", FOUR_PROMPTS[0], GREEDY)
+    engine.step()
+
+    def interrupt(output):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.executor, "execute_model", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.has_unfinished_requests()
+    (output,) = engine.step()
+    assert (output.request_id, output.finished, output.outputs[0].finish_reason) == ("a", True, "error")
+    assert not engine.has_unfinished_requests()
+    assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
+
+
+def test_numbers_of_numpy_and_tensors_are_token_ids_too(llm):
+    token_ids = llm.get_tokenizer().encode(FOUR_PROMPTS[0])
+    expected = llm.generate(token_ids, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for prompt in (np.array(token_ids), list(np.array(token_ids)), torch.tensor(token_ids), [torch.tensor(token_ids)]):
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected

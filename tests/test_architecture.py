@@ -1,0 +1,75 @@
+"""The boundaries of the design: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minivllm
+
+ROOT = Path(minivllm.__file__).parent
+VOCABULARY = {"config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
+BELOW = {
+    "core": set(),
+    "kernels": set(),
+    "layers": {"kernels"},
+    "models": {"layers", "kernels"},
+    "worker": {"models", "layers", "kernels"},
+    "executor": {"worker"},
+    "engine": {"core", "executor", "models"},
+    "bench": {"engine", "core", "worker"},
+    "viz": {"engine.trace"},
+    "entrypoints": {"engine", "core", "executor", "models", "worker", "bench", "viz"},
+}
+"""Folder to the folders (or modules) that it may import, besides itself and the vocabulary."""
+FILES = [path for folder in BELOW for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The minivllm modules that a file imports when it runs, without the leading package name."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return {name.removeprefix("minivllm.") for name in names if name.startswith("minivllm.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+def test_arrows_point_down(path):
+    allowed = {path.parent.name, *BELOW[path.parent.name]}
+    for module in imported_modules(path):
+        top = module.split(".")[0]
+        assert top in VOCABULARY or top in allowed or module in allowed, f"{path.name} imports minivllm.{module}"
+
+
+def test_every_folder_has_its_place():
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert folders == set(BELOW)
+
+
+def test_what_decides_needs_neither_torch_nor_numpy():
+    code = (
+        "import sys, minivllm.core.static_batching, minivllm.engine.llm_engine, minivllm.bench.scheduler; "
+        "print({'torch', 'numpy', 'transformers'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_files_are_short_enough_to_read_in_one_sitting():
+    assert [path.name for path in FILES if len(path.read_text().splitlines()) > 400] == []
