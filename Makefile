@@ -26,7 +26,7 @@ lab: setup ## Open the course in JupyterLab, on lesson 00
 	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
 notebooks: setup ## Run all notebooks again and store what they show
-	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 lint: setup ## Check style and form of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
