@@ -167,7 +167,7 @@ class Request:
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
         eos = () if sampling_params.ignore_eos else eos_token_ids
-        self.stop_reasons: dict[int, int | None] = {t: t for t in sampling_params.stop_token_ids}
+        self.stop_reasons: dict[int, int | None] = {t: t for t in sampling_params.stop_token_ids or ()}
         """Tokens that end a sequence, each with the stop reason to report."""
         self.stop_reasons.update(dict.fromkeys(eos))
 

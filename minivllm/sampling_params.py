@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from minivllm.errors import RequestError
 
@@ -99,6 +100,11 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there are none."""
+        return _checked_stop_strings(self.stop)
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, so that no random number is drawn."""
         return self.temperature < GREEDY_EPSILON
@@ -109,19 +115,21 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _check_int(name: str, value: object, low: int | None = None, high: int | None = None, hint: str = "") -> None:
+def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None, hint: str = "") -> None:
     suffix = f" ({hint})" if hint else ""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, not {value!r}{suffix}.")
+    value = int(value)
     if low is not None and value < low:
         raise RequestError(f"{name} is {value}, but must be at least {low}{suffix}.")
     if high is not None and value > high:
         raise RequestError(f"{name} is {value}, but must be at most {high}{suffix}.")
 
 
-def _check_float(name: str, value: object, low: float, high: float = math.inf) -> None:
+def _check_float(name: str, value: Any, low: float, high: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name} must be a number, not {value!r}.")
+    value = float(value)
     if not math.isfinite(value) or not low <= value <= high:
         bounds = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise RequestError(f"{name} is {value}, but must be a finite number {bounds}.")

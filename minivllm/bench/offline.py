@@ -104,8 +104,9 @@ def run_offline(
 
 def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: list[StepRecord]) -> OfflineResult:
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    latencies = [output.metrics.latency for output in outputs]
-    seconds = max(output.metrics.finished_time for output in outputs) - outputs[0].metrics.arrival_time
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    latencies = [times.latency or 0.0 for times in metrics]
+    seconds = max(latencies)  # all arrived at the same moment
     busy = sum(step.end - step.start for step in trace)
 
     def over_time(values: Iterable[float]) -> float:
@@ -122,11 +123,11 @@ def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: l
         output_tokens_per_second=output_tokens / seconds,
         mean_latency=statistics.mean(latencies),
         p95_latency=percentile(latencies, 95),
-        mean_ttft=statistics.mean(output.metrics.time_to_first_token for output in outputs),
+        mean_ttft=statistics.mean(times.time_to_first_token or 0.0 for times in metrics),
         mean_running=over_time(step.num_running for step in trace),
         mean_cache_use=over_time(cache_use),
         peak_cache_use=max(cache_use),
-        num_preemptions=sum(output.metrics.num_preemptions for output in outputs),
+        num_preemptions=sum(times.num_preemptions for times in metrics),
         trace=trace,
     )
 

@@ -49,9 +49,10 @@ def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000,
     def add_request() -> None:
         nonlocal num_added
         prompt = rng.choice(prompts)
-        params = SamplingParams(max_tokens=rng.randint(64, 512))
+        max_tokens = rng.randint(64, 512)
+        params = SamplingParams(max_tokens=max_tokens)
         scheduler.add_request(
-            Request(str(num_added), prompt, params, max_num_tokens=len(prompt) + params.max_tokens, eos_token_ids=(0,))
+            Request(str(num_added), prompt, params, max_num_tokens=len(prompt) + max_tokens, eos_token_ids=(0,))
         )
         num_added += 1
 

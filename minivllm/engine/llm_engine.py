@@ -286,7 +286,7 @@ class LLMEngine:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size
-        for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        for name, token_ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
             for token_id in token_ids:
                 if token_id >= vocab_size:
                     raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")

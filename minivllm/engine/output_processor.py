@@ -35,7 +35,7 @@ class SequenceText:
         )
         self._text = ""
         """All text, with the end that is held back because it may be the beginning of a stop string."""
-        self._num_held = max((len(stop) for stop in params.stop), default=1) - 1
+        self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
 
     def add(self, token_id: int, logprobs: dict[int, Logprob] | None, visible: bool = True) -> str | None:
         """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it.
@@ -43,9 +43,9 @@ class SequenceText:
         The token that ended a sequence is not `visible`: it is kept among the ids and out of the text.
         """
         self.output.token_ids.append(token_id)
-        if logprobs is not None:
+        if logprobs is not None and self.output.logprobs is not None:
             self.output.logprobs.append(add_decoded_tokens(logprobs, self._tokenizer))
-            self.output.cumulative_logprob += logprobs[token_id].logprob
+            self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
         if self._detokenizer is None or not visible:
             return None
         new = self._detokenizer.add(token_id)
@@ -69,7 +69,7 @@ class SequenceText:
     def _cut_at_stop(self, num_new: int) -> str | None:
         """Cut the text before the earliest stop string that ends in its last `num_new` characters."""
         found: tuple[int, str] | None = None
-        for stop in self._params.stop:
+        for stop in self._params.stop_strings:
             position = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
             if position >= 0 and (found is None or position < found[0]):
                 found = (position, stop)
@@ -133,8 +133,8 @@ class OutputProcessor:
         for scheduled, result in zip(output.scheduled, results, strict=True):
             state = self.states.get(scheduled.seq.request.request_id)
             if result.prompt_logprobs and state is not None and state.prompt_logprobs is not None:
-                for position, logprobs in result.prompt_logprobs.items():
-                    state.prompt_logprobs[position] = add_decoded_tokens(logprobs, self.tokenizer)
+                for position, entry in result.prompt_logprobs.items():
+                    state.prompt_logprobs[position] = add_decoded_tokens(entry, self.tokenizer)
         for seq, i in advanced:
             state = self.states[seq.request.request_id]
             if state.request.metrics.first_token_time is None:

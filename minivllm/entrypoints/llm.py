@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
+from collections import abc
 from numbers import Integral
 from typing import Any
 
@@ -44,8 +45,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -70,8 +71,8 @@ class LLM:
 
     def chat(
         self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: abc.Sequence[Any],
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -103,7 +104,9 @@ class LLM:
             raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
         return self.llm_engine.tokenizer
 
-    def _params_for(self, prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
+    def _params_for(
+        self, prompts: list[Any], params: SamplingParams | abc.Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
         if not isinstance(params, (list, tuple)):

@@ -84,9 +84,11 @@ class TorchAttentionBackend(AttentionBackend):
             parts = zip(
                 query.split(rows), metadata.block_tables.split(rows), metadata.context_lens_tensor.split(rows), strict=True
             )
-            return torch.cat(
-                [reference.paged_decode_attention(q, key_cache, value_cache, *where, self.scale) for q, *where in parts]
-            )
+            outputs = [
+                reference.paged_decode_attention(q, key_cache, value_cache, block_tables, context_lens, self.scale)
+                for q, block_tables, context_lens in parts
+            ]
+            return torch.cat(outputs)
         output = torch.empty_like(query)
         block_size = key_cache.shape[1]
         start = 0

@@ -24,6 +24,9 @@ class RotaryEmbedding(nn.Module):
         rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how long wavelengths are stretched.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any]) -> None:
         super().__init__()
         frequencies = _frequencies(head_dim, rope_parameters)

@@ -90,7 +90,8 @@ def _convert(file: Path, folder: Path) -> None:
 
     try:
         reader = GGUFReader(file)
-        architecture = str(reader.get_field("general.architecture").contents())
+        field = reader.get_field("general.architecture")
+        architecture = str(field.contents()) if field else "unnamed"
         tensors = list(reader.tensors)
     except Exception as error:  # the reader raises whatever it stumbles over
         raise ModelLoadError(f"{file} cannot be read as GGUF ({error}): it is damaged or cut off, get it again.") from error

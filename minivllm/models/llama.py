@@ -41,7 +41,7 @@ class LlamaAttention(nn.Module):
         q = q.reshape(len(x), -1, self.head_dim)
         k = k.reshape(len(x), -1, self.head_dim)
         v = v.reshape(len(x), -1, self.head_dim)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(positions, q, k)
         output = self.backend.forward(q, k, v, kv_cache, metadata)

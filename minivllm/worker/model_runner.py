@@ -139,7 +139,7 @@ class ModelRunner:
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""
         seq = item.seq
-        num_logprobs = seq.request.sampling_params.prompt_logprobs
+        num_logprobs = seq.request.sampling_params.prompt_logprobs or 0
         first = seq.num_computed_tokens + 1
         following = seq.request.prompt_token_ids[first : first + item.num_tokens]
         result: dict[int, dict[int, Logprob]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ def apply_penalties(
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Temperature, then min-p, top-k and top-p. What a filter removes becomes minus infinity."""
 
-    def column(values: list[float]) -> Tensor:
+    def column(values: list[Any]) -> Tensor:
         return torch.tensor(values, device=logits.device).unsqueeze(1)
 
     logits = apply_temperature(logits, column([p.temperature for p in params]))
