@@ -140,14 +140,15 @@ def percentile(values: list[float], percent: float) -> float:
 
 def format_table(results: list[OfflineResult]) -> str:
     """The results as a table of text, with a line under each pair that compares them."""
+    width = max(10, *(len(result.workload) + 1 for result in results))
     header = (
-        f"{'workload':<10}{'batching':<12}{'requests/s':>11}{'tokens/s':>10}{'latency':>9}{'p95':>7}{'TTFT':>7}"
+        f"{'workload':<{width}}{'batching':<12}{'requests/s':>11}{'tokens/s':>10}{'latency':>9}{'p95':>7}{'TTFT':>7}"
         f"{'running':>9}{'cache use':>11}{'peak':>6}"
     )
     lines = [header, "-" * len(header)]
     for result in results:
         lines.append(
-            f"{result.workload:<10}{result.scheduler:<12}{result.requests_per_second:>11.2f}"
+            f"{result.workload:<{width}}{result.scheduler:<12}{result.requests_per_second:>11.2f}"
             f"{result.output_tokens_per_second:>10.1f}{result.mean_latency:>8.1f}s{result.p95_latency:>6.1f}s"
             f"{result.mean_ttft:>6.1f}s{result.mean_running:>9.1f}{result.mean_cache_use:>11.0%}{result.peak_cache_use:>6.0%}"
         )
