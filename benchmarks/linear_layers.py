@@ -2,9 +2,8 @@
 
     python benchmarks/linear_layers.py
 
-The two are equal products. Which is faster depends on the processor: on a 2-core machine with AVX-512 and without AMX
-the second took 47 ms where the first took 132 (16 rows), on one with AMX 42 where the first took 36 (2026-11-21).
-`minivllm/layers/linear.py` takes the second for the batch sizes at which it wins much there and loses little here.
+The two are equal products. Which is faster depends on the processor: on some the second wins much at small batches, on
+others it loses a little. `minivllm/layers/linear.py` takes it for a range of batch sizes; this says what that does here.
 """
 
 from __future__ import annotations

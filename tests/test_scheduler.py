@@ -234,7 +234,7 @@ def test_a_queue_keeps_order_and_forgets_what_is_removed():
     queue.add(sequences[0])
     assert queue.first() is sequences[0]
     assert len(queue) == 3
-    assert sequences[1] not in queue
+    assert sequences[1] not in list(queue)
     with pytest.raises(IndexError, match="empty"):
         SequenceQueue().pop()
 

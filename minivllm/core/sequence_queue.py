@@ -46,9 +46,6 @@ class SequenceQueue:
             self._heap = [entry for entry in self._heap if entry[1].seq_id in self._members]
             heapq.heapify(self._heap)
 
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq.seq_id in self._members
-
     def __len__(self) -> int:
         return len(self._members)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TRANSPOSED_PRODUCT_ROWS = range(8, 48)
-"""Batch sizes at which the CPU computes `(W @ x.T).T`. On some processors it is two to three times faster there than
-`F.linear`, on others up to a fifth slower: benchmarks/linear_layers.py says what yours does."""
+"""Batch sizes at which the CPU computes `(W @ x.T).T`. Some processors are much faster with it there than with
+`F.linear`, others a little slower: benchmarks/linear_layers.py says what yours does."""
 
 
 class Linear(nn.Module):
@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, on a CPU by the one of two equal products that is never slow at this number of rows."""
+    """`F.linear`, or on a CPU, at some batch sizes, the equal product `(W @ x.T).T`."""
     if x.device.type == "cpu" and x.shape[0] in TRANSPOSED_PRODUCT_ROWS:
         output = (weight @ x.t()).t().contiguous()
         return output if bias is None else output.add_(bias)
