@@ -108,7 +108,9 @@ class EngineArgs:
         skip_tokenizer_init: Load no tokenizer; prompts are token ids, and outputs have no text.
         scheduler_cls: The class to use as scheduler, for example `StaticBatchScheduler` or a learner's own.
         block_space_manager_cls: The class to use as block space manager.
-        attention_backend: "torch", or an `AttentionBackend` subclass of your own.
+        attention_backend: "auto", "torch", "cpu" or "triton", or an `AttentionBackend` subclass of your own. "auto" is
+            "triton" on a GPU and "cpu" (Numba) without one; "triton" without a GPU runs interpreted, very slowly.
+        enforce_eager: On a GPU, launch the kernels of a decode one by one instead of replaying a captured CUDA graph.
         trace: Keep one `StepRecord` for each step.
     """
 
@@ -131,7 +133,8 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     scheduler_cls: type | None = None
     block_space_manager_cls: type | None = None
-    attention_backend: str | type = "torch"
+    attention_backend: str | type = "auto"
+    enforce_eager: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:

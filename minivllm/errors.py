@@ -20,3 +20,7 @@ class ModelLoadError(MinivllmError, ValueError):
 
 class RequestError(MinivllmError, ValueError):
     """One request is wrong. Only that request fails."""
+
+
+class KernelError(MinivllmError, ValueError):
+    """Tensors that a kernel cannot take: a wrong shape, dtype, device or memory layout, or numbers out of range."""

@@ -56,7 +56,7 @@ def engine_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
         seq = Sequence(i, Request(str(i), prompt, SamplingParams(), max_num_tokens=1000))
         scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]))
         next_block += num_blocks
-    inputs = runner.prepare_inputs(scheduled)
+    inputs = runner.prepare_inputs(scheduled, worker.cache_engine.gpu_cache[0][0].shape[0])
     with torch.inference_mode():
         hidden = runner.model(inputs.input_ids, inputs.positions, worker.cache_engine.gpu_cache, inputs.metadata)
         return list(runner.model.compute_logits(hidden).cpu().split([len(prompt) for prompt in prompts]))

@@ -19,8 +19,9 @@ class UniProcExecutor(Executor):
         dtype: str,
         device: str,
         attention_backend: str | type,
+        enforce_eager: bool = False,
     ) -> None:
-        self.worker = Worker(model_config, cache_config, scheduler_config, dtype, device, attention_backend)
+        self.worker = Worker(model_config, cache_config, scheduler_config, dtype, device, attention_backend, enforce_eager)
         self.worker.load_model()
 
     def determine_num_available_blocks(self) -> tuple[int, int]:

@@ -1,7 +1,9 @@
-"""Cache and attention operations in plain torch: the definition that every faster version is held against.
+"""Every operation of the kernels in plain torch: the definition that the faster versions are held against.
 
 The KV cache of a layer is two tensors, keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]`. A slot
-is one token's place in it: `block * block_size + offset`.
+is one token's place in it: `block * block_size + offset`. A block table lists the blocks of a sequence in order, so
+token i of a sequence lies in slot `table[i // block_size] * block_size + i % block_size` (Kwon et al., 2023,
+arXiv:2309.06180).
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.kernels import checks
+
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place.
@@ -17,10 +21,16 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     Args:
         key, value: `[num_tokens, num_kv_heads, head_dim]`.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        slot_mapping: `[num_tokens]`, the slot of each token.
+        slot_mapping: `[num_tokens]`, the slot of each token; a negative one marks a padded row, which is not written.
     """
-    key_cache.view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
-    value_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+    block_size = key_cache.shape[1]
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, offsets] = key
+    value_cache[blocks, offsets] = value
 
 
 def gather_blocks(cache: Tensor, block_tables: Tensor) -> Tensor:
@@ -46,47 +56,83 @@ def paged_decode_attention(
 
     Args:
         query: `[num_seqs, num_heads, head_dim]`.
-        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        block_tables: `[num_seqs, max_blocks]`; what lies beyond a context is ignored.
-        context_lens: `[num_seqs]`, cached tokens of each sequence.
+        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`. Whole blocks are read here, so
+            what stands behind a context must be finite.
+        block_tables: `[num_seqs, max_blocks]`; what lies beyond a context is ignored, but must be blocks.
+        context_lens: `[num_seqs]`, cached tokens of each sequence; 0 for a padded row, whose output is 0.
         scale: What the scores are multiplied by, usually `head_dim ** -0.5`.
 
     Returns:
         `[num_seqs, num_heads, head_dim]`.
     """
+    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     num_seqs, num_heads, head_dim = query.shape
     keys = gather_blocks(key_cache, block_tables)
     values = gather_blocks(value_cache, block_tables)
     num_kv_heads, max_context = keys.shape[1], keys.shape[2]
     # The query heads that share a KV head become the rows of one small matrix: no key is repeated.
-    grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = query.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     in_context = torch.arange(max_context, device=query.device) < context_lens[:, None]
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=in_context[:, None, None, :], scale=scale)
+    output = output.masked_fill((context_lens == 0)[:, None, None, None], 0)
     return output.reshape(num_seqs, num_heads, head_dim)
 
 
 def paged_prefill_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_len: int, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
 ) -> Tensor:
-    """Causal attention of the last `num_tokens` tokens of one sequence over all its cached tokens.
+    """Causal attention of a ragged batch: each sequence brings its last tokens, one or many, and sees its whole context.
+
+    A prompt, a chunk of one behind a cached prefix and a decode differ only in how many tokens are new.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`; their keys and values are in the cache already.
+        query: `[num_tokens, num_heads, head_dim]`, one sequence after another; their keys and values are cached already.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        block_table: `[blocks]` of the sequence.
-        context_len: Cached tokens, the new ones included.
+        block_tables: `[num_seqs, max_blocks]`; what lies beyond a context is ignored.
+        context_lens: `[num_seqs]`, cached tokens of each sequence, the new ones included.
+        query_start_loc: `[num_seqs + 1]`: sequence i has the rows from `query_start_loc[i]` to `query_start_loc[i + 1]`.
+            Rows after the last sequence are padding, and their output is 0.
+        scale: What the scores are multiplied by.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim]`.
+    """
+    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
+    output = torch.zeros_like(query)
+    block_size = key_cache.shape[1]
+    starts = query_start_loc.tolist()
+    for i, context_len in enumerate(context_lens.tolist()):
+        start, end = starts[i], starts[i + 1]
+        if start < end:
+            block_table = block_tables[i : i + 1, : -(-context_len // block_size)]
+            keys = gather_blocks(key_cache, block_table)[0, :, :context_len]
+            values = gather_blocks(value_cache, block_table)[0, :, :context_len]
+            output[start:end] = causal_attention(query[start:end], keys, values, scale)
+    return output
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of the last tokens of one sequence over its keys and values.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        keys, values: `[num_kv_heads, context_len, head_dim]`.
         scale: What the scores are multiplied by.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
     num_tokens, num_heads, head_dim = query.shape
-    keys = gather_blocks(key_cache, block_table[None])[0, :, None, :context_len]
-    values = gather_blocks(value_cache, block_table[None])[0, :, None, :context_len]
-    num_kv_heads = keys.shape[0]
-    grouped = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    keys = keys.expand(-1, grouped.shape[1], -1, -1)
-    values = values.expand(-1, grouped.shape[1], -1, -1)
+    num_kv_heads, context_len = keys.shape[:2]
+    grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
+    keys = keys[:, None].expand(-1, grouped.shape[1], -1, -1)
+    values = values[:, None].expand(-1, grouped.shape[1], -1, -1)
     if context_len == num_tokens:
         output = F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
     else:
@@ -96,14 +142,93 @@ def paged_prefill_attention(
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide by the root mean square over the last dimension, then scale. Zhang and Sennrich, 2019 (arXiv:1910.07467).
+
+    Args:
+        x: `[..., size]`; computed in float32, whatever its dtype.
+        weight: `[size]`.
+        eps: Added to the mean square.
+
+    Returns:
+        Same shape and dtype as `x`.
+    """
+    checks.check_rms_norm(x, weight)
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x32.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, and normalize the sum for the next layer.
+
+    Args:
+        x, residual: `[num_tokens, size]`.
+        weight: `[size]`.
+        eps: Added to the mean square.
+
+    Returns:
+        `rms_norm(x + residual)` and `x + residual`.
+    """
+    checks.check_rms_norm(x, weight, residual)
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of channels, i and i + head_dim / 2, by the angles of each token's position.
+
+    Su et al., 2021 (arXiv:2104.09864), in the half-split layout that Llama checkpoints use.
+
+    Args:
+        positions: `[num_tokens]`.
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        cos, sin: `[max_position, head_dim / 2]`, float32: a row for each position, a column for each pair.
+
+    Returns:
+        The rotated query and key, of the same shapes and dtypes; the rotation is computed in float32.
+    """
+    checks.check_rotary_embedding(positions, query, key, cos, sin)
+    cos = cos[positions].unsqueeze(1)
+    sin = sin[positions].unsqueeze(1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    return rotate(query), rotate(key)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """The gate of SwiGLU, `silu(first half) * second half`. Shazeer, 2020 (arXiv:2002.05202).
+
+    Args:
+        x: `[num_tokens, 2 * size]`.
+
+    Returns:
+        `[num_tokens, size]`.
+    """
+    checks.check_silu_and_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks within a cache, in place. All sources are read before anything is written."""
-    sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
-    cache.index_copy_(0, destinations, cache.index_select(0, sources))
+    """Copy whole blocks within a cache, in place: (source, destination) pairs. No destination may be named twice.
+
+    All sources are read before anything is written.
+    """
+    checks.check_block_pairs(cache, cache, pairs)
+    if pairs:
+        sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
+        cache[destinations] = cache[sources]
 
 
 def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks from one cache to another, which may lie on another device."""
-    sources, destinations = torch.tensor(pairs).unbind(1)
-    blocks = source_cache.index_select(0, sources.to(source_cache.device))
-    destination_cache.index_copy_(0, destinations.to(destination_cache.device), blocks.to(destination_cache.device))
+    """Copy whole blocks from one cache to another, which may lie on another device: (source, destination) pairs."""
+    checks.check_block_pairs(source_cache, destination_cache, pairs)
+    if pairs:
+        sources, destinations = torch.tensor(pairs).unbind(1)
+        blocks = source_cache[sources.to(source_cache.device)]
+        destination_cache[destinations.to(destination_cache.device)] = blocks.to(destination_cache.device)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square over the last dimension, then scales. Computed in float32."""
+    """Divides by the root mean square over the last dimension, then scales. Computed in float32.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        size: Length of the last dimension.
+        eps: Added to the mean square.
+        ops: The kernels to compute with: `AttentionBackend.ops`.
+    """
+
+    def __init__(self, size: int, eps: float, ops: ModuleType) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream after adding `x`, normalized and as it is: `(norm(x + residual), x + residual)`."""
-        residual = x + residual
-        return self(residual), residual
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream after adding `x`, normalized and as it is: `(norm(x + residual), x + residual)`.
+
+        `None` begins the stream: there is nothing to add to yet.
+        """
+        if residual is None:
+            return self(x), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -7,6 +7,7 @@ Su et al., 2021 (arXiv:2104.09864), in the half-split layout that Llama checkpoi
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ class RotaryEmbedding(nn.Module):
         head_dim: Channels of a head; channel i is paired with channel i + head_dim / 2.
         max_position: Positions 0 .. max_position - 1 are tabulated.
         rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how long wavelengths are stretched.
+        ops: The kernels to compute with: `AttentionBackend.ops`.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any]) -> None:
+    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: ModuleType) -> None:
         super().__init__()
+        self.ops = ops
         frequencies = _frequencies(head_dim, rope_parameters)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), frequencies)
         device = torch.get_default_device()
@@ -37,14 +40,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate `[num_tokens, heads, head_dim]` queries and keys; `positions` is `[num_tokens]`."""
-        cos = self.cos[positions].unsqueeze(1)
-        sin = self.sin[positions].unsqueeze(1)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return self.ops.rotary_embedding(positions, query, key, self.cos, self.sin)
 
 
 def _frequencies(head_dim: int, rope_parameters: dict[str, Any]) -> Tensor:

@@ -6,9 +6,9 @@ Touvron et al., 2023 (arXiv:2302.13971). Module names are those of the Hugging F
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
@@ -31,8 +31,8 @@ class LlamaAttention(nn.Module):
         self.kv_size = backend.num_kv_heads * backend.head_dim
         self.qkv_proj = Linear(hidden_size, [self.q_size, self.kv_size, self.kv_size], bias)
         self.o_proj = Linear(self.q_size, hidden_size, bias)
-        self.q_norm = RMSNorm(self.head_dim, config["rms_norm_eps"]) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config["rms_norm_eps"]) if qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
         self.rotary = rotary
         self.backend = backend
 
@@ -51,16 +51,16 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`. Shazeer, 2020 (arXiv:2002.05202)."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], ops: ModuleType) -> None:
         super().__init__()
+        self.ops = ops
         hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
         bias = config.get("mlp_bias", False)
         self.gate_up_proj = Linear(hidden_size, [intermediate_size, intermediate_size], bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -68,13 +68,13 @@ class LlamaDecoderLayer(nn.Module):
 
     def __init__(self, config: dict[str, Any], rotary: RotaryEmbedding, backend: AttentionBackend, qk_norm: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
         self.self_attn = LlamaAttention(config, rotary, backend, qk_norm)
-        self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
+        self.mlp = LlamaMLP(config, backend.ops)
 
     def forward(
-        self, x: Tensor, residual: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add_and_norm(x, residual)
         x = self.self_attn(x, positions, kv_cache, metadata)
@@ -88,15 +88,15 @@ class LlamaModel(nn.Module):
     def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend, qk_norm: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        rotary = RotaryEmbedding(backend.head_dim, max_model_len, rope_parameters(config))
+        rotary = RotaryEmbedding(backend.head_dim, max_model_len, rope_parameters(config), backend.ops)
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, rotary, backend, qk_norm) for _ in range(config["num_hidden_layers"])
         )
-        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x = self.embed_tokens(input_ids)
-        residual = x.new_zeros(())
+        residual = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]

@@ -6,13 +6,13 @@ Mirrors `vllm/worker/cache_engine.py`.
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig
-from minivllm.kernels import reference
 from minivllm.layers.attention import KVCache
 
 
@@ -26,6 +26,7 @@ class CacheEngine:
         num_cpu_blocks: Blocks in host memory.
         dtype: Of keys and values.
         device: Where the model computes.
+        ops: The kernels that move blocks: `AttentionBackend.ops`.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class CacheEngine:
         num_cpu_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        ops: ModuleType,
     ) -> None:
         def make(num_blocks: int, where: torch.device) -> list[KVCache]:
             shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
             return [(_zeros(shape, dtype, where), _zeros(shape, dtype, where)) for _ in range(config.num_layers)]
 
+        self.ops = ops
         self.gpu_cache = make(num_gpu_blocks, device)
         self.cpu_cache = make(num_cpu_blocks, torch.device("cpu"))
 
@@ -61,14 +64,14 @@ class CacheEngine:
         """Copy (source, destination) pairs on the device."""
         if pairs:
             for key_cache, value_cache in self.gpu_cache:
-                reference.copy_blocks(key_cache, pairs)
-                reference.copy_blocks(value_cache, pairs)
+                self.ops.copy_blocks(key_cache, pairs)
+                self.ops.copy_blocks(value_cache, pairs)
 
     def _swap(self, source: list[KVCache], destination: list[KVCache], pairs: list[tuple[int, int]]) -> None:
         if pairs:
             for (source_key, source_value), (key, value) in zip(source, destination, strict=True):
-                reference.swap_blocks(source_key, key, pairs)
-                reference.swap_blocks(source_value, value, pairs)
+                self.ops.swap_blocks(source_key, key, pairs)
+                self.ops.swap_blocks(source_value, value, pairs)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

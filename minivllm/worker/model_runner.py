@@ -6,38 +6,23 @@ one or many. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from minivllm.errors import KernelError
+from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
 from minivllm.request import Request, Sequence
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SequenceOutput
+from minivllm.worker.cuda_graphs import DecodeGraphs
+from minivllm.worker.model_input import ModelInput
 from minivllm.worker.sampler import SamplingRow, sample, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
-
-
-@dataclass
-class ModelInput:
-    """A step's tokens, one sequence after another.
-
-    Attributes:
-        input_ids: `[num_tokens]`.
-        positions: `[num_tokens]`, each token's place in its sequence.
-        metadata: Where keys and values go and come from.
-        sampled_rows: Row of the last token of each sequence that needs a new one.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    metadata: AttentionMetadata
-    sampled_rows: list[int]
 
 
 class ModelRunner:
@@ -53,14 +38,19 @@ class ModelRunner:
         self.model = model
         self.block_size = block_size
         self.device = device
+        self.graphs: DecodeGraphs | None = None
 
-    def prepare_inputs(self, scheduled: list[ScheduledSequence]) -> ModelInput:
-        """Lay out the tokens of a step and work out each one's position and cache slot."""
+    def prepare_inputs(self, scheduled: list[ScheduledSequence], num_blocks: int) -> ModelInput:
+        """Lay out the tokens of a step and work out each one's position and cache slot.
+
+        Raises:
+            KernelError: A block table is too short for its sequence, or names a block that a cache of `num_blocks` lacks.
+        """
         block_size = self.block_size
         input_ids: list[int] = []
         positions: list[int] = []
         slot_mapping: list[int] = []
-        query_lens: list[int] = []
+        query_start_loc: list[int] = [0]
         context_lens: list[int] = []
         sampled_rows: list[int] = []
         max_blocks = max(len(item.block_table) for item in scheduled)
@@ -68,28 +58,46 @@ class ModelRunner:
             start = item.seq.num_computed_tokens
             end = start + item.num_tokens
             table = item.block_table
+            if end > len(table) * block_size:
+                raise KernelError(
+                    f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
+                )
             input_ids.extend(item.seq.token_ids[start:end])
             positions.extend(range(start, end))
             slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
-            query_lens.append(item.num_tokens)
+            query_start_loc.append(len(input_ids))
             context_lens.append(end)
             if item.needs_sampling:
                 sampled_rows.append(len(input_ids) - 1)
-        block_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
+        padded_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
+        block_tables = torch.tensor(padded_tables, dtype=torch.int32)
+        lowest, highest = block_tables.aminmax()
+        if lowest < 0 or highest >= num_blocks:
+            wrong = int(lowest if lowest < 0 else highest)
+            raise KernelError(f"A block table names block {wrong}, but the cache has {num_blocks} blocks.")
         metadata = AttentionMetadata(
-            query_lens=query_lens,
-            context_lens=context_lens,
+            is_decode=len(input_ids) == len(scheduled),
             slot_mapping=self._tensor(slot_mapping),
-            block_tables=self._tensor(block_tables),
-            context_lens_tensor=self._tensor(context_lens),
+            block_tables=block_tables.to(self.device),
+            context_lens=self._tensor(context_lens, torch.int32),
+            query_start_loc=self._tensor(query_start_loc, torch.int32),
         )
         return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
+
+    def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int, max_model_len: int) -> None:
+        """Record decode steps over that cache as CUDA graphs, for later steps to replay."""
+        self.graphs = DecodeGraphs(self.model, kv_caches, max_num_seqs, -(-max_model_len // self.block_size), self.device)
+        self.graphs.capture()
 
     @torch.inference_mode()
     def execute_model(self, scheduled: list[ScheduledSequence], kv_caches: list[KVCache]) -> list[SequenceOutput]:
         """Compute a step: one output for each scheduled sequence, in order."""
-        inputs = self.prepare_inputs(scheduled)
-        hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+        inputs = self.prepare_inputs(scheduled, num_blocks=kv_caches[0][0].shape[0])
+        if self.graphs is not None and self.graphs.can_run(inputs):
+            hidden = self.graphs.run(inputs)
+        else:
+            with checks.trusted():  # prepare_inputs has checked the numbers
+                hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
         logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
         outputs = self._sample(scheduled, logits)
         start = 0
@@ -149,5 +157,5 @@ class ModelRunner:
             result.update(enumerate(top_logprobs(logits, token_ids, num_logprobs), start=first + i))
         return result
 
-    def _tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

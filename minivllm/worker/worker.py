@@ -9,7 +9,7 @@ import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import ConfigError
-from minivllm.layers.attention import get_attention_backend
+from minivllm.layers.attention_backends import get_attention_backend
 from minivllm.models.weights import load_model
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
@@ -35,6 +35,7 @@ class Worker:
         dtype: "auto" or the name of a torch dtype.
         device: "auto", "cpu" or "cuda".
         attention_backend: A backend's name or class.
+        enforce_eager: Whether to do without CUDA graphs.
 
     Raises:
         ConfigError: The device, dtype or backend is not to be had.
@@ -48,13 +49,15 @@ class Worker:
         dtype: str,
         device: str,
         attention_backend: str | type,
+        enforce_eager: bool = False,
     ) -> None:
         self.model_config = model_config
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device, model_config)
-        self.attention_backend = get_attention_backend(attention_backend)
+        self.attention_backend = get_attention_backend(attention_backend, self.device)
+        self.enforce_eager = enforce_eager
         self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
@@ -98,8 +101,18 @@ class Worker:
         if self.device.type == "cuda":
             self._check_memory(num_gpu_blocks, "the GPU", torch.cuda.mem_get_info(self.device)[0])
         self.cache_engine = CacheEngine(
-            self.model_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.dtype, self.device
+            self.model_config,
+            self.cache_config.block_size,
+            num_gpu_blocks,
+            num_cpu_blocks,
+            self.dtype,
+            self.device,
+            self.attention_backend.load_ops(),
         )
+        if self.device.type == "cuda" and self.attention_backend.supports_cuda_graphs and not self.enforce_eager:
+            self.model_runner.capture_graphs(
+                self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs, self.model_config.max_model_len
+            )
 
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then compute the step."""
@@ -125,7 +138,8 @@ class Worker:
         # More blocks than all sequences together could fill are of no use.
         useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
         runner = self.model_runner
-        one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.dtype, self.device).gpu_cache
+        block_size, ops = self.cache_config.block_size, self.attention_backend.load_ops()
+        one_block = CacheEngine(self.model_config, block_size, 1, 0, self.dtype, self.device, ops).gpu_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,0 +1,108 @@
+"""Attention of one decode step on the CPU: the Numba backend against the torch backend, which gathers blocks first.
+
+    python benchmarks/cpu_attention.py
+
+All 30 layers of SmolLM2-135M (9 query heads, 3 KV heads of 64, float32, block size 16), writing the new keys and values
+included, each layer with a cache of its own whose blocks lie in random order. The bytes that a step must read are the
+keys and values of the contexts; what the machine can read at best is measured beside it, with the same threads, by
+touching every cache line of the same blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from minivllm.bench.machine import describe_machine
+from minivllm.kernels import checks
+from minivllm.layers.attention import AttentionMetadata
+from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
+from minivllm.worker.cache_engine import _zeros
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
+CASES = ((1, 150), (1, 1000), (1, 4000), (16, 150), (16, 1000), (64, 500))
+"""(sequences, tokens in each context)."""
+
+
+@njit(parallel=True, fastmath=True, error_model="numpy")
+def touch(keys, values, sums):
+    """Read one number of each cache line, as fast as the memory gives them."""
+    num_threads = len(sums)
+    for thread in prange(num_threads):
+        total = np.float32(0)
+        for i in range(len(keys) * thread // num_threads, len(keys) * (thread + 1) // num_threads):
+            for j in range(0, keys.shape[1], 16):
+                total += keys[i, j] + values[i, j]
+        sums[thread] = total
+
+
+def make_step(num_seqs: int, context_len: int) -> tuple[list[tuple[Tensor, Tensor]], AttentionMetadata]:
+    """Caches of all layers, filled, and a decode step over them."""
+    num_blocks = -(-context_len // BLOCK_SIZE)
+    shape = (num_seqs * num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    caches = [tuple(_zeros(shape, torch.float32, torch.device("cpu")).normal_() for _ in range(2)) for _ in range(NUM_LAYERS)]
+    block_tables = torch.randperm(num_seqs * num_blocks, dtype=torch.int32).view(num_seqs, num_blocks)
+    last = context_len - 1
+    metadata = AttentionMetadata(
+        is_decode=True,
+        slot_mapping=block_tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE,
+        block_tables=block_tables,
+        context_lens=torch.full((num_seqs,), context_len, dtype=torch.int32),
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32),
+    )
+    return caches, metadata
+
+
+@torch.inference_mode()
+def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds of a step, by backend, and of touching the same memory; all in turns."""
+    caches, metadata = make_step(num_seqs, context_len)
+    query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM)
+    key, value = torch.randn(2, num_seqs, NUM_KV_HEADS, HEAD_DIM)
+    numba.set_num_threads(torch.get_num_threads())
+    sums = np.empty(torch.get_num_threads(), np.float32)
+    ways = {}
+    for name, backend_cls in (("torch", TorchAttentionBackend), ("cpu", CPUAttentionBackend)):
+        backend = backend_cls(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+        ways[name] = lambda cache, backend=backend: backend.forward(query, key, value, cache, metadata)
+    ways["touch"] = lambda cache: touch(cache[0].flatten(1).numpy(), cache[1].flatten(1).numpy(), sums)
+    assert torch.allclose(ways["cpu"](caches[0]), ways["torch"](caches[0]), atol=1e-5)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with checks.trusted():
+        for repeat in range(repeats + 1):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                for cache in caches:
+                    way(cache)
+                if repeat > 0:  # the first round warms up
+                    times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    torch.manual_seed(0)
+    print(f"Median of {repeats} steps, in turns; {describe_machine()}\n")
+    print(f"{'sequences':>10}{'context':>9}{'torch':>11}{'cpu':>11}{'ratio':>8}{'cpu reads':>13}{'possible':>13}{'share':>8}")
+    for num_seqs, context_len in CASES:
+        ms = measure(num_seqs, context_len, repeats)
+        num_bytes = 2 * NUM_LAYERS * num_seqs * NUM_KV_HEADS * HEAD_DIM * 4
+        speed, possible = (num_bytes * tokens / ms[name] / 1e6 for name, tokens in (("cpu", context_len), ("touch", -(-context_len // 16) * 16)))
+        print(
+            f"{num_seqs:>10}{context_len:>9}{ms['torch']:>8.2f} ms{ms['cpu']:>8.2f} ms{ms['torch'] / ms['cpu']:>8.1f}"
+            f"{speed:>8.1f} GB/s{possible:>8.1f} GB/s{speed / possible:>8.0%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

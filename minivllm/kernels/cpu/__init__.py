@@ -1,0 +1,28 @@
+"""Cache and attention operations on the CPU, in loops that Numba compiles. Nothing of the cache is copied.
+
+The loops read like the Triton kernels next door, one number at a time. Numba compiles them at the first call for each head
+size and dtype, which takes a few seconds, and keeps the result on disk. Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numba
+
+# Numba compiles anew when a kernel's own file has changed, not when a function that it calls has. So what it keeps on disk
+# lies in a folder named after all sources of this package.
+_folder = Path(__file__).parent
+_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py")))
+_cache_dir_before = numba.config.CACHE_DIR
+if not _cache_dir_before:
+    numba.config.CACHE_DIR = str(_folder / "__pycache__" / hashlib.sha256(_sources).hexdigest()[:16])
+
+from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
+from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
+from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
+
+numba.config.CACHE_DIR = _cache_dir_before
+
+__all__ = ["paged_decode_attention", "paged_prefill_attention", "reshape_and_cache"]

@@ -1,0 +1,30 @@
+"""Writing new keys and values to the cache."""
+
+from __future__ import annotations
+
+from numba import njit
+from torch import Tensor
+
+from minivllm.kernels import checks
+from minivllm.kernels.cpu.launch import as_numpy, check_launch
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
+    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+    check_launch(key_cache)
+    _write(as_numpy(key), as_numpy(value), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy())
+
+
+@njit(cache=True)
+def _write(key, value, key_cache, value_cache, slot_mapping):
+    num_tokens, num_kv_heads, head_dim = key.shape
+    block_size = key_cache.shape[1]
+    for token in range(num_tokens):
+        slot = slot_mapping[token]
+        if slot >= 0:
+            block, offset = slot // block_size, slot % block_size
+            for head in range(num_kv_heads):
+                for d in range(head_dim):
+                    key_cache[block, offset, head, d] = key[token, head, d]
+                    value_cache[block, offset, head, d] = value[token, head, d]

@@ -1,0 +1,189 @@
+"""Paged decode attention: one new token per sequence reads its whole context once.
+
+Every cached number is used for one multiplication per query head, so the speed is that of reading memory. What it takes
+to come close to it:
+
+- The heads of a token lie side by side, so one thread handles them all and reads straight on.
+- A tile's memory is asked for (`prefetch`) one tile ahead, because the hardware cannot guess the next block.
+- The threads share the cached tokens of the whole batch evenly, in tiles, wherever sequences begin and end. A
+  sequence that several threads have worked on is put together from their parts, as in Flash-Decoding (Dao et al., 2023).
+
+The softmax is computed online (Milakov and Gimelshein, 2018, arXiv:1805.02867): with each tile the largest score so far
+may rise, and what was summed before is scaled down accordingly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from minivllm.kernels import checks
+from minivllm.kernels.cpu.launch import (
+    FASTMATH,
+    LOG2_E,
+    MINUS_INFINITY,
+    TILE,
+    ZERO,
+    as_numpy,
+    check_launch,
+    constant,
+    exp2,
+    largest,
+    load,
+    prefetch,
+    use_threads_of_torch,
+)
+
+UNROLL = 4
+"""Values that are added to an output at a time, so that it is read and written less often."""
+
+
+def paged_decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence: see `reference.paged_decode_attention`. `out` is written if given."""
+    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
+    check_launch(key_cache)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype)
+    checks.check_out(out, query, tuple(query.shape))
+    num_threads = use_threads_of_torch()
+    result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
+    _decode(
+        query.float().numpy(), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), context_lens.numpy(),
+        np.float32(scale), num_threads, result.numpy(),
+        constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+    )  # fmt: skip
+    return out if result is out else out.copy_(result)
+
+
+@njit
+def tile_size(block_size):
+    """Tokens of a tile: whole blocks, about TILE tokens."""
+    return max(1, TILE // block_size) * block_size
+
+
+@njit
+def common_tiles(first_tile, thread, num_threads, seq):
+    """Tiles of a sequence that a thread works on, counted within the sequence: the first, and the one after the last."""
+    num_tiles = first_tile[-1]
+    first = max(num_tiles * thread // num_threads, first_tile[seq])
+    last = min(num_tiles * (thread + 1) // num_threads, first_tile[seq + 1])
+    return first - first_tile[seq], last - first_tile[seq]
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _attend(query, key_cache, value_cache, table, first, last, scale, output, maxima, sums, channels, group):
+    """Attend to the cached tokens from `first` to `last`: unnormalized output, largest score and sum of each head."""
+    num_heads, head_dim, group_size = query.shape[0], len(channels), len(group)
+    block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    tile = tile_size(block_size)
+    scaled = np.empty((num_heads, head_dim), np.float32)
+    weights = np.empty((num_heads, tile), np.float32)
+    for head in range(num_heads):
+        maxima[head] = MINUS_INFINITY
+        sums[head] = ZERO
+        for d in range(head_dim):
+            scaled[head, d] = query[head, d] * scale * LOG2_E
+            output[head, d] = ZERO
+    for start in range(first, last, tile):
+        end = min(start + tile, last)
+        # Scores: the dot product of each query head with the key that its group shares.
+        for block_start in range(start, end, block_size):
+            keys = key_cache[table[block_start // block_size]]
+            next_block = table[min(block_start + tile, last - 1) // block_size]
+            for t in range(min(block_size, end - block_start)):
+                for kv_head in range(num_kv_heads):
+                    prefetch(key_cache, next_block, t, kv_head, channels)
+                    for g in range(group_size):
+                        score = ZERO
+                        for d in range(head_dim):
+                            score += scaled[kv_head * group_size + g, d] * load(keys[t, kv_head, d])
+                        weights[kv_head * group_size + g, block_start - start + t] = score
+        # Online softmax: scores become weights, relative to the largest score so far.
+        for head in range(num_heads):
+            row = weights[head, : end - start]
+            maximum = largest(row, maxima[head])
+            total = ZERO
+            for t in range(end - start):
+                row[t] = exp2(row[t] - maximum)
+                total += row[t]
+            if maximum > maxima[head]:
+                shrink = exp2(maxima[head] - maximum)
+                maxima[head] = maximum
+                sums[head] *= shrink
+                for d in range(head_dim):
+                    output[head, d] *= shrink
+            sums[head] += total
+        # Values, weighted: four tokens at a time, so that the output is read and written a quarter as often.
+        for block_start in range(start, end, block_size):
+            values = value_cache[table[block_start // block_size]]
+            next_block = table[min(block_start + tile, last - 1) // block_size]
+            length = min(block_size, end - block_start)
+            for t in range(0, length - length % UNROLL, UNROLL):
+                for kv_head in range(num_kv_heads):
+                    for i in range(UNROLL):
+                        prefetch(value_cache, next_block, t + i, kv_head, channels)
+                    for g in range(group_size):
+                        head, w = kv_head * group_size + g, block_start - start + t
+                        w0, w1, w2, w3 = weights[head, w], weights[head, w + 1], weights[head, w + 2], weights[head, w + 3]
+                        for d in range(head_dim):
+                            output[head, d] += (
+                                w0 * load(values[t, kv_head, d]) + w1 * load(values[t + 1, kv_head, d])
+                                + w2 * load(values[t + 2, kv_head, d]) + w3 * load(values[t + 3, kv_head, d])
+                            )  # fmt: skip
+            for t in range(length - length % UNROLL, length):
+                for kv_head in range(num_kv_heads):
+                    for g in range(group_size):
+                        head = kv_head * group_size + g
+                        weight = weights[head, block_start - start + t]
+                        for d in range(head_dim):
+                            output[head, d] += weight * load(values[t, kv_head, d])
+
+
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, out, channels, group):
+    num_seqs, num_heads, head_dim = query.shape
+    tile = tile_size(key_cache.shape[1])
+    first_tile = np.zeros(num_seqs + 1, np.int64)
+    for seq in range(num_seqs):
+        first_tile[seq + 1] = first_tile[seq] + (context_lens[seq] + tile - 1) // tile
+    # A thread works on a run of tiles. Runs and sequences both go up, so no two pairs have the same `thread + seq`.
+    outputs = np.empty((num_threads + num_seqs, num_heads, head_dim), np.float32)
+    maxima = np.empty((num_threads + num_seqs, num_heads), np.float32)
+    sums = np.empty((num_threads + num_seqs, num_heads), np.float32)
+    for thread in prange(num_threads):
+        for seq in range(num_seqs):
+            first, last = common_tiles(first_tile, thread, num_threads, seq)
+            if first < last:
+                part = thread + seq
+                _attend(
+                    query[seq], key_cache, value_cache, block_tables[seq], first * tile,
+                    min(last * tile, context_lens[seq]), scale, outputs[part], maxima[part], sums[part],
+                    channels, group,
+                )  # fmt: skip
+    for seq in prange(num_seqs):
+        for head in range(num_heads):
+            maximum, total = MINUS_INFINITY, ZERO
+            for d in range(head_dim):
+                out[seq, head, d] = ZERO
+            for thread in range(num_threads):
+                first, last = common_tiles(first_tile, thread, num_threads, seq)
+                if first < last:
+                    part = thread + seq
+                    new_maximum = max(maximum, maxima[part, head])
+                    shrink, weight = exp2(maximum - new_maximum), exp2(maxima[part, head] - new_maximum)
+                    maximum, total = new_maximum, total * shrink + sums[part, head] * weight
+                    for d in range(head_dim):
+                        out[seq, head, d] = out[seq, head, d] * shrink + outputs[part, head, d] * weight
+            if context_lens[seq] > 0:
+                for d in range(head_dim):
+                    out[seq, head, d] /= total

@@ -1,0 +1,166 @@
+"""What the CPU kernels share: how they see tensors, which threads they use, and a few compiled functions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from minivllm.errors import KernelError
+
+if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+    # The OpenMP pool that torch has. Threads of a second pool would fight with torch's, which wait spinning, for the cores.
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+TILE = 32
+"""Cached tokens whose scores are computed before their values are read."""
+MAX_HEAD_DIM = 256
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+"""What the compiler may take for granted: sums in any order, so that they fit vector registers. NaN stays NaN."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+LOG2_E = np.float32(np.log2(np.e))
+MINUS_INFINITY = np.float32(-np.inf)
+ZERO = np.float32(0)
+
+
+def check_launch(cache: Tensor) -> None:
+    """The device, dtype and head size that the kernels can take."""
+    if cache.device.type != "cpu":
+        raise KernelError(f"The tensors are on {cache.device}, but these kernels run on the CPU.")
+    if cache.dtype not in DTYPES:
+        raise KernelError(f"The cache has dtype {cache.dtype}, but these kernels take float32, float16 and bfloat16.")
+    if cache.shape[3] > MAX_HEAD_DIM:
+        raise KernelError(f"The heads have {cache.shape[3]} channels, but these kernels take at most {MAX_HEAD_DIM}.")
+
+
+def as_numpy(x: Tensor) -> np.ndarray:
+    """The tensor as Numba sees it: 16-bit floats are integers, unsigned for float16, signed for bfloat16 (see `load`)."""
+    if x.dtype == torch.float32:
+        return x.numpy()
+    bits = x.view(torch.int16).numpy()
+    return bits.view(np.uint16) if x.dtype == torch.float16 else bits
+
+
+def constant(number: int) -> tuple:
+    """A number that kernels are compiled for, as a tuple of that length.
+
+    Numba compiles a function anew for each type of its arguments, and a tuple's length is part of its type. So the
+    compiler knows the length of the loops over channels and heads, and unrolls them.
+    """
+    return (None,) * number
+
+
+def use_threads_of_torch() -> int:
+    """Let Numba use as many threads as torch does."""
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    return num_threads
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, block: Any, offset: Any, head: Any, channels: Any) -> Any:
+    """Ask for the memory of `array[block, offset, head]` without waiting for it: one instruction for each cache line.
+
+    `channels` is the `constant` of the row's length. Numba has no such function, but lets one write it in the compiler's
+    own language.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        array_type = signature.args[0]
+        struct = context.make_array(array_type)(context, builder, arguments[0])
+        pairs = zip(arguments[1:4], signature.args[1:4], strict=True)
+        indices = [context.cast(builder, value, kind, types.intp) for value, kind in pairs]
+        indices.append(context.get_constant(types.intp, 0))
+        int32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        address = cgutils.get_item_pointer(context, builder, array_type, struct, indices, wraparound=False)
+        address = builder.bitcast(address, pointer)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [pointer, int32, int32, int32]), "llvm.prefetch.p0"
+        )
+        num_bytes = len(signature.args[4]) * array_type.dtype.bitwidth // 8
+        for line in range(0, num_bytes, 64):
+            # For reading (0), to be kept in the second-level cache (2), data rather than instructions (1).
+            builder.call(function, [builder.gep(address, [int32(line)]), int32(0), int32(2), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, block, offset, head, channels), generate
+
+
+def load(x):
+    """A cached number as float32; what its bits mean is told by their type (see `as_numpy`)."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(load)
+def _compile_load(x):
+    if x == types.float32:
+        return lambda x: x
+    return _from_float16 if x == types.uint16 else _from_bfloat16
+
+
+def _from_bfloat16(x):
+    """The float32 whose upper half it is."""
+    return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+def _from_float16(x):
+    """Exponent and fraction move to their new places, and the exponent's bias changes by 2**112.
+
+    Infinity and NaN, whose exponent is all ones, become 2**16 or more by that, and are put right.
+    """
+    bits = np.uint32(x)
+    sign = np.uint32((bits & np.uint32(0x8000)) << np.uint32(16))
+    magnitude = np.uint32(np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    magnitude_bits = np.float32(magnitude).view(np.uint32)
+    if magnitude >= np.float32(2.0**16):
+        magnitude_bits |= np.uint32(0x7F800000)
+    return np.uint32(magnitude_bits | sign).view(np.float32)
+
+
+@njit(fastmath=FASTMATH)
+def exp2(x):
+    """2**x for x <= 0, accurate to two units in the last place; below 2**-126 it is 0, and NaN stays NaN.
+
+    The nearest whole number goes into the exponent of a float, the rest through a polynomial (that of the Cephes
+    library). `math.exp2` would be a call for each number; this is arithmetic, eight or sixteen numbers at a time.
+    """
+    x = np.float32(-127.0) if x < np.float32(-127.0) else x
+    whole = np.floor(x + np.float32(0.5))
+    rest = x - whole
+    power = np.float32(1.535336188319500e-4)
+    power = power * rest + np.float32(1.339887440266574e-3)
+    power = power * rest + np.float32(9.618437357674640e-3)
+    power = power * rest + np.float32(5.550332471162809e-2)
+    power = power * rest + np.float32(2.402264791363012e-1)
+    power = power * rest + np.float32(6.931472028550421e-1)
+    power = power * rest + np.float32(1.0)
+    scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return power * scale
+
+
+@njit
+def _turn(number):
+    """The bits of a float32, negative ones turned over: as integers they stand in the same order. Its own inverse."""
+    bits = np.float32(number).view(np.int32)
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit
+def largest(numbers, at_least):
+    """The largest number of a row, or `at_least` if that is larger; NaN is larger than all.
+
+    Found among integers, because compilers take the maximum of floats, with its rules for NaN, one at a time.
+    """
+    result = _turn(at_least)
+    for i in range(len(numbers)):
+        result = max(result, _turn(numbers[i]))
+    return np.int32(result ^ ((result >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)

@@ -1,0 +1,70 @@
+"""Whether kernels are compiled or interpreted, and what all launches have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import KernelError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+
+
+def _use_interpreter() -> bool:
+    """Decide before Triton is imported: it looks at TRITON_INTERPRET when a kernel is defined."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError("Triton is not installed (it exists for Linux only): use the attention backend 'cpu' or 'torch'.")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    if torch.cuda.is_available():
+        return False
+    if "triton" in sys.modules:
+        raise KernelError(
+            "Without a GPU, Triton kernels run interpreted, but another package has imported Triton already and made it "
+            "compile: set TRITON_INTERPRET=1 in the environment before Python starts."
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+INTERPRETED = _use_interpreter()
+"""Whether the kernels of this process are interpreted."""
+
+
+def check_launch(x: Tensor) -> None:
+    """The device and dtype that kernels can take."""
+    if x.dtype not in DTYPES:
+        raise KernelError(f"The tensors have dtype {x.dtype}, but the Triton kernels take float32, float16 and bfloat16.")
+    if x.device.type != "cuda" and not INTERPRETED:
+        raise KernelError(
+            f"The tensors are on {x.device}, but Triton's kernels were compiled for the GPU: to run them interpreted on the "
+            f"CPU, set TRITON_INTERPRET=1 in the environment before Python starts."
+        )
+
+
+def check_head_dim(head_dim: int) -> None:
+    """The head sizes that kernels can take."""
+    if head_dim > MAX_HEAD_DIM:
+        raise KernelError(f"The heads have {head_dim} channels, but the Triton kernels take at most {MAX_HEAD_DIM}.")
+
+
+def needs_float32(dtype: torch.dtype) -> bool:
+    """Whether matrices are multiplied in float32: those that are float32, and bfloat16 in the interpreter, which would
+    multiply its bit patterns."""
+    return dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16)
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which must be the tensors'."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n: the sizes that `tl.arange` takes."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,151 @@
+"""The attention backends, and which one serves where.
+
+`torch` runs everywhere and copies the cached blocks of a batch next to each other before it attends; `cpu` and `triton`
+walk the block tables.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import ConfigError, KernelError
+from minivllm.kernels import reference
+from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
+
+logger = logging.getLogger(__name__)
+
+MAX_GATHERED_TOKENS = 2**16
+"""Cached tokens that the torch backend copies at a time when it decodes."""
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """The reference in plain torch."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        key_cache, value_cache = kv_cache
+        reference.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+        if metadata.is_decode:
+            # A few sequences at a time, so that the copies of their blocks stay within bounds.
+            rows = max(1, MAX_GATHERED_TOKENS // (metadata.block_tables.shape[1] * key_cache.shape[1]))
+            parts = zip(query.split(rows), metadata.block_tables.split(rows), metadata.context_lens.split(rows), strict=True)
+            outputs = [
+                reference.paged_decode_attention(q, key_cache, value_cache, block_tables, context_lens, self.scale)
+                for q, block_tables, context_lens in parts
+            ]
+            return torch.cat(outputs)
+        return reference.paged_prefill_attention(
+            query, key_cache, value_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, self.scale
+        )
+
+
+class CPUAttentionBackend(AttentionBackend):
+    """Loops compiled by Numba."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, scale)
+        from minivllm.kernels import cpu  # here, because Numba may be missing
+
+        self.kernels = cpu
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        return _attend(self.kernels, query, key, value, kv_cache, metadata, self.scale)
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """Triton kernels for attention and for all that goes on around it; on a CPU they are interpreted."""
+
+    supports_cuda_graphs = True
+
+    @classmethod
+    def load_ops(cls) -> ModuleType:
+        from minivllm.kernels import triton  # here, because Triton may be missing
+
+        return triton
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
+
+
+def _attend(
+    kernels: ModuleType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> Tensor:
+    key_cache, value_cache = kv_cache
+    kernels.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+    tables, lengths = metadata.block_tables, metadata.context_lens
+    if metadata.is_decode:
+        return kernels.paged_decode_attention(query, key_cache, value_cache, tables, lengths, scale)
+    return kernels.paged_prefill_attention(query, key_cache, value_cache, tables, lengths, metadata.query_start_loc, scale)
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "torch": TorchAttentionBackend,
+    "cpu": CPUAttentionBackend,
+    "triton": TritonAttentionBackend,
+}
+
+
+def get_attention_backend(backend: str | type, device: torch.device) -> type[AttentionBackend]:
+    """The backend class to use on a device.
+
+    Args:
+        backend: "auto", a name, or a class of one's own.
+        device: Where the model lies. "auto" takes Triton on a GPU and Numba on a CPU, or torch where they are missing.
+
+    Raises:
+        ConfigError: There is no such backend, or it cannot serve here.
+    """
+    if isinstance(backend, type) and issubclass(backend, AttentionBackend):
+        return backend
+    if backend == "auto":
+        library, name = ("triton", "triton") if device.type == "cuda" else ("numba", "cpu")
+        backend = name if importlib.util.find_spec(library) else "torch"
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        names = ", ".join(map(repr, BACKENDS))
+        raise ConfigError(
+            f"attention_backend is {backend!r}, but must be 'auto', one of {names}, or an AttentionBackend subclass."
+        )
+    if backend == "cpu":
+        return _get_cpu_backend(device)
+    if backend == "triton":
+        _check_triton(device)
+    return BACKENDS[backend]
+
+
+def _get_cpu_backend(device: torch.device) -> type[AttentionBackend]:
+    if device.type != "cpu":
+        raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
+    if importlib.util.find_spec("numba") is None:
+        logger.warning("Numba is not installed, so attention_backend 'torch' stands in for 'cpu': `pip install numba` is faster.")
+        return TorchAttentionBackend
+    return CPUAttentionBackend
+
+
+_said_interpreted = False
+
+
+def _check_triton(device: torch.device) -> None:
+    """Say that interpreted kernels are slow, once, or why there are none for this device."""
+    global _said_interpreted
+    try:
+        interpreted = TritonAttentionBackend.load_ops().INTERPRETED
+    except KernelError as error:
+        raise ConfigError(str(error)) from None
+    if device.type != "cuda" and not interpreted:
+        raise ConfigError(
+            "attention_backend is 'triton' on a CPU, but Triton's kernels were compiled for the GPU of this machine: use 'cpu', "
+            "or set TRITON_INTERPRET=1 in the environment before Python starts."
+        )
+    if interpreted and not _said_interpreted:
+        _said_interpreted = True
+        logger.warning("The Triton kernels run interpreted: correct, and thousands of times slower than on a GPU.")
