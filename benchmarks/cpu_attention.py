@@ -96,7 +96,9 @@ def main() -> None:
     for num_seqs, context_len in CASES:
         ms = measure(num_seqs, context_len, repeats)
         num_bytes = 2 * NUM_LAYERS * num_seqs * NUM_KV_HEADS * HEAD_DIM * 4
-        speed, possible = (num_bytes * tokens / ms[name] / 1e6 for name, tokens in (("cpu", context_len), ("touch", -(-context_len // 16) * 16)))
+        speed, possible = (
+            num_bytes * tokens / ms[name] / 1e6 for name, tokens in (("cpu", context_len), ("touch", -(-context_len // 16) * 16))
+        )
         print(
             f"{num_seqs:>10}{context_len:>9}{ms['torch']:>8.2f} ms{ms['cpu']:>8.2f} ms{ms['torch'] / ms['cpu']:>8.1f}"
             f"{speed:>8.1f} GB/s{possible:>8.1f} GB/s{speed / possible:>8.0%}",

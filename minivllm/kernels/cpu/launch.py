@@ -23,6 +23,7 @@ if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
 TILE = 32
 """Cached tokens whose scores are computed before their values are read."""
 MAX_HEAD_DIM = 256
+numba.config.PARFOR_MAX_TUPLE_SIZE = max(numba.config.PARFOR_MAX_TUPLE_SIZE, MAX_HEAD_DIM)  # see `constant`
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 """What the compiler may take for granted: sums in any order, so that they fit vector registers. NaN stays NaN."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,221 @@
+"""Random inputs for kernels, laid out so that a kernel which writes or reads where it should not is found out.
+
+Every tensor that is written to lies between guard bands that must not change, and is filled with NaN before. What a kernel
+has no business to read (slots behind a context, blocks of nobody) is NaN too, and would show in the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+GUARD = 64
+GUARD_VALUE = 12345.0
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Largest norm of the difference over the norm; bfloat16 has 8 bits, and Triton's interpreter cuts instead of rounding."""
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm, in double precision; 0 for empty or zero tensors that are equal."""
+    result, expected = result.detach().cpu().double(), expected.cpu().double()
+    difference = (result - expected).norm()
+    return float(difference / expected.norm()) if difference > 0 or torch.isnan(difference) else 0.0
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    assert result.shape == expected.shape
+    assert not torch.isnan(result).any(), "something was not written, or read from where it should not have been"
+    assert relative_error(result, expected) <= TOLERANCE[result.dtype]
+
+
+@dataclass
+class Guarded:
+    """A tensor between guard bands, filled with NaN; `stride` numbers lie between the beginnings of its rows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    gap: int = 0
+    buffer: Tensor = field(init=False)
+    tensor: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        row = 1
+        for size in self.shape[1:]:
+            row *= size
+        self.buffer = torch.full(
+            (2 * GUARD + self.shape[0] * (row + self.gap),), GUARD_VALUE, dtype=self.dtype, device=self.device
+        )
+        inside = self.buffer[GUARD : GUARD + self.shape[0] * (row + self.gap)].view(self.shape[0], row + self.gap)
+        self.tensor = inside[:, :row].unflatten(1, self.shape[1:]) if len(self.shape) > 1 else inside[:, 0]
+        self.tensor.fill_(float("nan"))
+
+    def check(self) -> None:
+        """The guard bands and the gaps between rows are as they were."""
+        outside = self.buffer.clone()
+        row = self.tensor[0].numel() if self.shape[0] else 0
+        inside = outside[GUARD : len(outside) - GUARD].view(self.shape[0], -1) if self.shape[0] else outside[:0].view(0, 0)
+        inside[:, :row] = GUARD_VALUE
+        assert (outside == GUARD_VALUE).all(), "something was written outside of the tensor"
+
+
+HEADS = [(64, 3, 3), (32, 1, 2), (80, 2, 4), (96, 1, 8), (128, 2, 4), (256, 1, 1)]
+"""(head_dim, KV heads, query heads to each)."""
+BLOCK_SIZES = [8, 16, 32, 64, 7, 1]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CPU_SHAPES = [
+    ((64, 3, 3), torch.float32, False),
+    ((64, 3, 3), torch.float32, True),
+    ((32, 1, 2), torch.bfloat16, False),
+    ((80, 2, 4), torch.float16, False),
+    ((96, 1, 8), torch.bfloat16, True),
+    ((128, 2, 4), torch.float32, False),
+    ((256, 1, 1), torch.float16, False),
+]
+"""Heads, dtype and whether inputs are strided, for the CPU kernels: Numba takes seconds to compile each."""
+
+
+@dataclass
+class AttentionCase:
+    """A batch over a paged cache.
+
+    `clean_keys` and `clean_values` are the caches without NaN, in double precision, for the reference.
+    """
+
+    query: Tensor
+    key_cache: Guarded
+    value_cache: Guarded
+    clean_keys: Tensor
+    clean_values: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    query_start_loc: Tensor
+    scale: float
+
+    @property
+    def args(self) -> tuple:
+        """For a decode."""
+        return self.query, self.key_cache.tensor, self.value_cache.tensor, self.block_tables, self.context_lens, self.scale
+
+    @property
+    def ragged_args(self) -> tuple:
+        """For a prefill."""
+        return *self.args[:5], self.query_start_loc, self.scale
+
+    @property
+    def reference_args(self) -> tuple:
+        """For a decode by the reference."""
+        tables = self.block_tables.cpu().clamp(0, len(self.clean_keys) - 1)
+        return self.query.cpu().double(), self.clean_keys, self.clean_values, tables, self.context_lens.cpu(), self.scale
+
+    @property
+    def ragged_reference_args(self) -> tuple:
+        """For a prefill by the reference."""
+        return *self.reference_args[:5], self.query_start_loc.cpu(), self.scale
+
+
+def make_attention_case(
+    context_lens: list[int],
+    query_lens: list[int],
+    heads: tuple[int, int, int] = (64, 3, 3),
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    padding: int = 0,
+    shared: bool = False,
+    strided: bool = False,
+    seed: int = 0,
+) -> AttentionCase:
+    """A batch of sequences with these contexts, of which the last `query_lens` tokens are new.
+
+    Args:
+        context_lens, query_lens: One of each for every sequence.
+        heads: head_dim, KV heads, and query heads to each.
+        block_size, dtype, device: Of the cache.
+        padding: Rows of the query that belong to no sequence.
+        shared: Whether sequences begin with blocks of the first one, as after a fork or a cached prefix.
+        strided: Whether queries are part of a wider tensor, and blocks lie apart.
+        seed: Of the random numbers.
+    """
+    head_dim, num_kv_heads, group = heads
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    total = sum(num_blocks) + 2
+    order = torch.randperm(total, generator=generator).tolist()
+    width = max([1, *num_blocks])
+    # What lies beyond a context is never looked at, so it may be anything.
+    tables = torch.randint(-(2**30), 2**30, (len(context_lens), width), dtype=torch.int32, generator=generator)
+    for i, count in enumerate(num_blocks):
+        own = [order.pop() for _ in range(count)]
+        if shared and i > 0:
+            common = min(count, num_blocks[0]) // 2
+            own[:common] = tables[0, :common].tolist()
+        tables[i, :count] = torch.tensor(own, dtype=torch.int32)
+
+    def make_cache() -> tuple[Guarded, Tensor]:
+        shape = (total, block_size, num_kv_heads, head_dim)
+        cache = Guarded(shape, dtype, device, gap=32 if strided else 0)
+        clean = torch.randn(shape, generator=generator).to(dtype)
+        used = torch.zeros(total, block_size, dtype=torch.bool)
+        for table, length in zip(tables, context_lens, strict=True):
+            for position in range(length):
+                used[table[position // block_size], position % block_size] = True
+        cache.tensor[used.to(device)] = clean[used].to(device)
+        return cache, clean.double()
+
+    key_cache, clean_keys = make_cache()
+    value_cache, clean_values = make_cache()
+    num_tokens = sum(query_lens) + padding
+    num_heads = num_kv_heads * group
+    wide = torch.randn(num_tokens, num_heads + (2 * num_kv_heads if strided else 0), head_dim, generator=generator)
+    starts = [0]
+    for length in query_lens:
+        starts.append(starts[-1] + length)
+    return AttentionCase(
+        wide.to(dtype).to(device)[:, :num_heads],
+        key_cache,
+        value_cache,
+        clean_keys,
+        clean_values,
+        tables.to(device),
+        torch.tensor(context_lens, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        head_dim**-0.5,
+    )
+
+
+@st.composite
+def lengths(draw: st.DrawFn, block_size: int, at_least: int = 0) -> int:
+    """A context length: often one that ends on a block boundary, or one token before or behind it."""
+    blocks = draw(st.integers(0, max(1, 80 // block_size)))
+    near = blocks * block_size + draw(st.sampled_from([-1, 0, 1]))
+    return max(at_least, draw(st.sampled_from([near, draw(st.integers(1, 100))])))
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = False) -> AttentionCase:
+    """Batches of 0 to 4 sequences; with `decode`, each has one new token, or no context if it is padding."""
+    every_shape = st.tuples(st.sampled_from(HEADS), st.sampled_from(DTYPES), st.booleans())
+    heads, dtype, strided = draw(st.sampled_from(CPU_SHAPES) if cpu else every_shape)
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    if decode:
+        context_lens = draw(st.lists(lengths(block_size), max_size=4))
+        query_lens = [1] * len(context_lens)
+    else:
+        context_lens = draw(st.lists(lengths(block_size), max_size=4))
+        query_lens = [draw(st.sampled_from([min(1, length), length, draw(st.integers(0, length))])) for length in context_lens]
+    return make_attention_case(
+        context_lens,
+        query_lens,
+        heads,
+        block_size,
+        dtype,
+        device,
+        padding=0 if decode else draw(st.integers(0, 3)),
+        shared=draw(st.booleans()),
+        strided=strided,
+        seed=draw(st.integers(0, 2**31)),
+    )

@@ -1,0 +1,399 @@
+"""Every Triton and CPU kernel against the reference in double precision. On a GPU the Triton kernels are compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import (
+    BLOCK_SIZES,
+    DTYPES,
+    HEADS,
+    Guarded,
+    assert_close,
+    attention_cases,
+    make_attention_case,
+)
+
+from minivllm.errors import KernelError
+from minivllm.kernels import checks, reference
+
+pytest.importorskip("triton")
+from minivllm.kernels import cpu, triton
+from minivllm.kernels.triton.decode_attention import choose_num_splits
+
+TRITON_DEVICE = "cpu" if triton.INTERPRETED else "cuda"
+FEWER = settings(max_examples=settings().max_examples // 3)
+"""Interpreted kernels are slow."""
+
+both = pytest.mark.parametrize(("kernels", "device"), [(cpu, "cpu"), (triton, TRITON_DEVICE)], ids=["cpu", "triton"])
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def check_decode(kernels, case, **options):
+    out = Guarded(tuple(case.query.shape), case.query.dtype, case.query.device.type)
+    expected = reference.paged_decode_attention(*case.reference_args)
+    assert kernels.paged_decode_attention(*case.args, out=out.tensor, **options) is out.tensor
+    assert_close(out.tensor, expected)
+    for guarded in (out, case.key_cache, case.value_cache):
+        guarded.check()
+
+
+def check_prefill(kernels, case):
+    out = Guarded(tuple(case.query.shape), case.query.dtype, case.query.device.type)
+    expected = reference.paged_prefill_attention(*case.ragged_reference_args)
+    assert kernels.paged_prefill_attention(*case.ragged_args, out=out.tensor) is out.tensor
+    assert_close(out.tensor, expected)
+    for guarded in (out, case.key_cache, case.value_cache):
+        guarded.check()
+
+
+@both
+@FEWER
+@given(data=st.data())
+def test_decode_attention(kernels, device, data):
+    check_decode(kernels, data.draw(attention_cases(device, decode=True, cpu=kernels is cpu)))
+
+
+@both
+@FEWER
+@given(data=st.data())
+def test_prefill_attention(kernels, device, data):
+    check_prefill(kernels, data.draw(attention_cases(device, decode=False, cpu=kernels is cpu)))
+
+
+@FEWER
+@given(data=st.data(), num_splits=st.integers(1, 7))
+def test_triton_decode_attention_split_over_the_context(data, num_splits):
+    check_decode(triton, data.draw(attention_cases(TRITON_DEVICE, decode=True)), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_cpu_decode_attention_with_any_number_of_threads(num_threads):
+    before = torch.get_num_threads()
+    case = make_attention_case([1, 300, 0, 64, 33], [1] * 5)
+    try:
+        torch.set_num_threads(num_threads)
+        check_decode(cpu, case)
+    finally:
+        torch.set_num_threads(before)
+
+
+@both
+@pytest.mark.parametrize("length", [1, 4095, 32768])
+def test_long_contexts(kernels, device, length):
+    case = make_attention_case([length, 5], [1, 1], device=device)
+    check_decode(kernels, case)
+    check_prefill(kernels, make_attention_case([length], [min(length, 3)], device=device))
+
+
+@both
+def test_a_long_prompt_and_decodes_in_one_batch(kernels, device):
+    check_prefill(kernels, make_attention_case([257, 100, 64, 300], [257, 1, 1, 130], padding=5, device=device))
+
+
+@both
+def test_results_do_not_depend_on_chance(kernels, device):
+    case = make_attention_case([40, 7, 100], [1, 1, 1], device=device)
+    first = kernels.paged_decode_attention(*case.args)
+    for _ in range(5):
+        assert torch.equal(kernels.paged_decode_attention(*case.args), first)
+
+
+@both
+def test_large_scores_do_not_overflow(kernels, device):
+    """e**1000 is no float; a softmax relative to the largest score never computes it."""
+    case = make_attention_case([70, 20], [1, 1], device=device)
+    case.query.mul_(1000)
+    check_decode(kernels, case)
+
+
+@both
+def test_nan_in_a_context_is_not_hidden(kernels, device):
+    case = make_attention_case([20, 20], [1, 1], device=device)
+    case.key_cache.tensor[int(case.block_tables[0, 0]), 3, 0] = float("nan")
+    decode = kernels.paged_decode_attention(*case.args)
+    prefill = kernels.paged_prefill_attention(*case.ragged_args)
+    for output in (decode, prefill):
+        assert torch.isnan(output[0, :3]).all(), "the heads that share the key"
+        assert not torch.isnan(output[0, 3:]).any()
+        assert not torch.isnan(output[1]).any()
+
+
+def test_contexts_are_split_until_the_gpu_is_full_but_not_into_crumbs():
+    assert choose_num_splits(num_programs=4096, max_context=32768, num_processors=132) == 1
+    assert choose_num_splits(num_programs=8, max_context=32768, num_processors=132) == 33
+    assert choose_num_splits(num_programs=8, max_context=1024, num_processors=132) == 4
+    assert choose_num_splits(num_programs=1, max_context=100, num_processors=132) == 1
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+@both
+@FEWER
+@given(
+    heads=st.sampled_from(HEADS), block_size=st.sampled_from(BLOCK_SIZES), dtype=st.sampled_from(DTYPES),
+    num_tokens=st.integers(0, 9), strided=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_reshape_and_cache(kernels, device, heads, block_size, dtype, num_tokens, strided, seed):
+    head_dim, num_kv_heads, _ = heads
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = 12 // block_size + 2
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+    slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
+    key, value = torch.randn(2, num_tokens, num_kv_heads + strided, head_dim, generator=generator).to(dtype).to(device)
+    key, value = key[:, :num_kv_heads], value[:, :num_kv_heads]
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    caches = [Guarded(shape, dtype, device, gap=16 if strided else 0) for _ in range(2)]
+    kernels.reshape_and_cache(key, value, caches[0].tensor, caches[1].tensor, slots.to(device))
+    for cache, x in zip(caches, (key, value), strict=True):
+        cache.check()
+        expected = torch.full(shape, float("nan"), dtype=dtype).flatten(0, 1)
+        expected[slots[slots >= 0]] = x.cpu()[slots >= 0]
+        assert torch.equal(cache.tensor.cpu().flatten(0, 1).nan_to_num(7), expected.nan_to_num(7))
+
+
+block_pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8, unique_by=lambda pair: pair[1])
+
+
+@FEWER
+@given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), strided=st.booleans())
+def test_copy_blocks(pairs, dtype, strided):
+    """Also when one copy overwrites the source of another."""
+    cache = Guarded((10, 8, 3, 80), dtype, TRITON_DEVICE, gap=16 if strided else 0)
+    cache.tensor.copy_(torch.randn(10, 8, 3, 80))
+    expected = cache.tensor.cpu().clone()
+    sources = expected.clone()
+    for source, destination in pairs:
+        expected[destination] = sources[source]
+    mine, theirs = cache.tensor, cache.tensor.cpu().clone()
+    triton.copy_blocks(mine, pairs)
+    reference.copy_blocks(theirs, pairs)
+    cache.check()
+    assert torch.equal(mine.cpu(), expected)
+    assert torch.equal(theirs, expected)
+
+
+@FEWER
+@given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), to_host=st.booleans(), from_host=st.booleans())
+def test_swap_blocks(pairs, dtype, to_host, from_host):
+    devices = ("cpu" if from_host and not triton.INTERPRETED else TRITON_DEVICE, "cpu" if to_host else TRITON_DEVICE)
+    if devices == ("cpu", "cpu") and not triton.INTERPRETED:
+        devices = (TRITON_DEVICE, "cpu")
+    source = torch.randn(10, 8, 3, 80).to(dtype).to(devices[0])
+    destination = Guarded((10, 8, 3, 80), dtype, devices[1])
+    triton.swap_blocks(source, destination.tensor, pairs)
+    destination.check()
+    expected = torch.full(source.shape, float("nan"), dtype=dtype)
+    for i, j in pairs:
+        expected[j] = source[i].cpu()
+    assert torch.equal(destination.tensor.cpu().nan_to_num(7), expected.nan_to_num(7))
+
+
+# -- around attention --------------------------------------------------------------------------------------------------
+
+
+sizes = st.sampled_from([1, 2, 24, 64, 80, 100, 576, 1024, 1536])
+seeds = st.integers(0, 2**31)
+
+
+def random(shape, dtype, seed, strided=False):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(*shape[:-1], shape[-1] + (16 if strided else 0), generator=generator)
+    return wide.to(dtype).to(TRITON_DEVICE)[..., : shape[-1]]
+
+
+@FEWER
+@given(num_tokens=st.integers(0, 5), num_heads=st.integers(0, 4), size=sizes, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=seeds)  # fmt: skip
+def test_rms_norm(num_tokens, num_heads, size, dtype, strided, seed):
+    """Of hidden states, and (with `num_heads`) of each head's query."""
+    shape = (num_tokens, num_heads, size) if num_heads else (num_tokens, size)
+    x, weight = random(shape, dtype, seed, strided), random((size,), dtype, seed + 1)
+    out = Guarded(shape, dtype, TRITON_DEVICE)
+    triton.rms_norm(x, weight, 1e-5, out=out.tensor)
+    out.check()
+    assert_close(out.tensor, reference.rms_norm(x.cpu().double(), weight.cpu().double(), 1e-5))
+
+
+@FEWER
+@given(num_tokens=st.integers(0, 5), size=sizes, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=seeds)
+def test_add_rms_norm(num_tokens, size, dtype, strided, seed):
+    x, residual = (random((num_tokens, size), dtype, seed + i, strided) for i in range(2))
+    weight = random((size,), dtype, seed + 2)
+    out, total = (Guarded((num_tokens, size), dtype, TRITON_DEVICE) for _ in range(2))
+    triton.add_rms_norm(x, residual, weight, 1e-5, out=out.tensor, new_residual=total.tensor)
+    expected = reference.add_rms_norm(x.cpu().double(), residual.cpu().double(), weight.cpu().double(), 1e-5)
+    for guarded, value in zip((out, total), expected, strict=True):
+        guarded.check()
+        assert_close(guarded.tensor, value)
+
+
+@FEWER
+@given(
+    num_tokens=st.integers(0, 5), heads=st.sampled_from(HEADS), dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=seeds
+)
+def test_rotary_embedding(num_tokens, heads, dtype, strided, seed):
+    head_dim, num_kv_heads, group = heads
+    query = random((num_tokens, num_kv_heads * group, head_dim), dtype, seed, strided)
+    key = random((num_tokens, num_kv_heads, head_dim), dtype, seed + 1, strided)
+    angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+    positions = torch.randint(0, 50, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+    out = [Guarded(tuple(x.shape), dtype, TRITON_DEVICE) for x in (query, key)]
+    tables = angles.cos().to(TRITON_DEVICE), angles.sin().to(TRITON_DEVICE)
+    triton.rotary_embedding(positions.to(TRITON_DEVICE), query, key, *tables, out=(out[0].tensor, out[1].tensor))
+    expected = reference.rotary_embedding(positions, query.cpu(), key.cpu(), angles.cos(), angles.sin())
+    for guarded, value in zip(out, expected, strict=True):
+        guarded.check()
+        assert_close(guarded.tensor, value)
+
+
+@FEWER
+@given(num_tokens=st.integers(0, 5), size=sizes, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=seeds)
+def test_silu_and_mul(num_tokens, size, dtype, strided, seed):
+    x = random((num_tokens, 2 * size), dtype, seed, strided)
+    out = Guarded((num_tokens, size), dtype, TRITON_DEVICE)
+    triton.silu_and_mul(x, out=out.tensor)
+    out.check()
+    assert_close(out.tensor, reference.silu_and_mul(x.cpu().double()))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+QUERY, KEY_CACHE, VALUE_CACHE, TABLES, LENGTHS, STARTS = range(6)
+
+
+def wider(x):
+    """The same numbers with something between them."""
+    return torch.stack([x, x], dim=-1)[..., 0]
+
+
+BAD_ATTENTION = {
+    "a query of another dtype": (QUERY, lambda x: x.half(), "query has dtype float16, but the cache has float32"),
+    "a query of another head size": (QUERY, lambda x: x[..., :32], "but the cache has 3 heads of 64"),
+    "a query of too few heads": (QUERY, lambda x: x[:, :4], "a multiple of 3"),
+    "a query with gaps": (QUERY, wider, "query has stride 2 in its last dimension"),
+    "a query on another device": (QUERY, lambda x: x.to("meta"), "query is on meta, but the cache on"),
+    "caches of integers": (KEY_CACHE, lambda x: x.int(), "key_cache has dtype int32, but must be a float type"),
+    "caches of two dtypes": (VALUE_CACHE, lambda x: x.half(), "value_cache has dtype float16, but key_cache has float32"),
+    "caches of two shapes": (VALUE_CACHE, lambda x: x[:-1], "key_cache is .* and value_cache"),
+    "a cache with gaps": (KEY_CACHE, wider, "key_cache has stride 2"),
+    "a cache of three dimensions": (KEY_CACHE, lambda x: x[0], "both must be .num_blocks, block_size, num_kv_heads, head_dim."),
+    "blocks of no tokens": (KEY_CACHE, lambda x: x[:, :0], "block_size of at least 1"),
+    "tables of floats": (TABLES, lambda x: x.float(), "block_tables has dtype float32, but must be int32 or int64"),
+    "too few tables": (TABLES, lambda x: x[:1], "block_tables is .1, 2. and context_lens .2."),
+    "lengths of floats": (LENGTHS, lambda x: x.float(), "context_lens has dtype float32"),
+    "a length that does not fit its table": (
+        LENGTHS,
+        lambda x: x + 30,
+        "context_lens has 50, but a table of 2 blocks of 16 holds",
+    ),
+    "a negative length": (LENGTHS, lambda x: x - 21, "context_lens has -16, but"),
+    "a block that is not there": (TABLES, lambda x: x + 1000, "block_tables names block 1[0-9]+, but the cache has 5 blocks"),
+    "a negative block": (TABLES, lambda x: x - 1000, "block_tables names block -[0-9]+, but"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTENTION)
+@pytest.mark.parametrize("kernels", [reference, cpu, triton], ids=["reference", "cpu", "triton"])
+def test_attention_refuses(kernels, name):
+    position, change, message = BAD_ATTENTION[name]
+    case = make_attention_case([5, 20], [1, 1], device=TRITON_DEVICE if kernels is triton else "cpu")
+    args = list(case.ragged_args)
+    args[position] = change(args[position])
+    if "three dimensions" in name or "no tokens" in name or "integers" in name:
+        args[VALUE_CACHE] = change(case.value_cache.tensor)
+    with pytest.raises(KernelError, match=message):
+        kernels.paged_prefill_attention(*args)
+    with pytest.raises(KernelError, match=message):
+        kernels.paged_decode_attention(*args[:5], args[6])
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu, triton], ids=["reference", "cpu", "triton"])
+def test_prefill_attention_refuses_wrong_starts(kernels):
+    case = make_attention_case([5, 20], [5, 3], device=TRITON_DEVICE if kernels is triton else "cpu")
+    args = list(case.ragged_args)
+    for starts, message in (
+        ([0, 5], "query_start_loc is .2., but .3. is needed"),
+        ([1, 5, 8], "query_start_loc must begin with 0"),
+        ([0, 5, 4], "never fall"),
+        ([0, 5, 9], "end with at most the 8 rows of query"),
+        ([0, 6, 8], "Sequence 0 has 6 new tokens, but a context of only 5"),
+    ):
+        args[STARTS] = torch.tensor(starts, device=case.query.device)
+        with pytest.raises(KernelError, match=message):
+            kernels.paged_prefill_attention(*args)
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu, triton], ids=["reference", "cpu", "triton"])
+def test_writing_to_the_cache_refuses(kernels):
+    device = TRITON_DEVICE if kernels is triton else "cpu"
+    cache = torch.zeros(4, 8, 2, 16, device=device)
+    key = torch.zeros(3, 2, 16, device=device)
+    slots = torch.tensor([0, 1, 2], device=device)
+    for args, message in (
+        ((key.half(), key, cache, cache, slots), "key has dtype float16, but the cache has float32"),
+        ((key, key[:, :1], cache, cache, slots), "value is .3, 1, 16. and slot_mapping .3."),
+        ((key, key, cache, cache, slots[:2]), "key is .3, 2, 16. and slot_mapping .2."),
+        ((wider(key), key, cache, cache, slots), "key has stride 2"),
+        ((key, key, cache, cache, slots.float()), "slot_mapping has dtype float32"),
+        ((key, key, cache, cache, slots + 30), "slot_mapping names slot 32, but the cache has 32 slots"),
+        ((key, key, cache.to("meta"), cache, slots), "value_cache is on .*, but key_cache on meta"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.reshape_and_cache(*args)
+
+
+@pytest.mark.parametrize("kernels", [reference, triton], ids=["reference", "triton"])
+def test_operations_around_attention_refuse(kernels):
+    x = torch.zeros(3, 16, device=TRITON_DEVICE)
+    heads = torch.zeros(3, 2, 16, device=TRITON_DEVICE)
+    table = torch.zeros(10, 8, device=TRITON_DEVICE)
+    positions = torch.tensor([0, 1, 2], device=TRITON_DEVICE)
+    for call, message in (
+        (lambda: kernels.rms_norm(x, x[0, :8], 1e-5), "x is .3, 16. and weight .8."),
+        (lambda: kernels.rms_norm(x, x[0].half(), 1e-5), "weight has dtype float16, but x has float32"),
+        (lambda: kernels.rms_norm(x.int(), x[0].int(), 1e-5), "x has dtype int32, but must be a float type"),
+        (lambda: kernels.rms_norm(wider(x), x[0], 1e-5), "x has stride 2"),
+        (lambda: kernels.add_rms_norm(x, x[:2], x[0], 1e-5), "residual is .2, 16.: they must be alike"),
+        (lambda: kernels.silu_and_mul(x[:, :3]), "must be .num_tokens, 2 . size."),
+        (lambda: kernels.silu_and_mul(wider(x)), "x has stride 2"),
+        (lambda: kernels.rotary_embedding(positions[:2], heads, heads, table, table), "positions is .2., query"),
+        (lambda: kernels.rotary_embedding(positions, heads, heads, table[:, :4], table[:, :4]), "but heads of 16 need"),
+        (lambda: kernels.rotary_embedding(positions + 9, heads, heads, table, table), "positions go from 9 to 11"),
+        (lambda: kernels.rotary_embedding(positions, heads, heads.half(), table, table), "key has dtype float16"),
+        (lambda: kernels.rotary_embedding(positions, heads, heads, table.half(), table), "cos is float16"),
+        (lambda: kernels.copy_blocks(heads[None], [(0, 1)]), "Block 0 was to be copied to block 1, but"),
+        (lambda: kernels.copy_blocks(heads[None].expand(4, -1, -1, -1).clone(), [(0, 1), (2, 1)]), "to the same block"),
+        (lambda: kernels.swap_blocks(heads[None], heads[None].half(), [(0, 0)]), "dtypes float32 and float16"),
+        (lambda: kernels.swap_blocks(heads[None], heads[None, :, :1], [(0, 0)]), "only blocks of one shape"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            call()
+
+
+@both
+def test_what_a_kernel_cannot_take_is_refused(kernels, device):
+    case = make_attention_case([5], [1], heads=(512, 1, 1), device=device)
+    with pytest.raises(KernelError, match="512 channels, but .* at most 256"):
+        kernels.paged_decode_attention(*case.args)
+    case = make_attention_case([5], [1], dtype=torch.float64, device=device)
+    with pytest.raises(KernelError, match="dtype .*float64, but"):
+        kernels.paged_decode_attention(*case.args)
+    case = make_attention_case([5], [1], device=device)
+    with pytest.raises(KernelError, match="out is .2, 9, 64., but must be .1, 9, 64."):
+        kernels.paged_decode_attention(*case.args, out=torch.zeros(2, 9, 64, device=device))
+
+
+def test_trusted_input_is_not_read_back():
+    """Within `trusted()` only what the host knows is checked, and only there."""
+    case = make_attention_case([5], [1])
+    args = list(case.args)
+    args[LENGTHS] = torch.tensor([100])
+    with checks.trusted():
+        checks.check_attention(*args[:5])
+    with pytest.raises(KernelError):
+        checks.check_attention(*args[:5])
