@@ -24,7 +24,7 @@ def examine() -> int:
         print(f"{label + ':':<14}{text}")
 
     line("minivllm", f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf")))
+    line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
     line("processor", f"{processor_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     line("memory", f"{available_cpu_memory() / 2**30:.1f} GiB free for this process")
     if torch.cuda.is_available():

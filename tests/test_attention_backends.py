@@ -1,0 +1,263 @@
+"""Which attention backend serves where, the engine on each of them, and the padded batches of CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_invariants_on_a_model import tiny_folder  # noqa: F401 (a fixture)
+from test_models import engine_logits, random_prompts, tiny  # noqa: F401 (a fixture)
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError, KernelError
+from minivllm.layers.attention import AttentionBackend
+from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
+from minivllm.request import Request, Sequence
+from minivllm.scheduler_output import ScheduledSequence
+from minivllm.worker.cuda_graphs import MAX_GRAPH_SIZE, DecodeGraphs, StaticInputs, graph_sizes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def missing(monkeypatch):
+    """Makes a package look as if it were not installed."""
+    find_spec = importlib.util.find_spec
+
+    def forget(name):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda asked, *args: None if asked == name else find_spec(asked, *args))
+
+    return forget
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_numba_on_a_cpu_and_triton_on_a_gpu():
+    assert get_attention_backend("auto", CPU) is BACKENDS["cpu"]
+    if torch.cuda.is_available():
+        assert get_attention_backend("auto", CUDA) is BACKENDS["triton"]
+
+
+def test_a_class_of_ones_own_is_taken_as_it_is():
+    class Mine(TorchAttentionBackend):
+        pass
+
+    assert get_attention_backend(Mine, CPU) is Mine
+
+
+def test_a_missing_library_leaves_the_torch_backend(missing, caplog):
+    missing("numba")
+    assert get_attention_backend("auto", CPU) is TorchAttentionBackend
+    assert not caplog.records
+    assert get_attention_backend("cpu", CPU) is TorchAttentionBackend
+    assert "Numba is not installed, so attention_backend 'torch' stands in for 'cpu'" in caplog.text
+    missing("triton")
+    assert get_attention_backend("auto", CUDA) is TorchAttentionBackend
+
+
+def test_the_cpu_backend_refuses_a_gpu():
+    with pytest.raises(ConfigError, match="attention_backend is 'cpu', but the model is to run on cuda"):
+        get_attention_backend("cpu", CUDA)
+
+
+def run_python(code: str, **environment: str) -> str:
+    """What a fresh Python prints, without TRITON_INTERPRET unless given."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+ASK_FOR_TRITON = """
+import torch
+from minivllm.errors import ConfigError
+from minivllm.layers.attention_backends import get_attention_backend
+try:
+    for _ in range(3):
+        get_attention_backend("triton", torch.device("cpu"))
+except ConfigError as error:
+    print("refused:", error)
+"""
+
+
+@without_gpu
+def test_triton_on_a_cpu_says_once_that_it_is_interpreted():
+    said = run_python(ASK_FOR_TRITON)
+    assert said.count("The Triton kernels run interpreted") == 1
+    assert "refused" not in said
+
+
+@without_gpu
+def test_triton_that_was_imported_for_compiling_is_refused_with_a_way_out():
+    said = run_python("import triton\n" + ASK_FOR_TRITON)
+    assert "refused: Without a GPU, Triton kernels run interpreted, but another package has imported Triton already" in said
+    assert "set TRITON_INTERPRET=1" in said
+    assert "refused" not in run_python("import triton\n" + ASK_FOR_TRITON, TRITON_INTERPRET="1")
+
+
+def test_triton_that_is_not_installed_is_refused():
+    hide = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "triton" else find_spec(name, *args)
+"""
+    assert "refused: Triton is not installed (it exists for Linux only): use the attention backend 'cpu'" in run_python(
+        hide + ASK_FOR_TRITON
+    )
+
+
+# -- the engine on each ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
+    """test_models.py holds the default backend against transformers, for the same architectures."""
+    _, folder = tiny
+    prompts = random_prompts([1, 7, 8, 9, 30])
+    options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 40, "block_size": 8}
+    default = engine_logits(LLM(str(folder), **options), prompts)
+    other = engine_logits(LLM(str(folder), attention_backend=backend, **options), prompts)
+    for one, two in zip(default, other, strict=True):
+        assert (one - two).abs().max() < 1e-3
+
+
+@without_gpu
+def test_interpreted_triton_generates_the_reference_tokens(caplog):
+    """The default model, all kernels interpreted: prefill, decode, copy-on-write (n=2), preemption and swapping."""
+    prompts = ["The capital of France is", "Hello"]
+    options = {"max_model_len": 64, "num_gpu_blocks_override": 8}
+    with caplog.at_level(logging.WARNING):
+        llm = LLM("smollm2-135m", attention_backend="triton", **options)
+    expected = LLM("smollm2-135m", attention_backend="torch", **options).generate(prompts, GREEDY, use_tqdm=False)
+    for one, two in zip(llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True):
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_tiny_requests_get_the_same_tokens_with_every_backend(tiny_folder, backend):  # noqa: F811
+    """With few blocks and swapping, forks and chunks, so that every kernel that moves blocks has its turn."""
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=8, ignore_eos=True)
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 9, 9], list(range(1, 20))]
+    options = {"skip_tokenizer_init": True, "max_model_len": 40, "block_size": 4, "max_num_seqs": 6}
+    plenty = LLM(str(tiny_folder), attention_backend="torch", num_gpu_blocks_override=100, **options)
+    expected = plenty.generate(prompts, params, use_tqdm=False)
+    few = {"num_gpu_blocks_override": 14, "preemption_mode": "swap", "swap_space": 1e-4}
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 9, "enable_prefix_caching": True}
+    llm = LLM(str(tiny_folder), attention_backend=backend, **options, **few, **chunks)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [[c.token_ids for c in o.outputs] for o in outputs] == [[c.token_ids for c in o.outputs] for o in expected]
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+def test_a_backend_of_ones_own_serves_in_the_real_engine(llm):
+    calls = []
+
+    class Mine(TorchAttentionBackend):
+        def forward(self, query, key, value, kv_cache, metadata):
+            calls.append((len(query), metadata.is_decode))
+            return super().forward(query, key, value, kv_cache, metadata)
+
+    mine = LLM("smollm2-135m", attention_backend=Mine, max_model_len=64, num_gpu_blocks_override=8)
+    calls.clear()
+    prompt = llm.get_tokenizer().encode("The capital of France is")
+    (output,), (expected,) = (engine.generate(prompt, GREEDY, use_tqdm=False) for engine in (mine, llm))
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    num_layers = mine.llm_engine.model_config.num_layers
+    assert calls == [(len(prompt), False)] * num_layers + [(1, True)] * num_layers * 5
+
+
+def test_the_interface_must_be_filled():
+    with pytest.raises(TypeError, match="abstract"):
+        AttentionBackend(1, 1, 64, 1.0)
+
+
+def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):  # noqa: F811
+    """As from a learner's block space manager: kernels believe their tables, so the model runner does not."""
+    llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=4, block_size=4)
+    worker = llm.llm_engine.executor.worker
+    seq = Sequence(0, Request("a", [1, 2, 3, 4, 5], SamplingParams(), max_num_tokens=9))
+    for table, message in (([0, 4], "names block 4, but the cache has 4"), ([0, -1], "names block -1"), ([0], "is too short")):
+        with pytest.raises(KernelError, match=message):
+            worker.model_runner.execute_model([ScheduledSequence(seq, 5, table)], worker.cache_engine.gpu_cache)
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
+
+
+def test_graph_sizes_cover_every_batch():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(7) == [1, 2, 4, 7]
+    assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert graph_sizes(1000)[-1] == MAX_GRAPH_SIZE
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@torch.inference_mode()
+def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, backend):  # noqa: F811
+    """What a graph replays, computed without one: fixed buffers, wider tables, rows of padding, left-overs of larger steps."""
+    options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 20, "block_size": 4, "enforce_eager": True}
+    llm = LLM(str(tiny_folder), attention_backend=backend, **options)
+    worker = llm.llm_engine.executor.worker
+    runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
+    for cache in (tensor for pair in caches for tensor in pair):
+        cache.normal_()
+    static = StaticInputs(max_num_seqs=6, max_blocks=10, device=worker.device)
+    for lens in ([3, 17, 8, 9, 1], [12, 4], [20]):
+        scheduled = []
+        for i, length in enumerate(lens):
+            seq = Sequence(i, Request(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40))
+            seq.num_computed_tokens = length
+            scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]))
+        inputs = runner.prepare_inputs(scheduled, num_blocks=20)
+        before = [tensor.clone() for pair in caches for tensor in pair]
+        expected = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
+        written = [tensor.clone() for pair in caches for tensor in pair]
+        for tensor, old in zip((tensor for pair in caches for tensor in pair), before, strict=True):
+            tensor.copy_(old)
+        static.fill(inputs, size=6)
+        padded = static.view(6)
+        hidden = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
+        assert torch.allclose(hidden[: len(lens)], expected, atol=1e-5)
+        for tensor, new in zip((tensor for pair in caches for tensor in pair), written, strict=True):
+            assert torch.allclose(tensor, new, atol=1e-5)
+
+
+def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
+    llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=20, block_size=4, enforce_eager=True)
+    worker = llm.llm_engine.executor.worker
+    graphs = DecodeGraphs(worker.model_runner.model, worker.cache_engine.gpu_cache, 2, 3, worker.device)
+
+    def step(num_seqs, num_tokens, num_blocks):
+        seq = Sequence(0, Request("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40))
+        item = ScheduledSequence(seq, num_tokens, list(range(num_blocks)))
+        return worker.model_runner.prepare_inputs([item] * num_seqs, num_blocks=20)
+
+    assert graphs.can_run(step(1, 1, 1))
+    assert graphs.can_run(step(2, 1, 3))
+    assert not graphs.can_run(step(3, 1, 1)), "too many sequences"
+    assert not graphs.can_run(step(1, 2, 1)), "no decode"
+    assert not graphs.can_run(step(1, 1, 4)), "too long a table"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_on_and_off_give_equal_tokens(tiny_folder, dtype):  # noqa: F811
+    options = {"skip_tokenizer_init": True, "block_size": 8, "num_gpu_blocks_override": 200, "max_num_seqs": 12, "dtype": dtype}
+    prompts = random_prompts([1, 7, 8, 30, 12, 19, 3, 3, 25, 16], vocab_size=50)
+    params = [SamplingParams(temperature=0, max_tokens=4 + i, ignore_eos=True) for i in range(len(prompts))]
+    tokens = []
+    for enforce_eager in (True, False):
+        llm = LLM(str(tiny_folder), enforce_eager=enforce_eager, **options)
+        assert (llm.llm_engine.executor.worker.model_runner.graphs is None) == enforce_eager
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
