@@ -6,10 +6,10 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks lint clean
+.PHONY: help setup demo test lab notebooks lint gpu-check clean
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Another Python: make demo PYTHON=python3.12   More options: make test ARGS=\"-k scheduler\""
 
 setup: ## Make the virtual environment: pinned packages and the default model
@@ -31,6 +31,9 @@ notebooks: setup ## Run all notebooks again and store what they show
 lint: setup ## Check style and form of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
 	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
+
+gpu-check: ## On a machine with a GPU: kernels compiled, engine, CUDA graphs, benchmark; installs nothing
+	@"$(PYTHON)" tools/gpu_check.py $(ARGS)
 
 clean: ## Remove the virtual environment
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; else echo "There is no virtual environment in $(VENV)."; fi

@@ -157,7 +157,7 @@ def test_tiny_requests_get_the_same_tokens_with_every_backend(tiny_folder, backe
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
-def test_a_backend_of_ones_own_serves_in_the_real_engine(llm):
+def test_a_backend_of_ones_own_serves_in_the_real_engine(tiny_folder):  # noqa: F811
     calls = []
 
     class Mine(TorchAttentionBackend):
@@ -165,10 +165,12 @@ def test_a_backend_of_ones_own_serves_in_the_real_engine(llm):
             calls.append((len(query), metadata.is_decode))
             return super().forward(query, key, value, kv_cache, metadata)
 
-    mine = LLM("smollm2-135m", attention_backend=Mine, max_model_len=64, num_gpu_blocks_override=8)
+    options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 8}
+    mine = LLM(str(tiny_folder), attention_backend=Mine, **options)
     calls.clear()
-    prompt = llm.get_tokenizer().encode("The capital of France is")
-    (output,), (expected,) = (engine.generate(prompt, GREEDY, use_tqdm=False) for engine in (mine, llm))
+    prompt = [1, 2, 3, 4, 5]
+    (output,) = mine.generate(prompt, GREEDY, use_tqdm=False)
+    (expected,) = LLM(str(tiny_folder), **options).generate(prompt, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     num_layers = mine.llm_engine.model_config.num_layers
     assert calls == [(len(prompt), False)] * num_layers + [(1, True)] * num_layers * 5
@@ -249,9 +251,15 @@ def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_on_and_off_give_equal_tokens(tiny_folder, dtype):  # noqa: F811
-    options = {"skip_tokenizer_init": True, "block_size": 8, "num_gpu_blocks_override": 200, "max_num_seqs": 12, "dtype": dtype}
+def test_graphs_on_and_off_give_equal_tokens(tiny_folder):  # noqa: F811
+    """In float32: in bfloat16, a padded batch may be multiplied in another order, and near ties fall either way."""
+    options = {
+        "skip_tokenizer_init": True,
+        "block_size": 8,
+        "num_gpu_blocks_override": 200,
+        "max_num_seqs": 12,
+        "dtype": "float32",
+    }
     prompts = random_prompts([1, 7, 8, 30, 12, 19, 3, 3, 25, 16], vocab_size=50)
     params = [SamplingParams(temperature=0, max_tokens=4 + i, ignore_eos=True) for i in range(len(prompts))]
     tokens = []

@@ -1,0 +1,217 @@
+"""The compiled Triton kernels against what the GPU can do: its copy bandwidth and its matrix rate, measured beside them.
+
+    python benchmarks/gpu_kernels.py [--out result.json] [--sweep]
+
+bfloat16, the sizes of current models (heads of 128, 8 KV heads). Times are medians of many launches, with the cache of the
+GPU cleared before each (`triton.testing.do_bench`). Bytes are those that must move: each input read once, each output
+written once. `--sweep` also tries other tile sizes, warps and pipeline stages for the two attention kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minivllm.bench.machine import describe_machine
+from minivllm.kernels import checks, reference
+
+HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
+DECODE_CASES = list(itertools.product((64, 256), (1024, 4096, 8192), (4, 8)))
+"""(sequences, tokens in each context, query heads to a KV head)."""
+BANDWIDTH_GOAL = 0.85
+"""Share of the copy bandwidth."""
+PREFILL_GOAL = 400
+"""TFLOP/s."""
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median time of a launch."""
+    from triton.testing import do_bench
+
+    with checks.trusted():
+        return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def make_cache(num_seqs: int, context_len: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, block tables in random order, and context lengths."""
+    num_blocks = -(-context_len // BLOCK_SIZE)
+    caches = [random(num_seqs * num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM) for _ in range(2)]
+    tables = torch.randperm(num_seqs * num_blocks, device="cuda", dtype=torch.int32).view(num_seqs, num_blocks)
+    return *caches, tables, torch.full((num_seqs,), context_len, dtype=torch.int32, device="cuda")
+
+
+def measure_copy_bandwidth() -> float:
+    """GB/s of a large copy on the device, bytes read and written."""
+    source = torch.randn(2**29, device="cuda")
+    destination = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: destination.copy_(source)) / 1e6
+
+
+def measure_matrix_rate() -> float:
+    """TFLOP/s of a large bfloat16 product by the vendor's library."""
+    a, b = random(8192, 8192), random(8192, 8192)
+    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
+
+
+def decode_case(num_seqs: int, context_len: int, group: int) -> tuple[Callable[[], Tensor], int]:
+    """A decode, and the bytes that it must read."""
+    from minivllm.kernels import triton
+
+    keys, values, tables, lengths = make_cache(num_seqs, context_len)
+    query = random(num_seqs, NUM_KV_HEADS * group, HEAD_DIM)
+    out = torch.empty_like(query)
+    args = (query, keys, values, tables, lengths, HEAD_DIM**-0.5)
+    num_bytes = 2 * num_seqs * context_len * NUM_KV_HEADS * HEAD_DIM * 2 + 2 * query.nbytes
+    return lambda: triton.paged_decode_attention(*args, out=out), num_bytes
+
+
+def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor], float]:
+    """One prompt, and the operations of its causal attention."""
+    from minivllm.kernels import triton
+
+    keys, values, tables, lengths = make_cache(1, context_len)
+    query = random(context_len, NUM_KV_HEADS * group, HEAD_DIM)
+    out = torch.empty_like(query)
+    starts = torch.tensor([0, context_len], dtype=torch.int32, device="cuda")
+    args = (query, keys, values, tables, lengths, starts, HEAD_DIM**-0.5)
+    operations = 4 * NUM_KV_HEADS * group * HEAD_DIM * context_len * (context_len + 1) / 2
+    return lambda: triton.paged_prefill_attention(*args, out=out), operations
+
+
+def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
+    """Operations that move memory and compute little, with the bytes that they must move."""
+    from minivllm.kernels import triton
+
+    tokens, hidden, intermediate, heads = 32768, 4096, 12288, 32
+    x, residual, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    gate_up = random(tokens, 2 * intermediate)
+    gated = random(tokens, intermediate)
+    qkv = random(tokens, heads + 2 * NUM_KV_HEADS, HEAD_DIM)
+    query, key, value = qkv.split([heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+    head_weight, normalized = random(HEAD_DIM), torch.empty(query.shape, dtype=query.dtype, device="cuda")
+    cos, sin = torch.rand(2, tokens, HEAD_DIM // 2, device="cuda")
+    positions = torch.arange(tokens, device="cuda")
+    rotated = tuple(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in (query, key))
+    keys, values, tables, _ = make_cache(tokens // 1024, 1024)
+    slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
+    pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
+    return {
+        "reshape_and_cache": (lambda: triton.reshape_and_cache(key, value, keys, values, slots), 4 * key.numel() * 2),
+        "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6, out=out), 2 * x.nbytes),
+        "rms_norm of queries": (lambda: triton.rms_norm(query, head_weight, 1e-6, out=normalized), 4 * query.numel()),
+        "add_rms_norm": (lambda: triton.add_rms_norm(x, residual, weight, 1e-6, out, total), 4 * x.nbytes),
+        "silu_and_mul": (lambda: triton.silu_and_mul(gate_up, out=gated), gate_up.nbytes + gated.nbytes),
+        "rotary_embedding": (
+            lambda: triton.rotary_embedding(positions, query, key, cos, sin, out=rotated),
+            4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
+        ),
+        "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
+    }
+
+
+def compare_with_reference() -> None:
+    """A benchmark of a wrong kernel is worth nothing."""
+    decode, _ = decode_case(4, 1000, 4)
+    query, keys, values, tables, lengths, scale = decode.__closure__[0].cell_contents
+    expected = reference.paged_decode_attention(
+        query.double().cpu(), keys.double().cpu(), values.double().cpu(), tables.cpu(), lengths.cpu(), scale
+    )
+    error = (decode().double().cpu() - expected).norm() / expected.norm()
+    assert error < 5e-3, f"decode attention is wrong by {error}"
+
+
+def sweep() -> list[dict]:
+    """Other tiles, warps and stages for the attention kernels, best first."""
+    from minivllm.kernels.triton import decode_attention, prefill_attention
+
+    results = []
+    chosen_decode, chosen_prefill = decode_attention.choose_tile, prefill_attention.choose_tiles
+    decodes = {case: decode_case(*case) for case in ((64, 1024, 4), (64, 8192, 8), (256, 1024, 4))}
+    for config in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
+        decode_attention.choose_tile = lambda *_, config=config: config
+        for case, (function, num_bytes) in decodes.items():
+            results.append(_try("decode", case, config, function, num_bytes / 1e6, "GB/s"))
+    decode_attention.choose_tile = chosen_decode
+    function, operations = prefill_case(8192)
+    for config in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        prefill_attention.choose_tiles = lambda *_, config=config: config
+        results.append(_try("prefill", (8192, 4), config, function, operations / 1e9, "TFLOP/s"))
+    prefill_attention.choose_tiles = chosen_prefill
+    results.sort(key=lambda result: (result["kernel"], str(result["case"]), -result["rate"]))
+    for _, group in itertools.groupby(results, key=lambda result: (result["kernel"], str(result["case"]))):
+        for result in itertools.islice(group, 4):
+            print(
+                f"{result['kernel']:>10} {result['case']!s:>16} {result['config']!s:>18} {result['rate']:>9.0f} {result['unit']}"
+            )
+    return results
+
+
+def _try(kernel: str, case: tuple, config: tuple, function: Callable[[], object], work: float, unit: str) -> dict:
+    try:
+        rate = work / milliseconds(function)
+    except Exception as error:  # too much shared memory, or what the compiler does not like
+        rate, unit = 0.0, f"({type(error).__name__})"
+    return {"kernel": kernel, "case": case, "config": config, "rate": rate, "unit": unit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a file for the numbers, as JSON")
+    parser.add_argument("--sweep", action="store_true", help="also try other tile sizes (some minutes)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (benchmarks/cpu_attention.py is for CPUs).")
+    torch.manual_seed(0)
+    compare_with_reference()
+    bandwidth, matrix_rate = measure_copy_bandwidth(), measure_matrix_rate()
+    print(f"{describe_machine()}\ncopy {bandwidth:.0f} GB/s, bfloat16 matrix product {matrix_rate:.0f} TFLOP/s\n")
+    rows = []
+
+    def report(name: str, ms: float, rate: float, unit: str, ceiling: float, goal: float) -> None:
+        rows.append(
+            {"name": name, "ms": ms, "rate": rate, "unit": unit, "share": rate / ceiling, "goal": goal, "met": rate >= goal}
+        )
+        mark = "" if goal == 0 else "goal met" if rate >= goal else f"goal {goal:.0f}"
+        print(f"{name:<44}{ms:>9.3f} ms{rate:>8.0f} {unit:<8}{rate / ceiling:>6.0%}  {mark}", flush=True)
+
+    for case in DECODE_CASES:
+        function, num_bytes = decode_case(*case)
+        ms = milliseconds(function)
+        name = f"decode, {case[0]} x {case[1]} tokens, {case[2]}:1 heads"
+        report(name, ms, num_bytes / ms / 1e6, "GB/s", bandwidth, BANDWIDTH_GOAL * bandwidth)
+        del function
+    for case in ((1, 32768, 4), (4, 32768, 4)):
+        function, num_bytes = decode_case(*case)
+        ms = milliseconds(function)
+        report(f"decode, {case[0]} x {case[1]} tokens, {case[2]}:1 heads", ms, num_bytes / ms / 1e6, "GB/s", bandwidth, 0)
+    for name, (function, num_bytes) in memory_cases().items():
+        ms = milliseconds(function)
+        goal = BANDWIDTH_GOAL * bandwidth if name in ("reshape_and_cache", "rms_norm", "add_rms_norm", "silu_and_mul") else 0
+        report(name, ms, num_bytes / ms / 1e6, "GB/s", bandwidth, goal)
+    for context_len in (1024, 8192, 32768):
+        function, operations = prefill_case(context_len)
+        ms = milliseconds(function)
+        goal = PREFILL_GOAL if context_len == 8192 else 0
+        report(f"prefill, {context_len} tokens, 4:1 heads", ms, operations / ms / 1e9, "TFLOP/s", matrix_rate, goal)
+    result = {"machine": describe_machine(), "copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
+    if args.sweep:
+        print()
+        result["sweep"] = sweep()
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
