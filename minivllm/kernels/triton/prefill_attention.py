@@ -70,7 +70,7 @@ def choose_tiles(channels: int, element_size: int) -> tuple[int, int, int, int]:
     Large tiles reuse more of what they load; queries, output and the tiles in flight must fit in registers and shared memory.
     """
     if element_size == 4:
-        return (64, 32, 4, 2) if channels <= 64 else (32, 32, 4, 2) if channels <= 128 else (16, 16, 4, 2)
+        return (64, 32, 8, 2) if channels <= 64 else (32, 32, 8, 2) if channels <= 128 else (16, 16, 4, 2)
     return (128, 64, 4, 3) if channels <= 64 else (128, 64, 8, 3) if channels <= 128 else (64, 32, 4, 2)
 
 
