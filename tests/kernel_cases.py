@@ -127,6 +127,8 @@ def make_attention_case(
     padding: int = 0,
     shared: bool = False,
     strided: bool = False,
+    index_dtype: torch.dtype = torch.int32,
+    scale: float = 1.0,
     seed: int = 0,
 ) -> AttentionCase:
     """A batch of sequences with these contexts, of which the last `query_lens` tokens are new.
@@ -138,6 +140,8 @@ def make_attention_case(
         padding: Rows of the query that belong to no sequence.
         shared: Whether sequences begin with blocks of the first one, as after a fork or a cached prefix.
         strided: Whether queries are part of a wider tensor, and blocks lie apart.
+        index_dtype: Of tables, lengths and starts.
+        scale: Times the usual `head_dim ** -0.5`.
         seed: Of the random numbers.
     """
     head_dim, num_kv_heads, group = heads
@@ -180,10 +184,10 @@ def make_attention_case(
         value_cache,
         clean_keys,
         clean_values,
-        tables.to(device),
-        torch.tensor(context_lens, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        head_dim**-0.5,
+        tables.to(device, index_dtype),
+        torch.tensor(context_lens, dtype=index_dtype, device=device),
+        torch.tensor(starts, dtype=index_dtype, device=device),
+        scale * head_dim**-0.5,
     )
 
 
@@ -217,5 +221,7 @@ def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = Fals
         padding=0 if decode else draw(st.integers(0, 3)),
         shared=draw(st.booleans()),
         strided=strided,
+        index_dtype=torch.int32 if cpu else draw(st.sampled_from([torch.int32, torch.int64])),
+        scale=draw(st.sampled_from([1.0, 0.3])),
         seed=draw(st.integers(0, 2**31)),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from test_models import engine_logits, random_prompts, tiny  # noqa: F401 (a fix
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, KernelError
+from minivllm.layers import attention_backends
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import Request, Sequence
@@ -59,6 +59,13 @@ def test_a_missing_library_leaves_the_torch_backend(missing, caplog):
     assert not caplog.records
     assert get_attention_backend("cpu", CPU) is TorchAttentionBackend
     assert "Numba is not installed, so attention_backend 'torch' stands in for 'cpu'" in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
+def test_a_gpu_that_is_too_old_for_the_tiles_gets_the_torch_backend(monkeypatch, missing, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_backends, "_check_triton", lambda device: None)
+    assert get_attention_backend("auto", CUDA) is BACKENDS[name]
     missing("triton")
     assert get_attention_backend("auto", CUDA) is TorchAttentionBackend
 
@@ -114,29 +121,32 @@ importlib.util.find_spec = lambda name, *args: None if name == "triton" else fin
     )
 
 
+def device_of(backend: str) -> str:
+    """The device to test a backend on."""
+    return "cpu" if backend == "cpu" else "auto"
+
+
 # -- the engine on each ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
     """test_models.py holds the default backend against transformers, for the same architectures."""
     _, folder = tiny
     prompts = random_prompts([1, 7, 8, 9, 30])
     options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 40, "block_size": 8}
     default = engine_logits(LLM(str(folder), **options), prompts)
-    other = engine_logits(LLM(str(folder), attention_backend=backend, **options), prompts)
+    other = engine_logits(LLM(str(folder), attention_backend=backend, device=device_of(backend), **options), prompts)
     for one, two in zip(default, other, strict=True):
         assert (one - two).abs().max() < 1e-3
 
 
 @without_gpu
-def test_interpreted_triton_generates_the_reference_tokens(caplog):
-    """The default model, all kernels interpreted: prefill, decode, copy-on-write (n=2), preemption and swapping."""
+def test_interpreted_triton_generates_the_reference_tokens():
+    """The default model as anybody would ask for it, all its kernels interpreted."""
     prompts = ["The capital of France is", "Hello"]
-    options = {"max_model_len": 64, "num_gpu_blocks_override": 8}
-    with caplog.at_level(logging.WARNING):
-        llm = LLM("smollm2-135m", attention_backend="triton", **options)
-    expected = LLM("smollm2-135m", attention_backend="torch", **options).generate(prompts, GREEDY, use_tqdm=False)
+    llm = LLM("smollm2-135m", attention_backend="triton")
+    expected = LLM("smollm2-135m", attention_backend="torch").generate(prompts, GREEDY, use_tqdm=False)
     for one, two in zip(llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True):
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
 
@@ -151,7 +161,7 @@ def test_tiny_requests_get_the_same_tokens_with_every_backend(tiny_folder, backe
     expected = plenty.generate(prompts, params, use_tqdm=False)
     few = {"num_gpu_blocks_override": 14, "preemption_mode": "swap", "swap_space": 1e-4}
     chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 9, "enable_prefix_caching": True}
-    llm = LLM(str(tiny_folder), attention_backend=backend, **options, **few, **chunks)
+    llm = LLM(str(tiny_folder), attention_backend=backend, device=device_of(backend), **options, **few, **chunks)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [[c.token_ids for c in o.outputs] for o in outputs] == [[c.token_ids for c in o.outputs] for o in expected]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
@@ -189,6 +199,9 @@ def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):
     for table, message in (([0, 4], "names block 4, but the cache has 4"), ([0, -1], "names block -1"), ([0], "is too short")):
         with pytest.raises(KernelError, match=message):
             worker.model_runner.execute_model([ScheduledSequence(seq, 5, table)], worker.cache_engine.gpu_cache)
+    too_long = Sequence(0, Request("b", [1] * 65, SamplingParams(), max_num_tokens=70))
+    with pytest.raises(KernelError, match="has 65 tokens, but the model runs with positions for 64"):
+        worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17)], worker.cache_engine.gpu_cache)
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
@@ -206,7 +219,7 @@ def test_graph_sizes_cover_every_batch():
 def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, backend):  # noqa: F811
     """What a graph replays, computed without one: fixed buffers, wider tables, rows of padding, left-overs of larger steps."""
     options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 20, "block_size": 4, "enforce_eager": True}
-    llm = LLM(str(tiny_folder), attention_backend=backend, **options)
+    llm = LLM(str(tiny_folder), attention_backend=backend, device=device_of(backend), **options)
     worker = llm.llm_engine.executor.worker
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
     for cache in (tensor for pair in caches for tensor in pair):

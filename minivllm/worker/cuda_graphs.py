@@ -91,25 +91,31 @@ class DecodeGraphs:
         self.inputs = StaticInputs(self.sizes[-1], max_blocks, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, Tensor] = {}
+        self.pool: tuple[int, int] | None = None
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, sizes: list[int] | None = None) -> None:
         """Record one graph for each size, from the largest on, so that the smaller ones reuse its memory.
+
+        Args:
+            sizes: Only these of `self.sizes`; all if None.
 
         Raises:
             ConfigError: The GPU has too little memory left.
         """
-        pool = None
+        sizes = sorted(sizes or self.sizes, reverse=True)
         try:
-            for size in tqdm(reversed(self.sizes), desc="Capturing CUDA graphs", total=len(self.sizes)):
+            for size in tqdm(sizes, desc="Capturing CUDA graphs", disable=len(sizes) == 1):
                 self._forward(size)  # compiles the kernels, which cannot be done while recording
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with torch.cuda.graph(graph, pool=self.pool):
                     self.outputs[size] = self._forward(size)
-                pool = graph.pool()
+                self.pool = graph.pool()
                 self.graphs[size] = graph
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:  # torch.cuda.OutOfMemoryError, or what CUDA says while recording
+            if "out of memory" not in str(error):
+                raise
             raise ConfigError(
                 "The GPU has too little memory left for CUDA graphs: lower gpu_memory_utilization or max_num_seqs, or set "
                 "enforce_eager=True."

@@ -31,12 +31,14 @@ class ModelRunner:
     Args:
         model: A model of `minivllm.models`, with its weights.
         block_size: Tokens in a cache block.
+        max_model_len: Tokens that a sequence may have.
         device: Where the model lies.
     """
 
-    def __init__(self, model: CausalLM, block_size: int, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device) -> None:
         self.model = model
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.device = device
         self.graphs: DecodeGraphs | None = None
 
@@ -44,7 +46,8 @@ class ModelRunner:
         """Lay out the tokens of a step and work out each one's position and cache slot.
 
         Raises:
-            KernelError: A block table is too short for its sequence, or names a block that a cache of `num_blocks` lacks.
+            KernelError: A sequence is longer than the model's positions or its block table, or a table names a block that
+                a cache of `num_blocks` lacks.
         """
         block_size = self.block_size
         input_ids: list[int] = []
@@ -58,6 +61,8 @@ class ModelRunner:
             start = item.seq.num_computed_tokens
             end = start + item.num_tokens
             table = item.block_table
+            if end > self.max_model_len:
+                raise KernelError(f"A sequence has {end} tokens, but the model runs with positions for {self.max_model_len}.")
             if end > len(table) * block_size:
                 raise KernelError(
                     f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
@@ -84,10 +89,26 @@ class ModelRunner:
         )
         return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
 
-    def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int, max_model_len: int) -> None:
+    def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> None:
         """Record decode steps over that cache as CUDA graphs, for later steps to replay."""
-        self.graphs = DecodeGraphs(self.model, kv_caches, max_num_seqs, -(-max_model_len // self.block_size), self.device)
+        self.graphs = self._make_graphs(kv_caches, max_num_seqs)
         self.graphs.capture()
+
+    def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int) -> int:
+        """Bytes that the graphs will take: the largest holds the tensors of all, and each one takes a little beside."""
+        graphs = self._make_graphs(kv_caches, max_num_seqs)
+        free = [torch.cuda.mem_get_info(self.device)[0]]
+        for size in (graphs.sizes[-1], graphs.sizes[0]):
+            graphs.capture([size])
+            free.append(torch.cuda.mem_get_info(self.device)[0])
+        largest, one_more, count = free[0] - free[1], free[1] - free[2], len(graphs.sizes)
+        del graphs
+        torch.cuda.empty_cache()
+        return max(0, largest) + max(0, one_more) * (count - 1)
+
+    def _make_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> DecodeGraphs:
+        max_blocks = -(-self.max_model_len // self.block_size)
+        return DecodeGraphs(self.model, kv_caches, max_num_seqs, max_blocks, self.device)
 
     @torch.inference_mode()
     def execute_model(self, scheduled: list[ScheduledSequence], kv_caches: list[KVCache]) -> list[SequenceOutput]:

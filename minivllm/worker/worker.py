@@ -65,7 +65,7 @@ class Worker:
     def load_model(self) -> None:
         """Put the weights on the device."""
         model = load_model(self.model_config, self.dtype, self.device, self.attention_backend)
-        self.model_runner = ModelRunner(model, self.cache_config.block_size, self.device)
+        self.model_runner = ModelRunner(model, self.cache_config.block_size, self.model_config.max_model_len, self.device)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit: on the device, and in the swap space on the host.
@@ -109,10 +109,8 @@ class Worker:
             self.device,
             self.attention_backend.load_ops(),
         )
-        if self.device.type == "cuda" and self.attention_backend.supports_cuda_graphs and not self.enforce_eager:
-            self.model_runner.capture_graphs(
-                self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs, self.model_config.max_model_len
-            )
+        if self._uses_graphs():
+            self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
 
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then compute the step."""
@@ -122,6 +120,9 @@ class Worker:
         if not output.scheduled:
             return []
         return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
+
+    def _uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.enforce_eager and self.attention_backend.supports_cuda_graphs()
 
     def _check_memory(self, num_blocks: int, place: str, free: int) -> None:
         if num_blocks * self.block_bytes > free:
@@ -146,9 +147,13 @@ class Worker:
             runner.profile_run(max_tokens, min(max_num_seqs, max_tokens), one_block)
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()
+            if self._uses_graphs():
+                peak += runner.measure_graph_memory(one_block, max_num_seqs)
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return min(int(total * self.cache_config.gpu_memory_utilization) - others - peak, useful)
+        if getattr(ops, "INTERPRETED", False):  # a profiling run would take minutes
+            return min(int(available_cpu_memory() * self.cache_config.gpu_memory_utilization), CPU_CACHE_LIMIT, useful)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_num_seqs, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)

@@ -7,9 +7,11 @@ size and dtype, which takes a few seconds, and keeps the result on disk. Everyth
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import numba
+from numba.core import event
 
 # Numba compiles anew when a kernel's own file has changed, not when a function that it calls has. So what it keeps on disk
 # lies in a folder named after all sources of this package.
@@ -24,5 +26,22 @@ from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 
 numba.config.CACHE_DIR = _cache_dir_before
+
+
+class _Announcer(event.Listener):
+    """Says that Numba compiles one of these kernels, because the first call then takes seconds. Says it once."""
+
+    said = False
+
+    def on_start(self, event: event.Event) -> None:
+        if not self.said and event.data["dispatcher"].py_func.__module__.startswith(__name__):
+            self.said = True
+            logging.getLogger(__name__).warning("Compiling the CPU kernels for this model, once; it takes some seconds.")
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+event.register("numba:compile", _Announcer())
 
 __all__ = ["paged_decode_attention", "paged_prefill_attention", "reshape_and_cache"]

@@ -58,8 +58,8 @@ def paged_decode_attention(
     num_threads = use_threads_of_torch()
     result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
     _decode(
-        query.float().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), context_lens.numpy(),
-        np.float32(scale), num_threads, result.numpy(),
+        as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), context_lens.numpy(),
+        np.float32(scale), num_threads, as_numpy(result),
         constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return out if result is out else out.copy_(result)

@@ -45,6 +45,7 @@ def check_launch(cache: Tensor) -> None:
 
 def as_numpy(x: Tensor) -> np.ndarray:
     """The tensor as Numba sees it: 16-bit floats are integers, unsigned for float16, signed for bfloat16 (see `load`)."""
+    x = x.detach()
     if x.dtype == torch.float32:
         return x.numpy()
     bits = x.view(torch.int16).numpy()
@@ -149,9 +150,8 @@ def exp2(x):
 
 
 @njit
-def _turn(number):
-    """The bits of a float32, negative ones turned over: as integers they stand in the same order. Its own inverse."""
-    bits = np.float32(number).view(np.int32)
+def _turn(bits):
+    """Turns the bits of negative floats over, so that as integers they stand in the same order. Its own inverse."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -161,7 +161,7 @@ def largest(numbers, at_least):
 
     Found among integers, because compilers take the maximum of floats, with its rules for NaN, one at a time.
     """
-    result = _turn(at_least)
+    result = _turn(np.float32(at_least).view(np.int32))
     for i in range(len(numbers)):
-        result = max(result, _turn(numbers[i]))
-    return np.int32(result ^ ((result >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+        result = max(result, _turn(np.float32(numbers[i]).view(np.int32)))
+    return np.int32(_turn(result)).view(np.float32)

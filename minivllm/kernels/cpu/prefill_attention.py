@@ -54,8 +54,8 @@ def paged_prefill_attention(
     result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
     result[int(starts[-1]) :] = 0
     _prefill(
-        query.float().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), lengths, starts,
-        np.float32(scale), tasks, result.numpy(), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+        as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), lengths, starts,
+        np.float32(scale), tasks, as_numpy(result), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return out if result is out else out.copy_(result)
 

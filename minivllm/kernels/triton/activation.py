@@ -29,6 +29,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _silu_and_mul(out_ptr, x_ptr, size, out_stride, x_stride, BLOCK: tl.constexpr):
+    """A piece of one token's row."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_group, check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
 
 MAX_SPLITS = 64
 TOKENS_PER_SPLIT = 256
@@ -51,6 +52,7 @@ def paged_decode_attention(
     num_seqs, num_heads, head_dim = query.shape
     check_head_dim(head_dim)
     num_kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
+    check_group(num_heads // num_kv_heads)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     checks.check_out(out, query, tuple(query.shape))
@@ -59,6 +61,8 @@ def paged_decode_attention(
     if num_splits is None:
         max_context = block_tables.shape[1] * block_size
         num_splits = choose_num_splits(num_seqs * num_kv_heads, max_context, _num_processors(query.device))
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise KernelError(f"num_splits is {num_splits}, but must be 1 to {MAX_SPLITS}.")
     channels = max(16, next_power_of_2(head_dim))
     tile, num_warps, num_stages = choose_tile(channels, query.element_size())
     # A part is a weighted sum, with the largest score and the sum of weights in two more columns.
@@ -81,9 +85,13 @@ def paged_decode_attention(
 
 
 def choose_num_splits(num_programs: int, max_context: int, num_processors: int) -> int:
-    """Programs among which each context is split, so that all processors have work and none has too little."""
+    """Programs among which each context is split, so that all processors have work and none has too little.
+
+    A power of 2, because the kernel is compiled for each number.
+    """
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
-    return max(1, min(wanted, triton.cdiv(max_context, TOKENS_PER_SPLIT), MAX_SPLITS))
+    worthwhile = max(1, min(wanted, max_context // TOKENS_PER_SPLIT, MAX_SPLITS))
+    return 1 << (worthwhile.bit_length() - 1)
 
 
 def choose_tile(channels: int, element_size: int) -> tuple[int, int, int]:
@@ -103,7 +111,7 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step
 def _decode(
     out_ptr, parts_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, context_lens_ptr, scale,
     out_stride, out_head_stride, parts_stride, parts_head_stride, parts_split_stride, query_stride, query_head_stride,

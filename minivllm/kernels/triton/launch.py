@@ -14,6 +14,7 @@ from minivllm.errors import KernelError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
+MAX_GROUP = 128
 
 
 def _use_interpreter() -> bool:
@@ -58,6 +59,12 @@ def needs_float32(dtype: torch.dtype) -> bool:
     """Whether matrices are multiplied in float32: those that are float32, and bfloat16 in the interpreter, which would
     multiply its bit patterns."""
     return dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16)
+
+
+def check_group(group: int) -> None:
+    """The query heads to a KV head that the attention kernels can take."""
+    if group > MAX_GROUP:
+        raise KernelError(f"{group} query heads share a KV head, but the Triton kernels take at most {MAX_GROUP}.")
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

@@ -67,19 +67,19 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     out_ptr, new_residual_ptr, x_ptr, residual_ptr, weight_ptr, num_rows, num_heads, eps,
     out_stride, out_head_stride, new_residual_stride, new_residual_head_stride,
     x_stride, x_head_stride, residual_stride, residual_head_stride,
     ADD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Some rows, each a token's hidden state or one head of it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < SIZE)
     tokens = (rows // num_heads).to(tl.int64)[:, None]
     heads = (rows % num_heads).to(tl.int64)[:, None]
-    columns = columns[None, :]
     x = tl.load(x_ptr + tokens * x_stride + heads * x_head_stride + columns, mask=inside, other=0.0)
     dtype = x.dtype
     x = x.to(tl.float32)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_group, check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
 
 
 def paged_prefill_attention(
@@ -46,11 +45,10 @@ def paged_prefill_attention(
     if num_tokens == 0 or num_seqs == 0:
         return out
     group = num_heads // num_kv_heads
+    check_group(group)
     channels = max(16, next_power_of_2(head_dim))
     rows, tile, num_warps, num_stages = choose_tiles(channels, query.element_size())
     rows = max(rows, next_power_of_2(group))
-    if rows > 256:
-        raise KernelError(f"{group} query heads share a KV head, but this kernel takes at most 256.")
     tokens = rows // group
     with on_device(query):
         _prefill[(num_tokens // tokens + num_seqs, num_kv_heads)](
@@ -74,7 +72,7 @@ def choose_tiles(channels: int, element_size: int) -> tuple[int, int, int, int]:
     return (128, 64, 4, 3) if channels <= 64 else (128, 64, 8, 3) if channels <= 128 else (64, 32, 4, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change from step to step
 def _prefill(
     out_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, context_lens_ptr, starts_ptr, num_seqs, scale,
     out_stride, out_head_stride, query_stride, query_head_stride,
@@ -99,6 +97,7 @@ def _prefill(
     channels = tl.arange(0, CHANNELS)
     tokens = first_token + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
+    # Where a group does not divide ROWS, the last rows are left over: computed, and not stored.
     own_rows = (rows < TOKENS * GROUP) & (tokens < query_len)
     query_inside = own_rows[:, None] & (channels < HEAD_DIM)[None, :]
     token_rows = (query_start + tokens).to(tl.int64)
@@ -139,7 +138,7 @@ def _prefill(
 @triton.jit
 def _find_sequence(starts_ptr, query_tile, num_seqs, TOKENS: tl.constexpr):
     """The sequence that owns a tile: the last one whose first tile is not behind it."""
-    low = query_tile * 0
+    low = query_tile * 0  # 0, but a tensor, as it must be to change within a loop
     high = num_seqs
     while low + 1 < high:
         middle = (low + high) // 2
@@ -176,7 +175,7 @@ def _attend(
         keys = keys.to(tl.float32)
         values = values.to(tl.float32)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-    if MASKED:
+    if MASKED:  # the causal rule; what lies behind `last` was not even loaded
         scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     shrink = tl.exp2(maximum - new_maximum)

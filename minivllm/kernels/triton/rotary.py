@@ -46,6 +46,7 @@ def _rotary(
     query_stride, query_head_stride, key_stride, key_head_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
+    """All heads of one token's query and key."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     pairs = tl.arange(0, BLOCK)
