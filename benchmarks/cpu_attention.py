@@ -11,8 +11,10 @@ touching every cache line of the same blocks.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -24,7 +26,6 @@ from minivllm.bench.machine import describe_machine
 from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
-from minivllm.worker.cache_engine import _zeros
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 CASES = ((1, 150), (1, 1000), (1, 4000), (16, 150), (16, 1000), (64, 500))
@@ -47,7 +48,7 @@ def make_step(num_seqs: int, context_len: int) -> tuple[list[tuple[Tensor, Tenso
     """Caches of all layers, filled, and a decode step over them."""
     num_blocks = -(-context_len // BLOCK_SIZE)
     shape = (num_seqs * num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    caches = [tuple(_zeros(shape, torch.float32, torch.device("cpu")).normal_() for _ in range(2)) for _ in range(NUM_LAYERS)]
+    caches = [tuple(torch.zeros(shape).normal_() for _ in range(2)) for _ in range(NUM_LAYERS)]
     block_tables = torch.randperm(num_seqs * num_blocks, dtype=torch.int32).view(num_seqs, num_blocks)
     last = context_len - 1
     metadata = AttentionMetadata(
@@ -89,12 +90,15 @@ def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--out", type=Path, help="a file for the numbers, as JSON")
+    args = parser.parse_args()
+    repeats, rows = args.repeats, []
     torch.manual_seed(0)
     print(f"Median of {repeats} steps, in turns; {describe_machine()}\n")
     print(f"{'sequences':>10}{'context':>9}{'torch':>11}{'cpu':>11}{'ratio':>8}{'cpu reads':>13}{'possible':>13}{'share':>8}")
     for num_seqs, context_len in CASES:
         ms = measure(num_seqs, context_len, repeats)
+        rows.append({"sequences": num_seqs, "context": context_len, "milliseconds": ms})
         num_bytes = 2 * NUM_LAYERS * num_seqs * NUM_KV_HEADS * HEAD_DIM * 4
         speed, possible = (
             num_bytes * tokens / ms[name] / 1e6 for name, tokens in (("cpu", context_len), ("touch", -(-context_len // 16) * 16))
@@ -104,6 +108,8 @@ def main() -> None:
             f"{speed:>8.1f} GB/s{possible:>8.1f} GB/s{speed / possible:>8.0%}",
             flush=True,
         )
+    if args.out:
+        args.out.write_text(json.dumps({"machine": describe_machine(), "repeats": repeats, "cases": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,14 @@ def compile_others(heads, dtype):
     kernels.rotary_embedding(torch.arange(3), query, key, angles, angles)
 
 
-FEW = [((128, 8, 4), torch.bfloat16, 16), ((64, 3, 3), torch.float32, 16), ((80, 2, 1), torch.float16, 8)]
+FEW = [
+    ((128, 8, 4), torch.bfloat16, 16),
+    ((64, 3, 3), torch.float32, 16),
+    ((80, 2, 1), torch.float16, 8),
+    ((256, 1, 1), torch.bfloat16, 64),
+    ((256, 1, 1), torch.float32, 32),
+    ((32, 1, 2), torch.float16, 32),
+]
 ALL = [*FEW, *itertools.product([*HEADS, (128, 8, 8)], (torch.float32, torch.float16, torch.bfloat16), (8, 16, 32, 64))]
 
 for CASE in ALL if "--all" in sys.argv else FEW:

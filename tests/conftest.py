@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("default", max_examples=150, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
+settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -23,7 +23,7 @@ BELOW = {
     "engine": {"core", "executor", "models"},
     "bench": {"engine", "core", "worker"},
     "viz": {"engine.trace"},
-    "entrypoints": {"engine", "core", "executor", "models", "worker", "bench", "viz"},
+    "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz"},
 }
 """Folder to the folders (or modules) that it may import, besides itself and the vocabulary."""
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]

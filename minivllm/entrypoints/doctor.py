@@ -17,8 +17,10 @@ def examine() -> int:
     import torch
 
     from minivllm.bench.machine import processor_name
+    from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
     from minivllm.models.gguf_files import cache_folder
     from minivllm.worker.memory import available_cpu_memory
+    from minivllm.worker.worker import resolve_device
 
     def line(label: str, text: str) -> None:
         print(f"{label + ':':<14}{text}")
@@ -33,6 +35,8 @@ def examine() -> int:
     else:
         line("GPU", "none that torch can use; everything runs on the CPU")
     line("Triton", _triton(torch.cuda.is_available()))
+    backend = get_attention_backend("auto", resolve_device("auto"))
+    line("attention", f"attention_backend='auto' is {next(name for name, cls in BACKENDS.items() if cls is backend)!r} here")
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
