@@ -139,7 +139,7 @@ def make_attention_case(
         block_size, dtype, device: Of the cache.
         padding: Rows of the query that belong to no sequence.
         shared: Whether sequences begin with blocks of the first one, as after a fork or a cached prefix.
-        strided: Whether queries are part of a wider tensor, and blocks lie apart.
+        strided: Whether queries and tables are parts of wider tensors, and blocks lie apart.
         index_dtype: Of tables, lengths and starts.
         scale: Times the usual `head_dim ** -0.5`.
         seed: Of the random numbers.
@@ -151,7 +151,8 @@ def make_attention_case(
     order = torch.randperm(total, generator=generator).tolist()
     width = max([1, *num_blocks])
     # What lies beyond a context is never looked at, so it may be anything.
-    tables = torch.randint(-(2**30), 2**30, (len(context_lens), width), dtype=torch.int32, generator=generator)
+    tables = torch.randint(-(2**30), 2**30, (len(context_lens), width + 3 * strided), dtype=torch.int32, generator=generator)
+    tables = tables[:, :width]
     for i, count in enumerate(num_blocks):
         own = [order.pop() for _ in range(count)]
         if shared and i > 0:
@@ -159,9 +160,9 @@ def make_attention_case(
             own[:common] = tables[0, :common].tolist()
         tables[i, :count] = torch.tensor(own, dtype=torch.int32)
 
-    def make_cache() -> tuple[Guarded, Tensor]:
+    def make_cache(gap: int) -> tuple[Guarded, Tensor]:
         shape = (total, block_size, num_kv_heads, head_dim)
-        cache = Guarded(shape, dtype, device, gap=32 if strided else 0)
+        cache = Guarded(shape, dtype, device, gap if strided else 0)
         clean = torch.randn(shape, generator=generator).to(dtype)
         used = torch.zeros(total, block_size, dtype=torch.bool)
         for table, length in zip(tables, context_lens, strict=True):
@@ -170,8 +171,8 @@ def make_attention_case(
         cache.tensor[used.to(device)] = clean[used].to(device)
         return cache, clean.double()
 
-    key_cache, clean_keys = make_cache()
-    value_cache, clean_values = make_cache()
+    key_cache, clean_keys = make_cache(gap=32)
+    value_cache, clean_values = make_cache(gap=48)
     num_tokens = sum(query_lens) + padding
     num_heads = num_kv_heads * group
     wide = torch.randn(num_tokens, num_heads + (2 * num_kv_heads if strided else 0), head_dim, generator=generator)

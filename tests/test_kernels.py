@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,8 +23,10 @@ from kernel_cases import (
 from minivllm.errors import KernelError
 from minivllm.kernels import checks, reference
 
-pytest.importorskip("triton")
+pytest.importorskip("triton")  # there is none for macOS
+numba = pytest.importorskip("numba")
 from minivllm.kernels import cpu, triton
+from minivllm.kernels.cpu.launch import as_numpy, load
 from minivllm.kernels.triton.decode_attention import MAX_SPLITS, TOKENS_PER_SPLIT, choose_num_splits
 
 TRITON_DEVICE = "cpu" if triton.INTERPRETED else "cuda"
@@ -82,6 +88,40 @@ def test_cpu_decode_attention_with_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_triton_attention_writes_to_a_part_of_a_wider_tensor(num_splits):
+    wide = torch.full((3, 11, 80), float("nan"), device=TRITON_DEVICE)
+    case = make_attention_case([40, 7, 5], [1, 1, 1], device=TRITON_DEVICE, strided=True)
+    for attend, args, options in (
+        (triton.paged_decode_attention, case.args, {"num_splits": num_splits}),
+        (triton.paged_prefill_attention, case.ragged_args, {}),
+    ):
+        wide.fill_(float("nan"))
+        out = wide[:, 1:10, :64]
+        attend(*args, out=out, **options)
+        assert_close(out.clone(), reference.paged_decode_attention(*case.reference_args))
+        out.fill_(float("nan"))
+        assert torch.isnan(wide).all()
+
+
+def test_numbers_of_16_bits_are_understood_by_numba():
+    """Every one of them: zeros, subnormals, infinities and NaN too."""
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+    @numba.njit
+    def load_all(numbers, out):
+        for i in range(len(numbers)):
+            out[i] = load(numbers[i])
+
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = patterns.view(dtype)
+        out = torch.empty(2**16)
+        load_all(as_numpy(numbers), out.numpy())
+        expected = numbers.float()
+        assert torch.equal(torch.isnan(out), torch.isnan(expected))
+        assert torch.equal(out.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
+
+
 @both
 @pytest.mark.parametrize("length", [1, 4095, 32768])
 def test_long_contexts(kernels, device, length):
@@ -93,6 +133,25 @@ def test_long_contexts(kernels, device, length):
 @both
 def test_a_long_prompt_and_decodes_in_one_batch(kernels, device):
     check_prefill(kernels, make_attention_case([257, 100, 64, 300], [257, 1, 1, 130], padding=5, device=device))
+
+
+@both
+def test_an_odd_prefix_and_an_odd_group(kernels, device):
+    """Rows are taken in pairs, so a pair may belong to two tokens, of which the second sees one key more."""
+    for context_len in range(2, 40):
+        check_prefill(kernels, make_attention_case([context_len], [2], (64, 1, 3), seed=context_len, device=device))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_cpu_kernels_leave_the_number_of_threads_alone(num_threads):
+    """In a fresh process, where the first call starts the pool of threads."""
+    code = (
+        "import torch, sys; sys.path.insert(0, 'tests'); from kernel_cases import make_attention_case;"
+        f"torch.set_num_threads({num_threads}); from minivllm.kernels import cpu;"
+        "cpu.paged_decode_attention(*make_attention_case([5], [1]).args); print(torch.get_num_threads())"
+    )
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == f"{num_threads}\n"
 
 
 @both
@@ -170,8 +229,8 @@ block_pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size
 @given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), strided=st.booleans())
 def test_copy_blocks(pairs, dtype, strided):
     """Also when one copy overwrites the source of another."""
-    cache = Guarded((10, 8, 3, 80), dtype, TRITON_DEVICE, gap=16 if strided else 0)
-    cache.tensor.copy_(torch.randn(10, 8, 3, 80))
+    cache = Guarded((10, 16, 3, 80), dtype, TRITON_DEVICE, gap=16 if strided else 0)
+    cache.tensor.copy_(torch.randn(10, 16, 3, 80))
     expected = cache.tensor.cpu().clone()
     sources = expected.clone()
     for source, destination in pairs:
@@ -184,14 +243,20 @@ def test_copy_blocks(pairs, dtype, strided):
     assert torch.equal(theirs, expected)
 
 
+def test_swapping_within_one_cache_is_copying():
+    cache = torch.arange(4.0, device=TRITON_DEVICE).view(4, 1, 1, 1)
+    triton.swap_blocks(cache, cache, [(0, 1), (1, 2), (2, 3)])
+    assert cache.flatten().tolist() == [0, 0, 1, 2]
+
+
 @FEWER
 @given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), to_host=st.booleans(), from_host=st.booleans())
 def test_swap_blocks(pairs, dtype, to_host, from_host):
     devices = ("cpu" if from_host and not triton.INTERPRETED else TRITON_DEVICE, "cpu" if to_host else TRITON_DEVICE)
     if devices == ("cpu", "cpu") and not triton.INTERPRETED:
         devices = (TRITON_DEVICE, "cpu")
-    source = torch.randn(10, 8, 3, 80).to(dtype).to(devices[0])
-    destination = Guarded((10, 8, 3, 80), dtype, devices[1])
+    source = torch.randn(10, 16, 3, 80).to(dtype).to(devices[0])
+    destination = Guarded((10, 16, 3, 80), dtype, devices[1])
     triton.swap_blocks(source, destination.tensor, pairs)
     destination.check()
     theirs = torch.full(source.shape, float("nan"), dtype=dtype)
@@ -402,8 +467,16 @@ def test_what_a_kernel_cannot_take_is_refused(kernels, device):
             with pytest.raises(KernelError, match="num_splits is .*, but must be 1 to 64"):
                 triton.paged_decode_attention(*case.args, num_splits=num_splits)
     case = make_attention_case([5], [1], device=device)
-    with pytest.raises(KernelError, match="out is .2, 9, 64., but must be .1, 9, 64."):
-        kernels.paged_decode_attention(*case.args, out=torch.zeros(2, 9, 64, device=device))
+    two = make_attention_case([5, 6], [1, 1], device=device)
+    for out, message in (
+        (torch.zeros(1, 9, 64, device=device), "out is .1, 9, 64., but must be .2, 9, 64."),
+        (torch.zeros(1, 9, 64, device=device).expand(2, -1, -1), "out is an expanded tensor"),
+        (two.query, "out is the input itself"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.paged_decode_attention(*two.args, out=out)
+    with pytest.raises(KernelError, match="query is a view that is negated"):
+        kernels.paged_decode_attention(torch._neg_view(two.query), *two.args[1:])
 
 
 def test_trusted_input_is_not_read_back():

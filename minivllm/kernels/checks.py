@@ -37,6 +37,8 @@ def trusted() -> Iterator[None]:
 def check_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Keys, values and slots of the same tokens, and a cache that they fit into."""
     check_cache(key_cache, value_cache)
+    _check_own_memory("key_cache", key_cache)
+    _check_own_memory("value_cache", value_cache)
     num_tokens = slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
     for name, x in (("key", key), ("value", value)):
         if tuple(x.shape) != (num_tokens, *key_cache.shape[2:]):
@@ -202,6 +204,9 @@ def check_out(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(out.shape) != shape:
         raise KernelError(f"out is {_shape(out)}, but must be [{', '.join(map(str, shape))}].")
     _check_like("out", out, "the input", like)
+    _check_own_memory("out", out)
+    if out.data_ptr() == like.data_ptr() and out.numel() > 0:
+        raise KernelError("out is the input itself, which would be overwritten before it is read: give another tensor.")
 
 
 def _check_like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
@@ -217,7 +222,14 @@ def _check_float(name: str, x: Tensor) -> None:
         raise KernelError(f"{name} has dtype {_dtype(x)}, but must be a float type.")
 
 
+def _check_own_memory(name: str, x: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise KernelError(f"{name} is an expanded tensor, whose rows share their memory: use .contiguous() or another tensor.")
+
+
 def _check_rows(name: str, x: Tensor) -> None:
+    if x.is_neg():
+        raise KernelError(f"{name} is a view that is negated when it is read: use .resolve_neg().")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise KernelError(
             f"{name} has stride {x.stride(-1)} in its last dimension, but must be contiguous there: use .contiguous()."

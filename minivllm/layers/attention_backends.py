@@ -125,15 +125,25 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
 def _choose_backend(device: torch.device) -> str:
     """The name of the fastest backend that a device can have."""
     if device.type == "cpu":
-        return "cpu" if importlib.util.find_spec("numba") else "torch"
+        return "cpu" if _has_numba() else "torch"
     has_room = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
     return "triton" if importlib.util.find_spec("triton") and has_room else "torch"
+
+
+def _has_numba() -> bool:
+    if importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        from minivllm.kernels import cpu  # noqa: F401
+    except ImportError:  # installed, but not for this Python or numpy
+        return False
+    return True
 
 
 def _get_cpu_backend(device: torch.device) -> type[AttentionBackend]:
     if device.type != "cpu":
         raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
-    if importlib.util.find_spec("numba") is None:
+    if not _has_numba():
         logger.warning("Numba is not installed, so attention_backend 'torch' stands in for 'cpu': `pip install numba` is faster.")
         return TorchAttentionBackend
     return CPUAttentionBackend

@@ -63,8 +63,11 @@ def constant(number: int) -> tuple:
 
 def use_threads_of_torch() -> int:
     """Let Numba use as many threads as torch does."""
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    wanted = torch.get_num_threads()
+    num_threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
+    if torch.get_num_threads() != wanted:  # Numba has just started the pool that both use, with a number of its own
+        torch.set_num_threads(wanted)
     return num_threads
 
 

@@ -114,15 +114,12 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
         for d in range(head_dim):
             scaled[row, d] = query[row // group_size, kv_head * group_size + row % group_size, d] * scale * LOG2_E
     for start in range(0, position + num_tokens, TILE):
-        for t in range(TILE):
-            if start + t < position + num_tokens:
-                block, offset = table[(start + t) // block_size], (start + t) % block_size
-                for d in range(head_dim):
-                    keys[d, t] = load(key_cache[block, offset, kv_head, d])
-                for d in range(head_dim):
-                    values[t, d] = load(value_cache[block, offset, kv_head, d])
-            else:
-                values[t] = ZERO  # a weight of zero would not hide a NaN left here
+        for t in range(min(TILE, position + num_tokens - start)):
+            block, offset = table[(start + t) // block_size], (start + t) % block_size
+            for d in range(head_dim):
+                keys[d, t] = load(key_cache[block, offset, kv_head, d])
+            for d in range(head_dim):
+                values[t, d] = load(value_cache[block, offset, kv_head, d])
         for pair in range(0, num_tokens * group_size, 2):
             visible_end = position + (pair + 1) // group_size + 1 - start
             if visible_end <= 0:

@@ -76,7 +76,9 @@ def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tup
     if not pairs:
         return
     sources, destinations = (list(blocks) for blocks in zip(*pairs, strict=True))
-    if source_cache.device == destination_cache.device:
+    if source_cache.data_ptr() == destination_cache.data_ptr():
+        copy_blocks(source_cache, pairs)  # where one copy may overwrite the source of another
+    elif source_cache.device == destination_cache.device:
         _copy(source_cache, destination_cache, pairs)
     elif source_cache.device.type == "cuda":
         staged = torch.empty((len(pairs), *source_cache.shape[1:]), dtype=source_cache.dtype, device=source_cache.device)
