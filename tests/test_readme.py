@@ -29,7 +29,7 @@ def test_its_links_and_pictures_exist():
 
 def test_the_files_and_make_targets_that_it_names_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:^|`|nightly )make ([a-z]+)", README, flags=re.MULTILINE):
+    for target in re.findall(r"(?:^|`|nightly )make ([a-z-]+)", README, flags=re.MULTILINE):
         assert f"\n{target}:" in makefile, f"make {target}"
     for name in re.findall(r"`(?:python )?((?:tests|benchmarks|minivllm|\.ci)/[\w./]*)`", README):
         assert (ROOT / name).exists(), name
