@@ -1,10 +1,11 @@
 """Checks the engine on a GPU: `make gpu-check`. Needs no network and installs nothing; uses the packages that are there.
 
-1. Every kernel test, with the Triton kernels compiled.
+1. The kernels against the device's limits (benchmarks/gpu_kernels.py).
 2. The engine in bfloat16 on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
    transformers in float32 as transformers' own in bfloat16 are.
-3. CUDA graphs: a replay gives exactly what the same step gives without a graph, and a generation the same tokens.
-4. How fast a generation is with graphs and without, and the kernels against the device's limits (benchmarks/gpu_kernels.py).
+3. CUDA graphs: a replay gives exactly what the same step gives without a graph, and a generation the same tokens. How fast
+   it is with graphs and without.
+4. Every kernel test, with the Triton kernels compiled.
 
 What is measured goes into a JSON file, with device and date.
 """

@@ -166,4 +166,4 @@ def _check_triton(device: torch.device) -> None:
         )
     if interpreted and not _said_interpreted:
         _said_interpreted = True
-        logger.warning("The Triton kernels run interpreted: correct, and thousands of times slower than on a GPU.")
+        logger.warning("The Triton kernels run interpreted: correct, but very slow.")

@@ -1,4 +1,4 @@
-"""Cache and attention operations on the CPU, in loops that Numba compiles. Nothing of the cache is copied.
+"""Cache and attention operations on the CPU, in loops that Numba compiles. No blocks are gathered.
 
 The loops read like the Triton kernels next door, one number at a time. Numba compiles them at the first call for each head
 size and dtype, which takes a few seconds, and keeps the result on disk. Everything is computed in float32.

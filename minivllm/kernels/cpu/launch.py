@@ -133,7 +133,7 @@ def _from_float16(x):
 
 @njit(fastmath=FASTMATH)
 def exp2(x):
-    """2**x for x <= 0, accurate to two units in the last place; below 2**-126 it is 0, and NaN stays NaN.
+    """2**x for x <= 0, accurate to a unit in the last place; what is no normal number may be 0, and NaN stays NaN.
 
     The nearest whole number goes into the exponent of a float, the rest through a polynomial (that of the Cephes
     library). `math.exp2` would be a call for each number; this is arithmetic, eight or sixteen numbers at a time.

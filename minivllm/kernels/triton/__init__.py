@@ -1,7 +1,7 @@
 """The operations as Triton kernels (Tillet et al., 2019): compiled for the GPU, or interpreted on the CPU.
 
 Without a GPU, importing this package turns on Triton's interpreter, which runs a kernel program by program in numpy:
-thousands of times slower, but a kernel can be read, stepped through and tested on any Linux machine. The choice is one
+very slow, but a kernel can be read, stepped through and tested on any Linux machine. The choice is one
 for the whole process, because Triton makes it when a kernel is defined.
 """
 
