@@ -14,6 +14,7 @@ from minivllm.errors import ConfigError
 
 POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
+QUANTIZATIONS = ("int8", "int4")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -81,6 +82,18 @@ class SchedulerConfig:
             )
 
 
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker computes on, and with; see `EngineArgs`."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    attention_backend: str | type = "auto"
+    enforce_eager: bool = False
+    quantization: str | None = None
+    low_memory: bool = False
+
+
 @dataclass
 class EngineArgs:
     """Everything an engine can be told. Only `model` is needed.
@@ -111,6 +124,9 @@ class EngineArgs:
         attention_backend: "auto", "torch", "cpu" or "triton", or an `AttentionBackend` subclass of your own. "auto" is
             "triton" on a GPU and "cpu" (Numba) without one; "triton" without a GPU runs interpreted, very slowly.
         enforce_eager: On a GPU, launch the kernels of a decode one by one instead of replaying a captured CUDA graph.
+        quantization: On a CPU, the bits of the weights: "int8" or "int4". None computes with the weights as they are.
+        low_memory: On a CPU, keep the weights as they are instead of packing them for small batches: slower, but the head has no
+            copy beside the embedding, and loading needs no second copy of anything.
         trace: Keep one `StepRecord` for each step.
     """
 
@@ -135,11 +151,15 @@ class EngineArgs:
     block_space_manager_cls: type | None = None
     attention_backend: str | type = "auto"
     enforce_eager: bool = False
+    quantization: str | None = None
+    low_memory: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS)
         _check_at_least("block_size", self.block_size, 1)
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
@@ -200,6 +220,10 @@ class EngineArgs:
             enable_chunked_prefill=self.enable_chunked_prefill,
             preemption_mode=self.preemption_mode,
         )
+
+    def worker_config(self) -> WorkerConfig:
+        """The part that concerns a device."""
+        return WorkerConfig(**{field.name: getattr(self, field.name) for field in fields(WorkerConfig)})
 
     @classmethod
     def names(cls) -> list[str]:

@@ -113,7 +113,7 @@ class LLMEngine:
         tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
         return cls(
             *configs,
-            UniProcExecutor(*configs, args.dtype, args.device, args.attention_backend, args.enforce_eager),
+            UniProcExecutor(*configs, args.worker_config()),
             tokenizer,
             scheduler_cls=args.scheduler_cls or Scheduler,
             block_space_manager_cls=args.block_space_manager_cls or BlockSpaceManager,

@@ -10,12 +10,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from minivllm import __version__
-from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, EngineArgs
+from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
 from minivllm.errors import ConfigError, MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
 
 _CHOICES = {
     "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "cpu", "triton"),
     "scheduling_policy": POLICIES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.executor.base import Executor
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.worker import Worker
@@ -16,12 +16,9 @@ class UniProcExecutor(Executor):
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
-        dtype: str,
-        device: str,
-        attention_backend: str | type,
-        enforce_eager: bool = False,
+        worker_config: WorkerConfig,
     ) -> None:
-        self.worker = Worker(model_config, cache_config, scheduler_config, dtype, device, attention_backend, enforce_eager)
+        self.worker = Worker(model_config, cache_config, scheduler_config, worker_config)
         self.worker.load_model()
 
     def determine_num_available_blocks(self) -> tuple[int, int]:

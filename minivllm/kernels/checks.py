@@ -175,6 +175,23 @@ def check_rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: T
         )
 
 
+def check_linear(x: Tensor, in_features: int) -> None:
+    """Rows of the width that the weight has, float32 on the CPU."""
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise KernelError(f"x is {_shape(x)}, but the weight needs [num_tokens, {in_features}].")
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise KernelError(f"x has dtype {_dtype(x)} on {x.device}, but a packed weight takes float32 on the CPU.")
+
+
+def check_digits(x: Tensor, scales: Tensor | None = None) -> None:
+    """float32 rows; with scales, two for each of them."""
+    if x.dim() != 2 or x.shape[1] == 0 or (scales is not None and x.shape[0] != 2 * scales.shape[0]):
+        needed = "[num_tokens, size]" if scales is None else f"[{2 * scales.shape[0]}, out_features]"
+        raise KernelError(f"x is {_shape(x)}, but must be {needed}.")
+    if x.dtype != torch.float32:
+        raise KernelError(f"x has dtype {_dtype(x)}, but must be float32.")
+
+
 def check_silu_and_mul(x: Tensor) -> None:
     """Two halves side by side."""
     if x.dim() != 2 or x.shape[1] % 2 or x.shape[1] == 0:

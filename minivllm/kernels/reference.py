@@ -214,6 +214,46 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+DIGIT_BASE = 64
+"""What the higher digit of `split_digits` counts."""
+DIGIT_ZERO = 64
+"""What is added to a digit so that it is never negative."""
+LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
+"""The largest whole number of two digits: 4,063."""
+
+
+def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to whole numbers up to 4,063 and write those with two digits, `64 * high + low`.
+
+    Args:
+        x: `[num_tokens, size]`, float32.
+
+    Returns:
+        `[2 * num_tokens, size]` uint8, the high digits of all rows and then the low ones, each plus 64 and in 1 .. 127; and
+        `[num_tokens]`, the scale of each row: `x` is about `scale * (64 * high + low)`.
+    """
+    checks.check_digits(x)
+    scales = (x.abs().amax(dim=1) / LARGEST).clamp_(min=1e-30)
+    whole = torch.floor(x / scales[:, None] + 0.5)
+    high = torch.floor(whole / DIGIT_BASE + 0.5)
+    return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
+
+
+def join_digits(products: Tensor, scales: Tensor) -> Tensor:
+    """Put together the products of high and low digits with a weight.
+
+    Args:
+        products: `[2 * num_tokens, out_features]`, float32: what `split_digits` gave, each digit less 64, times a weight.
+        scales: `[num_tokens]`.
+
+    Returns:
+        `[num_tokens, out_features]`.
+    """
+    checks.check_digits(products, scales)
+    high, low = products.chunk(2)
+    return torch.add(low, high, alpha=DIGIT_BASE).mul_(scales[:, None])
+
+
 def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks within a cache, in place: (source, destination) pairs. No destination may be named twice.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import ConfigError, KernelError
-from minivllm.kernels import reference
+from minivllm.kernels import has_cpu_kernels, reference
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,16 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 class CPUAttentionBackend(AttentionBackend):
-    """Loops compiled by Numba."""
+    """Loops compiled by Numba, for attention and for what goes on around it."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+    @classmethod
+    def load_ops(cls) -> ModuleType:
         from minivllm.kernels import cpu  # here, because Numba may be missing
 
-        return _attend(cpu, query, key, value, kv_cache, metadata, self.scale)
+        return cpu
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -125,25 +129,15 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
 def _choose_backend(device: torch.device) -> str:
     """The name of the fastest backend that a device can have."""
     if device.type == "cpu":
-        return "cpu" if _has_numba() else "torch"
+        return "cpu" if has_cpu_kernels() else "torch"
     has_room = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
     return "triton" if importlib.util.find_spec("triton") and has_room else "torch"
-
-
-def _has_numba() -> bool:
-    if importlib.util.find_spec("numba") is None:
-        return False
-    try:
-        from minivllm.kernels import cpu  # noqa: F401
-    except ImportError:  # installed, but not for this Python or numpy
-        return False
-    return True
 
 
 def _get_cpu_backend(device: torch.device) -> type[AttentionBackend]:
     if device.type != "cpu":
         raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
-    if not _has_numba():
+    if not has_cpu_kernels():
         logger.warning("Numba is not installed, so attention_backend 'torch' stands in for 'cpu': `pip install numba` is faster.")
         return TorchAttentionBackend
     return CPUAttentionBackend

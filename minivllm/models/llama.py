@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
-from minivllm.layers.linear import Linear, linear
+from minivllm.layers.linear import Linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.base import CausalLM
@@ -121,14 +121,15 @@ class LlamaForCausalLM(CausalLM):
             raise ModelLoadError(f"hidden_act {config['hidden_act']!r} is not supported for this family: only 'silu' is.")
         self.model = LlamaModel(config, max_model_len, backend, self.qk_norm)
         self.tie_word_embeddings = config.get("tie_word_embeddings", False)
-        self.lm_head = None if self.tie_word_embeddings else Linear(config["hidden_size"], config["vocab_size"])
+        self.lm_head = Linear(config["hidden_size"], config["vocab_size"])
+        if self.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return linear(hidden, weight)
+        return self.lm_head(hidden)
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
-from minivllm.layers.linear import Linear, linear
+from minivllm.layers.linear import Linear
 from minivllm.models.base import CausalLM
 
 POSITION_OFFSET = 2
@@ -99,9 +99,11 @@ class OPTForCausalLM(CausalLM):
                 )
         self.tie_word_embeddings = True
         self.model = OPTModel(config, backend)
+        self.lm_head = Linear(config["hidden_size"], config["vocab_size"])
+        self.lm_head.weight = self.model.decoder.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.model.decoder.embed_tokens.weight)
+        return self.lm_head(hidden)

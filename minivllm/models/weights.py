@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend
-from minivllm.layers.linear import Linear
+from minivllm.layers.linear import Linear, Product
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import MODELS, read_json
 
@@ -44,13 +45,23 @@ def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, ba
     return model.requires_grad_(False).eval()
 
 
+def pack_weights(model: CausalLM, make_product: Callable[[str, Tensor, Tensor | None], Product]) -> None:
+    """Replace the weight of every linear layer by what `make_product(name, weight, bias)` returns, one after the other."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.pack(partial(make_product, name))
+
+
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of all checkpoint files in a folder: safetensors, one or sharded, else pytorch_model.bin."""
     for file in _weight_files(folder):
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    names = tensors.keys()
+                for name in names:
+                    # Opened for each tensor, and so closed after it: else the whole file would count as memory in use.
+                    with safe_open(file, framework="pt") as tensors:
                         yield name, tensors.get_tensor(name)
             else:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.errors import ConfigError
 from minivllm.layers.attention_backends import get_attention_backend
-from minivllm.models.weights import load_model
+from minivllm.layers.quantization import choose_product
+from minivllm.models.weights import load_model, pack_weights
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
@@ -32,13 +33,10 @@ class Worker:
 
     Args:
         model_config, cache_config, scheduler_config: What to run and within which limits.
-        dtype: "auto" or the name of a torch dtype.
-        device: "auto", "cpu" or "cuda".
-        attention_backend: A backend's name or class.
-        enforce_eager: Whether to do without CUDA graphs.
+        worker_config: What to compute on, and with.
 
     Raises:
-        ConfigError: The device, dtype or backend is not to be had.
+        ConfigError: The device, dtype, backend or quantization is not to be had.
     """
 
     def __init__(
@@ -46,18 +44,16 @@ class Worker:
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
-        dtype: str,
-        device: str,
-        attention_backend: str | type,
-        enforce_eager: bool = False,
+        worker_config: WorkerConfig,
     ) -> None:
         self.model_config = model_config
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.device = resolve_device(device)
-        self.dtype = resolve_dtype(dtype, self.device, model_config)
-        self.attention_backend = get_attention_backend(attention_backend, self.device)
-        self.enforce_eager = enforce_eager
+        self.device = resolve_device(worker_config.device)
+        self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
+        self.attention_backend = get_attention_backend(worker_config.attention_backend, self.device)
+        self.enforce_eager = worker_config.enforce_eager
+        self.make_product = choose_product(worker_config.quantization, worker_config.low_memory, self.device, self.dtype)
         self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
@@ -65,6 +61,8 @@ class Worker:
     def load_model(self) -> None:
         """Put the weights on the device."""
         model = load_model(self.model_config, self.dtype, self.device, self.attention_backend)
+        if self.make_product is not None:
+            pack_weights(model, self.make_product)
         self.model_runner = ModelRunner(model, self.cache_config.block_size, self.model_config.max_model_len, self.device)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:

@@ -23,7 +23,10 @@ if not _cache_dir_before:
 
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
+from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
+from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
+from minivllm.kernels.reference import copy_blocks, swap_blocks  # noqa: E402
 
 numba.config.CACHE_DIR = _cache_dir_before
 
@@ -44,4 +47,18 @@ class _Announcer(event.Listener):
 
 event.register("numba:compile", _Announcer())
 
-__all__ = ["paged_decode_attention", "paged_prefill_attention", "reshape_and_cache"]
+__all__ = [
+    "PackedWeight",
+    "add_rms_norm",
+    "copy_blocks",
+    "join_digits",
+    "packed_linear",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "split_digits",
+    "swap_blocks",
+]

@@ -1,0 +1,195 @@
+"""Linear layers for the few rows of a decode step: `x @ W.T + b` at the speed of reading `W` once.
+
+A general matrix product, made for large matrices, is far from that with 16 rows. What it takes:
+
+- The weight is packed once, at load, in panels of 16 output features. A panel holds its 16 numbers for the first input
+  feature, then for the second, and so on, so that a thread reads one straight line of memory.
+- The sums of up to 24 rows of `x`, for the 16 outputs of a panel, stay in vector registers while the panel goes by: one
+  vector is loaded, and used for a multiplication and addition per row.
+- Memory is asked for (`prefetch`) a few thousand bytes ahead.
+
+Compilers do not keep an array of sums in registers. So the innermost loop, `_multiply_panels`, is written in LLVM's own
+language; it is the same loop as its neighbour here in Python:
+
+    for k in range(in_features):
+        for row in range(rows):
+            sums[row, :] += x[k, row] * panel[k, :]
+
+Each output is summed in the order of the input features, whatever the number of rows: a sequence's numbers are the same to
+the last bit, alone or in a batch. Goto and van de Geijn, 2008, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from minivllm.errors import KernelError
+from minivllm.kernels import checks
+from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
+
+PANEL = 16
+"""Output features of a panel: the float32 numbers of one AVX-512 register."""
+_HAS_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
+FEW_ROWS = (1, 2, 4, 8, 12, 16, 20, 24) if _HAS_AVX512 else (1, 2, 4, 6)
+"""So many rows pass by a panel at once, so that memory is read once, in a straight line; a kernel is compiled for each.
+Their sums must fit the vector registers: AVX-512 has 32, AVX2 has 16 of half the size."""
+MANY_ROWS, MANY_PANELS = (12, 2) if _HAS_AVX512 else (3, 2)
+"""More rows go in tiles of so many, by two panels at once: then a number of `x` that was loaded is used twice."""
+PREFETCH_DISTANCE = 64
+"""How many vectors ahead memory is asked for: 4 KiB."""
+GROUP_BYTES = 2**20
+"""Panels that all rows pass by before the next ones, so that they stay in the second-level cache meanwhile."""
+
+
+class PackedWeight:
+    """A weight as `packed_linear` takes it.
+
+    Args:
+        weight: `[out_features, in_features]`, float32 on the CPU; not needed any more afterwards.
+        bias: `[out_features]` or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.dim() != 2:
+            raise KernelError(
+                f"A {weight.dtype} weight on {weight.device} cannot be packed: only float32 matrices on the CPU can."
+            )
+        self.out_features, self.in_features = weight.shape
+        num_panels = -(-self.out_features // PANEL)
+        panels = np.zeros((num_panels, self.in_features, PANEL), np.float32)
+        whole = self.out_features // PANEL
+        torch.from_numpy(panels)[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, self.in_features).transpose(1, 2)
+        if whole < num_panels:
+            rest = weight[whole * PANEL :]
+            torch.from_numpy(panels)[whole, :, : len(rest)] = rest.t()
+        self.panels = panels
+        self.bias = np.zeros(num_panels * PANEL, np.float32)
+        if bias is not None:
+            self.bias[: self.out_features] = bias.numpy()
+
+
+def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """`x @ W.T + b` for any number of rows.
+
+    Args:
+        x: `[num_tokens, in_features]`, float32.
+        weight: The packed `W` and `b`.
+
+    Returns:
+        `[num_tokens, out_features]`.
+    """
+    checks.check_linear(x, weight.in_features)
+    num_rows = x.shape[0]
+    if num_rows <= FEW_ROWS[-1]:
+        tile, width = next(rows for rows in FEW_ROWS if rows >= num_rows), 1
+    else:
+        tile, width = MANY_ROWS, MANY_PANELS
+    out = torch.empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
+    num_threads = use_threads_of_torch()
+    _multiply(
+        x.contiguous().numpy(), weight.panels, weight.bias, out.numpy(), num_threads, constant(tile), constant(width)
+    )  # fmt: skip
+    return out[:num_rows, : weight.out_features]
+
+
+@intrinsic
+def _multiply_panels(
+    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
+) -> Any:
+    """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
+
+    `rows` and `width` are the `constant` of the number of rows and panels; `x` is `[in_features, rows]`.
+    """
+    num_rows, num_panels = len(rows), len(width)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        def array(i: int) -> Any:
+            return context.make_array(signature.args[i])(context, builder, arguments[i])
+
+        def index(i: int) -> Any:
+            return context.cast(builder, arguments[i], signature.args[i], types.intp)
+
+        int32, int64 = ir.IntType(32), ir.IntType(64)
+        vector, byte_pointer = ir.VectorType(ir.FloatType(), PANEL), ir.IntType(8).as_pointer()
+        undefined = ir.Constant(vector, ir.Undefined)
+        to_all = ir.Constant(ir.VectorType(int32, PANEL), [0] * PANEL)
+        multiply_add = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32"
+        )
+        prefetch = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]), "llvm.prefetch.p0"
+        )
+
+        def at(start: Any, offset: Any) -> Any:
+            return builder.gep(start, [offset])
+
+        def as_vector(address: Any) -> Any:
+            return builder.bitcast(address, vector.as_pointer())
+
+        in_features = cgutils.unpack_tuple(builder, array(1).shape)[1]
+        out_width = cgutils.unpack_tuple(builder, array(4).shape)[1]
+        first_output = builder.mul(index(2), int64(PANEL))
+        panel_size = builder.mul(in_features, int64(PANEL))
+        weights = at(array(1).data, builder.mul(index(2), panel_size))
+        corner = at(array(4).data, builder.add(builder.mul(index(5), out_width), first_output))
+        sums = [[cgutils.alloca_once(builder, vector) for _ in range(num_panels)] for _ in range(num_rows)]
+        for panel in range(num_panels):
+            start = builder.load(as_vector(at(array(3).data, builder.add(first_output, int64(panel * PANEL)))), align=4)
+            for row in range(num_rows):
+                builder.store(start, sums[row][panel])
+        with cgutils.for_range(builder, in_features) as loop:
+            weight = []
+            for panel in range(num_panels):
+                offset = builder.add(builder.mul(panel_size, int64(panel)), builder.mul(loop.index, int64(PANEL)))
+                weight.append(builder.load(as_vector(at(weights, offset)), align=4))
+                ahead = builder.bitcast(at(weights, builder.add(offset, int64(PANEL * PREFETCH_DISTANCE))), byte_pointer)
+                builder.call(prefetch, [ahead, int32(0), int32(3), int32(1)])  # to read, to keep, data
+            column = at(array(0).data, builder.mul(loop.index, int64(num_rows)))
+            for row in range(num_rows):
+                number = builder.insert_element(undefined, builder.load(at(column, int64(row))), int32(0))
+                repeated = builder.shuffle_vector(number, undefined, to_all)
+                for panel in range(num_panels):
+                    total = builder.load(sums[row][panel])
+                    builder.store(builder.call(multiply_add, [repeated, weight[panel], total]), sums[row][panel])
+        for row in range(num_rows):
+            for panel in range(num_panels):
+                offset = builder.add(builder.mul(out_width, int64(row)), int64(panel * PANEL))
+                builder.store(builder.load(sums[row][panel]), as_vector(at(corner, offset)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, panels, first_panel, bias, out, first_row, rows, width), generate
+
+
+@njit(parallel=True, error_model="numpy", cache=True)
+def _multiply(x, panels, bias, out, num_threads, rows, width):
+    """Turn the rows of `x` on their side, a tile after the other; then the threads share the panels evenly."""
+    num_panels, in_features, _ = panels.shape
+    num_tokens, tile = x.shape[0], len(rows)
+    num_tiles = out.shape[0] // tile
+    columns = np.empty((num_tiles, in_features, tile), np.float32)
+    for thread in prange(num_threads):
+        for i in range(num_tiles):
+            for row in range(tile):
+                token = min(i * tile + row, num_tokens - 1)  # the last tile is filled up with its last row
+                for k in range(in_features * thread // num_threads, in_features * (thread + 1) // num_threads):
+                    columns[i, k, row] = x[token, k]
+    group = max(1, GROUP_BYTES // (4 * PANEL * in_features))
+    for thread in prange(num_threads):
+        last = num_panels * (thread + 1) // num_threads
+        for first in range(num_panels * thread // num_threads, last, group):
+            end = min(first + group, last)
+            odd = (end - first) % len(width)
+            for i in range(num_tiles):
+                for panel in range(first, end - odd, len(width)):
+                    _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, width)
+                for panel in range(end - odd, end):
+                    _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, (None,))
