@@ -161,12 +161,16 @@ class EngineProcess:
             self._process.stdin.write(json.dumps(content) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the process has ended without an answer"}
+        answer = json.loads(line) if line else {"error": f"its process has ended, {self._how_it_ended()}"}
         if "error" in answer:
             reason = _last_line(answer["error"]) or "no reason given"
             raise ConfigError(f"{self.spec.name} failed ({reason}); its log is {self._log}.")
         self._failed = False
         return answer
+
+    def _how_it_ended(self) -> str:
+        status = self._process.wait()
+        return signal.Signals(-status).name if status < 0 else f"status {status}"
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
