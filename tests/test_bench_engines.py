@@ -181,7 +181,7 @@ def test_the_first_difference_is_counted():
 
 def make_comparison() -> Comparison:
     def engine(name, speeds, repeatable=True):
-        return EngineResult(name, "", {}, 2.5, 1234.5, [1.0] * 3, speeds, 2, 15, {2: 4}, repeatable)
+        return EngineResult(name, "", {}, {}, 2.5, 1234.5, [1.0] * 3, speeds, 2, 15, {2: 4}, repeatable)
 
     engines = [engine("minivllm", [90.0, 150.0, 120.0]), engine("vllm", [60.0, 61.0, 50.0], repeatable=False)]
     return Comparison("w", 3, 40, 16, "vllm", "minivllm", engines)
@@ -269,13 +269,15 @@ def write_workload(folder):
 def test_minivllm_and_transformers_agree_through_their_processes(capsys, tmp_path):
     report = tmp_path / "report.json"
     options = ["--workload", str(write_workload(tmp_path)), "--max-num-seqs", "3", "--rounds", "1", "--json", str(report)]
-    assert cli.main(["bench", "offline", "--engine", "minivllm", "transformers-static", *options]) == 0
+    assert cli.main(["bench", "offline", "--engine", "minivllm", "transformers-static", "transformers-continuous", *options]) == 0
     assert "x minivllm" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    assert content["command"].startswith("minivllm bench offline --engine minivllm transformers-static --workload ")
+    assert content["command"].startswith("minivllm bench offline --engine minivllm transformers-static transformers-continuous --w")
     comparison = content["comparison"]
     assert (comparison["output_tokens"], comparison["token_reference"]) == (14, "transformers-static")
     for engine in comparison["engines"]:
         assert (engine["equal_requests"], engine["equal_tokens"]) == (4, 14)
         assert engine["peak_memory_mb"] > 500
         assert engine["versions"]["torch"]
+        assert "max_num_seqs" in json.dumps(engine["settings"])
+        assert str(Path.home()) not in json.dumps(engine)

@@ -36,6 +36,7 @@ class EngineResult:
 
     name: str
     how: str
+    settings: dict[str, Any]
     versions: dict[str, str]
     load_seconds: float
     peak_memory_mb: float
@@ -228,6 +229,7 @@ def summarize(
     return EngineResult(
         name=engine.spec.name,
         how=engine.how,
+        settings={name: value for name, value in engine.spec.settings.items() if name not in ("model", "gguf")},  # paths
         versions=versions,
         load_seconds=engine.load_seconds,
         peak_memory_mb=peak_memory_mb,
