@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -149,6 +151,22 @@ def test_closing_ends_what_the_engine_has_started(make_spec):
     assert not log.exists()
 
 
+def test_engines_do_not_outlive_a_process_that_is_terminated(make_spec):
+    code = """
+import os, signal, sys
+from minivllm.bench.engine_process import EngineSpec, start_all
+with start_all([EngineSpec(**eval(sys.argv[1]))]) as (engine,):
+    engine.load()
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    spec = vars(make_spec(child=True)) | {"script": str(make_spec().script)}
+    done = subprocess.run([sys.executable, "-c", code, repr(spec)], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    started = [int(note.split()[2]) for note in make_spec.notes() if "pid" in note]
+    assert len(started) == 2
+    wait_for(lambda: not any(map(is_alive, started)))
+
+
 def test_what_is_missing_is_told_before_anything_is_loaded(make_spec, tmp_path):
     for missing, sentence in (
         (make_spec("b", kind="ghost"), "b cannot be started: .* has no package no_such_module; do this to install it.$"),
@@ -272,7 +290,9 @@ def test_minivllm_and_transformers_agree_through_their_processes(capsys, tmp_pat
     assert cli.main(["bench", "offline", "--engine", "minivllm", "transformers-static", "transformers-continuous", *options]) == 0
     assert "x minivllm" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    assert content["command"].startswith("minivllm bench offline --engine minivllm transformers-static transformers-continuous --w")
+    assert content["command"].startswith(
+        "minivllm bench offline --engine minivllm transformers-static transformers-continuous --w"
+    )
     comparison = content["comparison"]
     assert (comparison["output_tokens"], comparison["token_reference"]) == (14, "transformers-static")
     for engine in comparison["engines"]:

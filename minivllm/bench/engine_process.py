@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,8 +180,14 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
-    """Processes for all engines, not loaded yet; ended when the context is left, however it is."""
+    """Processes for all engines, not loaded yet; ended when the context is left, by SIGTERM too."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
     with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():  # a stopped process cannot notice that this one is gone
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         processes = []
         for spec in specs:
             processes.append(EngineProcess(spec))
