@@ -14,7 +14,8 @@ SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for command in (["generate"], ["chat"], ["bench", "offline"], ["bench", "scheduler"], ["doctor"], ["demo"]):
+    benches = [["bench", name] for name in ("offline", "latency", "sweep", "scheduler")]
+    for command in (["generate"], ["chat"], *benches, ["doctor"], ["demo"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main([*command, "--help"])
         assert stopped.value.code == 0

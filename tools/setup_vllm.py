@@ -50,7 +50,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"The environment could not be made ({error}). vLLM's CPU build is for Linux.")
         return 1
-    print(f"Use it: minivllm bench offline --engine minivllm vllm --vllm-python {python}")
+    print(f"Use it: minivllm bench offline --workload FILE --engine minivllm vllm --vllm-python {python}")
     return 0
 
 

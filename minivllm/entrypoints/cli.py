@@ -1,33 +1,24 @@
-"""The command line: `minivllm generate`, `chat`, `bench offline`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 from minivllm import __version__
-from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
-from minivllm.errors import ConfigError, MinivllmError, RequestError
+from minivllm.entrypoints.bench_cli import add_benchmarks
+from minivllm.entrypoints.options import add_command, add_engine_options, engine_args
+from minivllm.errors import MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
-
-_CHOICES = {
-    "dtype": DTYPES,
-    "quantization": QUANTIZATIONS,
-    "device": ("auto", "cpu", "cuda"),
-    "attention_backend": ("auto", "torch", "cpu", "triton"),
-    "scheduling_policy": POLICIES,
-    "preemption_mode": PREEMPTION_MODES,
-}
-_NOT_ON_THE_COMMAND_LINE = {"model", "scheduler_cls", "block_space_manager_cls", "skip_tokenizer_init", "trace"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit status; what a person did wrong is told in one sentence."""
     arguments = make_parser().parse_args(argv)
+    arguments.command = shlex.join(["minivllm", *(sys.argv[1:] if argv is None else argv)])
     try:
         return arguments.run(arguments) or 0
     except MinivllmError as error:
@@ -55,47 +46,28 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    generate = _add(
+    generate = add_command(
         commands, "generate", run_generate, "complete prompts", 'minivllm generate "The capital of France is" --temperature 0'
     )
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to complete; - reads one prompt from standard input")
     generate.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     _add_sampling_options(generate, max_tokens=64)
-    _add_engine_options(generate)
+    add_engine_options(generate)
 
-    chat = _add(commands, "chat", run_chat, "talk with the model; its answers stream", "minivllm chat --temperature 0.7")
+    chat = add_command(commands, "chat", run_chat, "talk with the model; its answers stream", "minivllm chat --temperature 0.7")
     chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     _add_sampling_options(chat, max_tokens=512)
-    _add_engine_options(chat)
+    add_engine_options(chat)
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
-    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    offline = _add(
-        benches, "offline", run_bench_offline, "static against continuous batching on one workload",
-        "minivllm bench offline --distribution longtail --plot timelines.png",
-    )  # fmt: skip
-    _add_bench_options(offline)
-    scheduler = _add(
-        benches, "scheduler", run_bench_scheduler, "what scheduling costs, with the model taken out", "minivllm bench scheduler"
-    )
-    scheduler.add_argument("--running", type=int, default=256, help="sequences in the batch (default: %(default)s)")
-    scheduler.add_argument(
-        "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
-    )
+    add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
 
-    _add(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
+    add_command(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
 
-    demo = _add(commands, "demo", run_demo, "show what the engine does, in three minutes", "minivllm demo --output out")
+    demo = add_command(commands, "demo", run_demo, "show what the engine does, in three minutes", "minivllm demo --output out")
     demo.add_argument(
         "--output", type=Path, default=Path("out"), metavar="FOLDER", help="where pictures go (default: %(default)s)"
     )
-    return parser
-
-
-def _add(commands, name: str, run: Callable, summary: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001
-    description = summary[0].upper() + summary[1:] + "."
-    parser = commands.add_parser(name, help=summary, description=description, epilog=f"Example: {example}")
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -120,69 +92,6 @@ def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> N
     group.add_argument("--sampling-seed", type=int, metavar="SEED", help="makes a request's random choices repeatable")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options that are arguments of `EngineArgs`, with its defaults and its own words."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", default=EngineArgs.model, help=f"{EngineArgs.help_for('model')} (default: %(default)s)")
-    for field in fields(EngineArgs):
-        if field.name in _NOT_ON_THE_COMMAND_LINE:
-            continue
-        option = "--" + field.name.replace("_", "-")
-        help_text = EngineArgs.help_for(field.name).replace("%", "%%")
-        assert field.default is not MISSING
-        if field.type == "bool":
-            group.add_argument(option, action="store_true", help=help_text)
-            continue
-        kind = int if "int" in str(field.type) else float if field.type == "float" else str
-        if field.default is not None:
-            help_text += " (default: %(default)s)"
-        group.add_argument(option, type=kind, default=field.default, choices=_CHOICES.get(field.name), help=help_text)
-
-
-def _add_bench_options(parser: argparse.ArgumentParser) -> None:
-    from minivllm.bench.workloads import DISTRIBUTIONS
-
-    group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--workload", type=Path, metavar="FILE", help="a JSON list of {'ids': prompt tokens, 'out': tokens to generate}"
-    )
-    group.add_argument(
-        "--distribution",
-        nargs="+",
-        choices=DISTRIBUTIONS,
-        default=list(DISTRIBUTIONS),
-        help="lengths of generated requests (default: both)",
-    )
-    group.add_argument("--num-requests", type=int, default=32, help="generated requests (default: %(default)s)")
-    group.add_argument("--mean-prompt-len", type=int, default=32, help="tokens (default: %(default)s)")
-    group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
-    group.add_argument("--workload-seed", type=int, default=0, help="of lengths and tokens (default: %(default)s)")
-    group.add_argument(
-        "--scheduler",
-        nargs="+",
-        choices=("static", "continuous"),
-        default=["static", "continuous"],
-        help="policies to compare (default: both)",
-    )
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    group.add_argument("--plot", type=_picture, metavar="FILE", help="draw the timelines of the last workload here")
-    _add_engine_options(parser)
-    parser.set_defaults(max_num_seqs=16)
-
-
-def _picture(name: str) -> Path:
-    """A file name with an ending that a picture can have."""
-    path = Path(name)
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"{name} must end in .png, .pdf or .svg")
-    return path
-
-
-def _engine_args(arguments: argparse.Namespace) -> dict:
-    """The keyword arguments for `LLM` that were given on the command line."""
-    return {name: getattr(arguments, name) for name in EngineArgs.names() if hasattr(arguments, name)}
-
-
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         n=arguments.n,
@@ -203,7 +112,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
-    llm = LLM(**_engine_args(arguments))
+    llm = LLM(**engine_args(arguments))
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     for output in outputs:
         if arguments.json:
@@ -234,65 +143,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
     from minivllm.entrypoints.llm import LLM
 
     print(f"Loading {arguments.model} ...", file=sys.stderr)
-    engine_args = _engine_args(arguments) | {"enable_prefix_caching": True}  # each turn begins with all the earlier ones
-    chat_loop(LLM(**engine_args), params, arguments.system)
-    return 0
-
-
-def _check_writable(path: Path | None) -> None:
-    """Find out beforehand whether a file can be written."""
-    if path is None:
-        return
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: it must be a file in a folder that exists.")
-
-
-def run_bench_offline(arguments: argparse.Namespace) -> int:
-    """Run each workload under each policy, in turn, and print a table."""
-    from minivllm.bench.machine import describe_machine
-    from minivllm.bench.offline import format_table, run_offline
-    from minivllm.bench.workloads import load_workload, make_workload
-    from minivllm.entrypoints.llm import LLM
-
-    for path in (arguments.json, arguments.plot):  # before the work, not after it
-        _check_writable(path)
-    engine = LLM(**_engine_args(arguments) | {"trace": True}).llm_engine
-    config = engine.model_config
-    if arguments.workload:
-        workloads = {arguments.workload.stem: load_workload(arguments.workload)}
-    else:
-        workloads = {
-            name: make_workload(
-                name, arguments.num_requests, mean_prompt_len=arguments.mean_prompt_len, mean_output_len=arguments.mean_output_len,
-                vocab_size=config.vocab_size, max_len=config.max_model_len, seed=arguments.workload_seed,
-            )
-            for name in arguments.distribution
-        }  # fmt: skip
-    results = [
-        run_offline(engine, scheduler, name, requests)
-        for name, requests in workloads.items()
-        for scheduler in arguments.scheduler
-    ]
-    print(f"\n{arguments.model}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_table(results)}")
-    if arguments.json:
-        report = {"machine": describe_machine(), "model": arguments.model, "results": [result.to_json() for result in results]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    if arguments.plot:
-        from minivllm.viz.timeline import draw_timelines
-
-        last = results[-len(arguments.scheduler) :]
-        draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
-        print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
-    return 0
-
-
-def run_bench_scheduler(arguments: argparse.Namespace) -> int:
-    """Measure `schedule()` and `update()` for each queue length."""
-    from minivllm.bench.machine import describe_machine
-    from minivllm.bench.scheduler import format_table, measure_scheduler
-
-    costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
-    print(f"schedule() + update() per step; {describe_machine()}\n\n{format_table(costs)}")
+    args = engine_args(arguments) | {"enable_prefix_caching": True}  # each turn begins with all the earlier ones
+    chat_loop(LLM(**args), params, arguments.system)
     return 0
 
 

@@ -1,0 +1,265 @@
+"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep` and `scheduler`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest, load_workload, make_workload
+from minivllm.config import ModelConfig
+from minivllm.entrypoints.options import add_command, add_engine_options, check_writable, engine_args, picture
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.engine.llm_engine import LLMEngine
+
+
+def add_benchmarks(benches) -> None:  # noqa: ANN001
+    """All measurements and their options."""
+    _add_offline(benches)
+    _add_latency(benches)
+    _add_sweep(benches)
+    scheduler = add_command(
+        benches, "scheduler", run_bench_scheduler, "what scheduling costs, with the model taken out", "minivllm bench scheduler"
+    )
+    scheduler.add_argument("--running", type=int, default=256, help="sequences in the batch (default: %(default)s)")
+    scheduler.add_argument(
+        "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
+    )
+
+
+def _add_offline(benches) -> None:  # noqa: ANN001
+    from minivllm.bench.peers import ENGINE_NAMES
+
+    parser = add_command(
+        benches, "offline", run_bench_offline, "static against continuous batching on one workload, or this engine against others",
+        "minivllm bench offline --distribution longtail --plot timelines.png",
+    )  # fmt: skip
+    group = _add_workload_options(parser)
+    group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
+    group = parser.add_argument_group("other engines")
+    group.add_argument(
+        "--engine", nargs="+", choices=ENGINE_NAMES, metavar="ENGINE",
+        help=f"compare these engines in turn, instead of policies: {', '.join(ENGINE_NAMES)}",
+    )  # fmt: skip
+    group.add_argument("--rounds", type=int, help="how often each engine runs the workload (default: 3)")
+    group.add_argument("--vllm-python", metavar="PATH", help="the Python of the environment with vLLM (default: this one)")
+    group.add_argument("--llama-python", metavar="PATH", help="of the one with llama-cpp-python (default: this one)")
+    add_engine_options(parser)
+    parser.set_defaults(max_num_seqs=16)
+
+
+def _add_latency(benches) -> None:  # noqa: ANN001
+    parser = add_command(
+        benches, "latency", run_bench_latency, "times to the first token and between tokens, by batch size",
+        "minivllm bench latency --batch-sizes 1 8 64 --json latency.json",
+    )  # fmt: skip
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
+        help="requests that arrive at once (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
+    group.add_argument("--output-len", type=int, default=32, help="tokens (default: %(default)s)")
+    group.add_argument("--rounds", type=int, default=3, help="how often each batch is run (default: %(default)s)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    add_engine_options(parser)
+    parser.set_defaults(max_num_seqs=None)
+
+
+def _add_sweep(benches) -> None:  # noqa: ANN001
+    parser = add_command(
+        benches, "sweep", run_bench_sweep, "throughput and latency against the number of running sequences",
+        "minivllm bench sweep --workload benchmarks/workloads/offline_64.json --plot sweep.png",
+    )  # fmt: skip
+    group = _add_workload_options(parser)
+    group.add_argument(
+        "--values", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
+        help="values of max_num_seqs (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--rounds", type=int, default=1, help="how often each value is run (default: %(default)s)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw both curves here")
+    add_engine_options(parser, leave_out={"max_num_seqs"})
+    parser.set_defaults(distribution=["longtail"])
+
+
+def _add_workload_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--workload", type=Path, metavar="FILE", help="a JSON list of {'ids': prompt tokens, 'out': tokens to generate}"
+    )
+    group.add_argument(
+        "--distribution",
+        nargs="+",
+        choices=DISTRIBUTIONS,
+        default=list(DISTRIBUTIONS),
+        help="lengths of generated requests (default: %(default)s)",
+    )
+    group.add_argument("--num-requests", type=int, default=32, help="generated requests (default: %(default)s)")
+    group.add_argument("--mean-prompt-len", type=int, default=32, help="tokens (default: %(default)s)")
+    group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
+    group.add_argument("--workload-seed", type=int, default=0, help="of lengths and tokens (default: %(default)s)")
+    return group
+
+
+def _workloads(arguments: argparse.Namespace, config: ModelConfig) -> dict[str, list[WorkloadRequest]]:
+    """The workload file, or a generated workload for each distribution."""
+    if arguments.workload:
+        return {arguments.workload.stem: load_workload(arguments.workload)}
+    return {
+        name: make_workload(
+            name, arguments.num_requests, mean_prompt_len=arguments.mean_prompt_len, mean_output_len=arguments.mean_output_len,
+            vocab_size=config.vocab_size, max_len=config.max_model_len, seed=arguments.workload_seed,
+        )
+        for name in arguments.distribution
+    }  # fmt: skip
+
+
+def _one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[str, list[WorkloadRequest]]:
+    workloads = _workloads(arguments, config)
+    if len(workloads) > 1:
+        raise ConfigError("This measurement takes one workload: give --workload FILE, or one --distribution.")
+    return next(iter(workloads.items()))
+
+
+def _make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+    from minivllm.entrypoints.llm import LLM
+
+    return LLM(**engine_args(arguments) | overrides).llm_engine
+
+
+def _model_config(arguments: argparse.Namespace) -> ModelConfig:
+    """What is known of the model without loading it."""
+    from minivllm.models.hub import resolve_model
+    from minivllm.models.registry import load_model_config
+
+    return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
+
+
+def _write_report(file: Path | None, arguments: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Results as JSON, with what it takes to repeat them: machine, time, command line and model."""
+    from minivllm.bench.machine import describe_machine
+
+    if file is not None:
+        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        origin = {"machine": describe_machine(), "time": time, "command": arguments.command, "model": arguments.model}
+        file.write_text(json.dumps(origin | content, indent=2) + "\n")
+
+
+def run_bench_offline(arguments: argparse.Namespace) -> int:
+    """Compare policies on each workload, or engines on one, in turn, and print a table."""
+    for path in (arguments.json, arguments.plot):  # before the work, not after it
+        check_writable(path)
+    if arguments.engine:
+        if arguments.scheduler or arguments.plot:
+            raise ConfigError("--scheduler and --plot compare policies of this engine: leave them out, or leave out --engine.")
+        return _compare_engines(arguments)
+    if arguments.rounds or arguments.vllm_python or arguments.llama_python:
+        raise ConfigError("--rounds, --vllm-python and --llama-python are for a comparison of engines: name them with --engine.")
+    return _compare_policies(arguments)
+
+
+def _compare_policies(arguments: argparse.Namespace) -> int:
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
+
+    engine = _make_engine(arguments, trace=True)
+    policies = arguments.scheduler or list(SCHEDULERS)
+    workloads = _workloads(arguments, engine.model_config)
+    results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
+    print(f"\n{arguments.model}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_table(results)}")
+    _write_report(arguments.json, arguments, {"results": [result.to_json() for result in results]})
+    if arguments.plot:
+        from minivllm.viz.timeline import draw_timelines
+
+        last = results[-len(policies) :]
+        draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
+        print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
+    return 0
+
+
+def _compare_engines(arguments: argparse.Namespace) -> int:
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.peers import compare, format_table, make_specs
+
+    config = _model_config(arguments)
+    name, requests = _one_workload(arguments, config)
+    specs = make_specs(
+        arguments.engine, config, engine_args(arguments), requests,
+        gguf=_gguf_file(arguments.model), vllm_python=arguments.vllm_python, llama_python=arguments.llama_python,
+    )  # fmt: skip
+    comparison = compare(specs, name, requests, 3 if arguments.rounds is None else arguments.rounds)
+    print(
+        f"\n{arguments.model}, {name}: {comparison.num_requests} requests, {comparison.prompt_tokens} prompt tokens, "
+        f"{comparison.output_tokens} output tokens, at most {arguments.max_num_seqs} running\n{describe_machine()}\n\n"
+        f"{format_table(comparison)}"
+    )
+    _write_report(arguments.json, arguments, {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()})
+    return 0
+
+
+def _gguf_file(model: str) -> str | None:
+    """The GGUF file that a model's folder was made from, if it was."""
+    from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
+
+    if packaged := PACKAGED_MODELS.get(model.lower()):
+        return str(find_packaged_file(packaged))
+    return model if model.endswith(".gguf") else None
+
+
+def run_bench_latency(arguments: argparse.Namespace) -> int:
+    """Run a batch of each size and print what its users would wait."""
+    from minivllm.bench.latency import format_table, measure_latency
+    from minivllm.bench.machine import describe_machine
+
+    check_writable(arguments.json)
+    largest = max(arguments.batch_sizes)
+    if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
+        raise ConfigError(f"max_num_seqs is {arguments.max_num_seqs}, so a batch of {largest} would not run at once: raise it.")
+    engine = _make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
+    lengths = {"prompt_len": arguments.prompt_len, "output_len": arguments.output_len}
+    results = measure_latency(engine, arguments.batch_sizes, **lengths, rounds=arguments.rounds)
+    print(
+        f"\n{arguments.model}, prompts of {arguments.prompt_len} and outputs of {arguments.output_len} tokens, "
+        f"all requests at once; {describe_machine()}\n\n{format_table(results)}"
+    )
+    _write_report(arguments.json, arguments, lengths | {"results": [vars(result) for result in results]})
+    return 0
+
+
+def run_bench_sweep(arguments: argparse.Namespace) -> int:
+    """Run one workload with each value of max_num_seqs; print a table and draw the curves."""
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.sweep import format_table, sweep_max_num_seqs
+
+    for path in (arguments.json, arguments.plot):
+        check_writable(path)
+    name, requests = _one_workload(arguments, _model_config(arguments))
+    points = sweep_max_num_seqs(
+        lambda value: _make_engine(arguments, max_num_seqs=value, trace=True), arguments.values, name, requests, arguments.rounds
+    )
+    print(f"\n{arguments.model}, {name}, {len(requests)} requests; {describe_machine()}\n\n{format_table(points)}")
+    _write_report(arguments.json, arguments, {"workload": name, "results": [vars(point) for point in points]})
+    if arguments.plot:
+        from minivllm.viz.sweep import draw_sweep
+
+        columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
+        draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
+        print(f"\nThe curves: {arguments.plot}")
+    return 0
+
+
+def run_bench_scheduler(arguments: argparse.Namespace) -> int:
+    """Measure `schedule()` and `update()` for each queue length."""
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.scheduler import format_table, measure_scheduler
+
+    costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
+    print(f"schedule() + update() per step; {describe_machine()}\n\n{format_table(costs)}")
+    return 0
