@@ -243,7 +243,15 @@ class LLMEngine:
         return outputs
 
     def _record(self, output: SchedulerOutput, results: list[SequenceOutput], start: float, end: float) -> StepRecord:
-        drafted = [(item, result) for item, result in zip(output.scheduled, results, strict=True) if item.draft_token_ids]
+        drafts = [
+            (
+                item.seq.request.request_id,
+                len(item.draft_token_ids),
+                len(accept_drafts(item.draft_token_ids, result.token_ids)) - 1,
+            )
+            for item, result in zip(output.scheduled, results, strict=True)
+            if item.draft_token_ids
+        ]
         return StepRecord(
             start=start,
             end=end,
@@ -255,8 +263,7 @@ class LLMEngine:
             num_swapped=len(self.scheduler.swapped),
             num_free_blocks=self.block_manager.get_num_free_gpu_blocks(),
             num_blocks=self.block_manager.num_gpu_blocks,
-            num_draft_tokens=sum(len(item.draft_token_ids) for item, _ in drafted),
-            num_accepted_tokens=sum(len(accept_drafts(item.draft_token_ids, result.token_ids)) - 1 for item, result in drafted),
+            drafts=drafts,
         )
 
     # -- checks at the door --------------------------------------------------------------------------------------
