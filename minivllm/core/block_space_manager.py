@@ -133,9 +133,9 @@ class BlockSpaceManager:
         return min(num_drafts, len(table) * self.block_size - seq.num_tokens)
 
     def free_draft_slots(self, seq: Sequence) -> None:
-        """Give back the blocks beyond the known tokens: only drafts that were wrong lie in them."""
+        """Give back the blocks beyond the computed tokens: only drafts that were wrong lie in them."""
         table = self.block_tables[seq.seq_id]
-        while len(table) > self.num_blocks_for(seq.num_tokens):
+        while len(table) > self.num_blocks_for(seq.num_computed_tokens):
             self.gpu_allocator.take_back(table.pop())
 
     def _must_copy(self, seq: Sequence) -> bool:
