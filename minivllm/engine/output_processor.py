@@ -142,18 +142,18 @@ class OutputProcessor:
             text = state.texts.get(seq.index)
             if text is None:
                 text = state.texts[seq.index] = SequenceText(seq.request, seq.index, self.tokenizer)
-            # A result has one token for each sibling that it was forked into, in the order of their indices, or those
-            # that speculation has won for one sequence.
-            position = seq.index - output.scheduled[i].seq.index
+            # A result has one token for each sibling that it was forked into, in the order of their indices; or, with
+            # speculation, several for one sequence.
+            first = seq.index - output.scheduled[i].seq.index
             new_token_ids = seq.token_ids[seq.num_prompt_tokens + len(text.output.token_ids) :]
-            logprobs = results[i].logprobs
             stop = None
-            for offset, token_id in enumerate(new_token_ids, start=1):
-                ended_it = offset == len(new_token_ids) and seq.status is SequenceStatus.FINISHED_STOPPED
-                entry = logprobs[position + offset - 1] if logprobs else None
-                stop = text.add(token_id, entry, visible=not ended_it)
+            for position, token_id in enumerate(new_token_ids, start=first):
+                logprobs = results[i].logprobs[position] if results[i].logprobs else None
+                is_last = position == first + len(new_token_ids) - 1
+                ended_it = is_last and seq.status is SequenceStatus.FINISHED_STOPPED
+                stop = text.add(token_id, logprobs, visible=not ended_it)
                 if stop is not None:
-                    break  # what came after the stop string is dropped
+                    break  # the tokens after a stop string are dropped
             if stop is None and seq.finished:
                 stop = text.finish()
             if stop is not None:
