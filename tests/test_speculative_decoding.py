@@ -275,6 +275,15 @@ def test_metrics_and_trace_count_drafts(only_habit):
     assert len(engine.trace) + output.metrics.num_accepted_tokens == 12
 
 
+def test_the_prefix_cache_knows_blocks_that_right_drafts_filled(only_habit):
+    engine, executor = shadow_engine(100, num_speculative_tokens=8, max_num_seqs=1, enable_prefix_caching=True)
+    engine.add_request("a", CIRCLE * 2, SamplingParams(max_tokens=9, **GREEDY))
+    assert run_steps(engine, executor) == [({"a": 8}, 0), ({"a": 8}, 0)]
+    engine.add_request("b", [*CIRCLE * 4, 5], SamplingParams(max_tokens=1, **GREEDY))
+    (output,) = engine.step()
+    assert output.num_cached_tokens == 16
+
+
 def test_a_stop_token_among_the_drafts_ends_the_sequence(only_habit):
     engine, executor = shadow_engine(100, num_speculative_tokens=8, max_num_seqs=4)
     engine.add_request("a", CIRCLE * 2, SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[10], min_tokens=5))
