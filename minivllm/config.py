@@ -62,6 +62,8 @@ class SchedulerConfig:
         enable_chunked_prefill: Fill one token budget with decodes and chunks of prompts, instead of steps that are
             either prefill or decode.
         preemption_mode: What happens to the latest arrival when blocks run out: "recompute" or "swap".
+        num_speculative_tokens: The most draft tokens that a sequence verifies in one step; 0 is no speculative decoding.
+        prompt_lookup_max, prompt_lookup_min: The longest and the shortest n-gram by which drafts are found.
     """
 
     max_num_seqs: int = 256
@@ -69,6 +71,9 @@ class SchedulerConfig:
     policy: str = "fcfs"
     enable_chunked_prefill: bool = False
     preemption_mode: str = "recompute"
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
         _check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -79,6 +84,14 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
                 f"({self.max_num_seqs}), so not every running sequence could get its token: raise the one or lower the other."
+            )
+        _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
+        _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max ({self.prompt_lookup_max}), so no "
+                f"n-gram would be looked up: lower the one or raise the other."
             )
 
 
@@ -118,6 +131,10 @@ class EngineArgs:
         enable_chunked_prefill: Mix decodes and chunks of prompts in one step.
         scheduling_policy: "fcfs" or "priority".
         preemption_mode: "recompute" or "swap".
+        num_speculative_tokens: Guess so many tokens ahead and verify them in one step (speculative decoding by prompt
+            lookup); the tokens stay the same. 0 turns it off; requests with penalties do without.
+        prompt_lookup_max: Guesses are what followed the last time that the newest so many tokens occurred.
+        prompt_lookup_min: If they have not occurred before, fewer of them are looked up, down to so many.
         skip_tokenizer_init: Load no tokenizer; prompts are token ids, and outputs have no text.
         scheduler_cls: The class to use as scheduler, for example `StaticBatchScheduler` or a learner's own.
         block_space_manager_cls: The class to use as block space manager.
@@ -146,6 +163,9 @@ class EngineArgs:
     enable_chunked_prefill: bool = False
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "recompute"
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     skip_tokenizer_init: bool = False
     scheduler_cls: type | None = None
     block_space_manager_cls: type | None = None
@@ -219,6 +239,9 @@ class EngineArgs:
             policy=self.scheduling_policy,
             enable_chunked_prefill=self.enable_chunked_prefill,
             preemption_mode=self.preemption_mode,
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_max=self.prompt_lookup_max,
+            prompt_lookup_min=self.prompt_lookup_min,
         )
 
     def worker_config(self) -> WorkerConfig:

@@ -19,7 +19,8 @@ class RequestMetrics:
     """When things happened to a request, in seconds of the engine's clock, and what it cost.
 
     `num_preemptions` counts how often one of its sequences lost its cache blocks; `num_cached_tokens` is how many
-    prompt tokens the prefix cache spared it at its first admission.
+    prompt tokens the prefix cache spared it at its first admission. With speculative decoding, `num_draft_tokens` were
+    guessed for it, and the model agreed with `num_accepted_tokens` of them.
     """
 
     arrival_time: float
@@ -28,6 +29,8 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:

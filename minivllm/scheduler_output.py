@@ -10,16 +10,21 @@ from minivllm.request import Sequence
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on."""
+    """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on.
+
+    With speculative decoding, the last of them are `draft_token_ids`: guesses that follow the tokens of the sequence and
+    are not yet among them.
+    """
 
     seq: Sequence
     num_tokens: int
     block_table: list[int]
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def needs_sampling(self) -> bool:
         """Whether the step computes the last known token, so that the next one must be sampled."""
-        return self.seq.num_computed_tokens + self.num_tokens == len(self.seq.token_ids)
+        return self.seq.num_computed_tokens + self.num_tokens >= len(self.seq.token_ids)
 
 
 @dataclass(slots=True)
@@ -54,8 +59,10 @@ class SequenceOutput:
     """What the model gave for one scheduled sequence.
 
     `token_ids` holds one new token for the sequence and one more for each sibling that is forked from it now; it is
-    empty when the step only computed a part of the prompt. `logprobs` runs parallel to it. `prompt_logprobs` has, by
-    position in the prompt, an entry for each prompt token that the step's logits predict.
+    empty when the step only computed a part of the prompt. For a sequence with draft tokens it holds the token chosen
+    after the newest known one, and then after each draft; those that follow a wrong draft mean nothing, which
+    `Scheduler.update` sees to. `logprobs` runs parallel to it. `prompt_logprobs` has, by position in the prompt, an entry
+    for each prompt token that the step's logits predict.
     """
 
     token_ids: list[int] = field(default_factory=list)

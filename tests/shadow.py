@@ -2,7 +2,7 @@
 
 The "key and value" of a token is a hash of the token and of everything before it, just as a real one depends on
 everything before it. When a step computes a token, the shadow reads its whole context through the block table and
-complains about the first slot that holds anything else. The next token is a hash of the context too, so a request has
+complains about the first slot that holds anything else. The next token is a function of the context too, so a request has
 one right answer, which `expected_tokens` computes without any engine.
 """
 
@@ -28,10 +28,18 @@ def chain(parent: str, token_id: int) -> str:
     return hashlib.md5(f"{parent}/{token_id}".encode()).hexdigest()
 
 
-def next_token(context: str, params: SamplingParams, seed: int, index: int, position: int) -> int:
-    """The shadow model: a token that depends on the context and, unless greedy, on the request's random number."""
+def habit(token_id: int) -> int:
+    """What the shadow model likes to say after a token. It leads round in small circles, so that drafts are often right."""
+    return token_id * 7 % 10 + 1
+
+
+def next_token(context: str, last: int, params: SamplingParams, seed: int, index: int, position: int) -> int:
+    """The shadow model: a hash of the context and, unless greedy, of the request's random number chooses between its habit
+    and any token at all.
+    """
     noise = "" if params.is_greedy else str(random_number(seed, index, position))
-    return int(hashlib.md5((context + noise).encode()).hexdigest(), 16) % VOCAB_SIZE
+    number = int(hashlib.md5((context + noise).encode()).hexdigest(), 16)
+    return number // 4 % VOCAB_SIZE if number % 4 == 0 else habit(last)
 
 
 def expected_tokens(prompt: list[int], params: SamplingParams, seed: int, index: int, max_num_tokens: int) -> list[int]:
@@ -41,7 +49,7 @@ def expected_tokens(prompt: list[int], params: SamplingParams, seed: int, index:
         context = chain(context, token_id)
     output: list[int] = []
     while True:
-        token_id = next_token(context, params, seed, index, len(output))
+        token_id = next_token(context, (prompt + output)[-1], params, seed, index, len(output))
         output.append(token_id)
         context = chain(context, token_id)
         stops = {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
@@ -67,7 +75,7 @@ class ShadowExecutor(Executor):
         self.config: SchedulerConfig
         self.fail_at: set[int] = set()
         self.num_steps = 0
-        self.num_swapped = self.num_copied = self.num_preempted = self.num_mixed = 0
+        self.num_swapped = self.num_copied = self.num_preempted = self.num_mixed = self.num_accepted = 0
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         return self.num_blocks
@@ -113,23 +121,41 @@ class ShadowExecutor(Executor):
             assert output.phase != "mixed"
         assert self.scheduler.num_running <= self.config.max_num_seqs
         check_blocks(self.scheduler)
+        self.check_drafts(output)
+
+    def check_drafts(self, output: SchedulerOutput) -> None:
+        """Drafts only where they may be, and never where the prefix cache finds them."""
+        for item in output.scheduled:
+            seq, num_drafts = item.seq, len(item.draft_token_ids)
+            if num_drafts:
+                assert num_drafts <= self.config.num_speculative_tokens
+                assert (seq.num_uncomputed_tokens, item.num_tokens) == (1, 1 + num_drafts)
+                assert seq.num_tokens + num_drafts < seq.request.max_num_tokens
+        manager = self.scheduler.block_manager
+        for seq in self.scheduler.running:
+            for i, block in enumerate(manager.get_block_table(seq)):
+                if manager.gpu_allocator._hash_of[block] is not None:
+                    assert (i + 1) * self.block_size <= seq.num_computed_tokens, "the prefix cache offers what is not computed"
 
     def compute(self, item) -> SequenceOutput:
         seq, table = item.seq, item.block_table
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + item.num_tokens
-        context = ""
+        request, token_ids = seq.request, [*seq.token_ids, *item.draft_token_ids]
+        siblings = range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
+        context, chosen = "", []
         for position in range(end):
             block, offset = table[position // self.block_size], position % self.block_size
-            context = chain(context, seq.token_ids[position])
+            context = chain(context, token_ids[position])
             if position >= start:
                 assert self.scheduler.block_manager.gpu_allocator.ref_counts[block] == 1, "write into a shared block"
                 self.gpu[block][offset] = context
             assert self.gpu[block][offset] == context, f"{seq}: position {position} holds something else"
-        if end < seq.num_tokens:
-            return SequenceOutput()
-        request, position = seq.request, seq.num_output_tokens
-        siblings = range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
-        return SequenceOutput([next_token(context, request.sampling_params, request.seed, index, position) for index in siblings])
+            if position >= seq.num_tokens - 1:
+                number = position + 1 - seq.num_prompt_tokens
+                args = (context, token_ids[position], request.sampling_params, request.seed)
+                chosen += [next_token(*args, index, number) for index in siblings]
+        self.num_accepted += chosen[: len(item.draft_token_ids)] == list(item.draft_token_ids) != []
+        return SequenceOutput(chosen)
 
 
 def check_blocks(scheduler: Scheduler) -> None:

@@ -202,6 +202,32 @@ def test_prompt_logprobs_read_no_cache_because_they_need_every_position():
     assert manager.find_cached_blocks(make_sequence([1] * 5, prompt_logprobs=1)) == []
 
 
+def test_drafts_get_the_slots_there_are():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=3, watermark=0)
+    seq = make_sequence(6)
+    allocate_and_compute(manager, seq)
+    assert manager.append_draft_slots(seq, 2) == 2, "the second block has room for two more"
+    assert len(manager.get_block_table(seq)) == 2
+    assert manager.append_draft_slots(seq, 5) == 5
+    assert manager.append_draft_slots(seq, 10) == 6, "and the third block is the last"
+    manager.free_draft_slots(seq)
+    assert len(manager.get_block_table(seq)) == 2
+    assert manager.get_num_free_gpu_blocks() == 1
+
+
+def test_wrong_drafts_cost_the_prefix_cache_no_more_than_a_block():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=5, enable_prefix_caching=True, watermark=0)
+    remembered = make_sequence([1] * 12)
+    allocate_and_compute(manager, remembered)
+    manager.free(remembered)
+    seq = make_sequence([2] * 4)
+    allocate_and_compute(manager, seq)
+    for _ in range(3):
+        assert manager.append_draft_slots(seq, 4) == 4
+        manager.free_draft_slots(seq)
+    assert len(manager.find_cached_blocks(make_sequence([1] * 13))) == 3
+
+
 def test_releasing_a_block_twice_is_an_error():
     allocator = BlockAllocator(2)
     block = allocator.allocate()

@@ -77,6 +77,8 @@ def workloads(draw, *, scheduler_cls=None, policy=None, with_failures=False):
         policy=policy or draw(st.sampled_from(["fcfs", "priority"])),
         enable_chunked_prefill=chunked,
         preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
+        num_speculative_tokens=draw(st.sampled_from([0, 0, 1, 3, 8])),
+        prompt_lookup_min=draw(st.sampled_from([1, 2])),
     )
     if with_failures:
         executor.fail_at = draw(st.sets(st.integers(1, 40), max_size=3))
@@ -110,6 +112,9 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
                 results[output.request_id].tokens = [c.token_ids for c in output.outputs]
                 results[output.request_id].reasons = [c.finish_reason for c in output.outputs]
         check_blocks(engine.scheduler)
+        for seq in engine.scheduler.running:
+            table = engine.block_manager.get_block_table(seq)
+            assert len(table) <= engine.block_manager.num_blocks_for(seq.num_tokens), "blocks of wrong drafts are kept"
         after_step(outputs)
         step += 1
         assert step < 5000, f"the engine makes no progress: {vars(engine.scheduler)} {vars(engine.block_manager)}"
@@ -125,7 +130,7 @@ def expected_of(engine, job: Job) -> list[list[int]]:
 
 def describe(executor) -> None:
     """Let hypothesis' statistics show that the rare paths are reached."""
-    for name in ("num_swapped", "num_copied", "num_preempted", "num_mixed"):
+    for name in ("num_swapped", "num_copied", "num_preempted", "num_mixed", "num_accepted"):
         event(f"{name} > 0: {getattr(executor, name) > 0}")
 
 

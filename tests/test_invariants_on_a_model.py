@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_invariants import Job, jobs, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minivllm import LLM, StaticBatchScheduler
+from minivllm import LLM, SamplingParams, StaticBatchScheduler
+from minivllm.request import Sequence
 
 MAX_MODEL_LEN = 56
 
@@ -53,6 +54,23 @@ def tokens_alone(tiny_folder):
     return compute
 
 
+class Seer:
+    """Proposes drafts in the place of `PromptLookup`: the right tokens, but every fifth wrong. Random models never repeat
+    themselves, so a look-up would find little.
+    """
+
+    def __init__(self, right: dict[str, list[list[int]]]) -> None:
+        self.right = right
+
+    def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
+        right = self.right[seq.request.request_id][seq.index][seq.num_output_tokens :]
+        drafts = (right + [1] * num_tokens)[: max(0, num_tokens)]
+        return [(token + ((seq.num_tokens + i) % 5 == 0)) % 50 for i, token in enumerate(drafts)]
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
 @st.composite
 def engine_arguments(draw):
     max_num_seqs = draw(st.integers(2, 6))
@@ -62,6 +80,7 @@ def engine_arguments(draw):
         "enable_prefix_caching": draw(st.booleans()),
         "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
         "swap_space": 1e-4,  # a hundred kilobytes: some tens of blocks
+        "num_speculative_tokens": draw(st.sampled_from([0, 2, 5])),
         "scheduler_cls": draw(st.sampled_from([None, None, StaticBatchScheduler])),
     }
     args["num_gpu_blocks_override"] = -(-MAX_MODEL_LEN // args["block_size"]) + draw(st.integers(0, 20))
@@ -74,9 +93,30 @@ def engine_arguments(draw):
 @given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8))
 def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload):
     llm = load(tiny_folder, **args)
+    if args["num_speculative_tokens"]:
+        llm.llm_engine.scheduler._prompt_lookup = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
     results = run(llm.llm_engine, workload)
     for name, job in zip(results, workload, strict=True):
         result = results[name]
         if result.error != "aborted":
             assert result.finished and result.error is None
             assert result.tokens == tokens_alone(job)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
+def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alone, backend):
+    """One decodes, another verifies drafts, a third is in its prompt: all in one step."""
+    workload = [
+        Job(prompt, SamplingParams(temperature=i % 2, seed=i, max_tokens=15, ignore_eos=True), arrival=2 * i, priority=0, abort_after=None)
+        for i, prompt in enumerate([[5, 6, 7] * 4, [9, 8, 7, 6, 5, 4, 3], [4, 3] * 15, [8]])
+    ]  # fmt: skip
+    llm = load(
+        tiny_folder, num_gpu_blocks_override=40, block_size=4, attention_backend=backend, num_speculative_tokens=3,
+        enable_chunked_prefill=True, max_num_batched_tokens=16, max_num_seqs=4, trace=True,
+    )  # fmt: skip
+    right = {str(i): tokens_alone(job) for i, job in enumerate(workload)}
+    llm.llm_engine.scheduler._prompt_lookup = Seer(right)
+    assert {name: result.tokens for name, result in run(llm.llm_engine, workload).items()} == right
+    trace = llm.llm_engine.trace
+    assert any(step.phase == "mixed" and step.drafts for step in trace)
+    assert len({accepted for step in trace for _, _, accepted in step.drafts}) > 2

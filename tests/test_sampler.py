@@ -187,6 +187,17 @@ def test_a_draw_does_not_depend_on_the_batch(seed, num_rows, rng):
     assert together == alone
 
 
+@given(seeds, st.integers(0, 3), st.integers(0, 6))
+def test_a_row_after_drafts_is_as_if_they_were_output(seed, num_drafts, min_tokens):
+    params = SamplingParams(temperature=1.0, min_tokens=min_tokens, max_tokens=10)
+    drafts, eos = [3] * num_drafts, range(VOCAB_SIZE // 2)
+    row = make_row(params, output=(7, 8), seed=seed, eos=eos)
+    row.num_drafts = num_drafts
+    same = make_row(params, output=(7, 8, *drafts), seed=seed, eos=eos)
+    logits = random_logits(seed, rows=1)
+    assert sample(logits, [row]) == sample(logits, [same])
+
+
 def test_greedy_takes_the_most_likely_token():
     logits = random_logits(3)
     rows = [make_row(SamplingParams(temperature=0.0, top_k=1)), *[make_row(SamplingParams(temperature=0.0))] * 3]

@@ -55,6 +55,11 @@ class BlockAllocator:
         if self.ref_counts[block] == 0:
             self._free[block] = None
 
+    def take_back(self, block: int) -> None:
+        """Undo `allocate` for a block that came to nothing: it is handed out next, before blocks with remembered contents."""
+        self.release(block)
+        self._free.move_to_end(block, last=False)
+
     # -- what the blocks hold (prefix caching) -------------------------------------------------------------------
 
     def find(self, block_hash: bytes) -> int | None:

@@ -119,6 +119,25 @@ class BlockSpaceManager:
             return source, destination
         return None
 
+    def append_draft_slots(self, seq: Sequence, num_drafts: int) -> int:
+        """Make room for draft tokens after the known ones, as far as blocks are free. Called after `append_slots`.
+
+        The blocks beyond the known tokens are new, so nobody shares them.
+
+        Returns:
+            For how many of `num_drafts` there is room.
+        """
+        table = self.block_tables[seq.seq_id]
+        missing = self.num_blocks_for(seq.num_tokens + num_drafts) - len(table)
+        table.extend(self.gpu_allocator.allocate() for _ in range(min(missing, self.gpu_allocator.num_free)))
+        return min(num_drafts, len(table) * self.block_size - seq.num_tokens)
+
+    def free_draft_slots(self, seq: Sequence) -> None:
+        """Give back the blocks beyond the computed tokens: only drafts that were wrong lie in them."""
+        table = self.block_tables[seq.seq_id]
+        while len(table) > self.num_blocks_for(seq.num_computed_tokens):
+            self.gpu_allocator.take_back(table.pop())
+
     def _must_copy(self, seq: Sequence) -> bool:
         block = self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size]
         return self.gpu_allocator.ref_counts[block] > 1

@@ -22,6 +22,7 @@ from operator import attrgetter
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.prompt_lookup import PromptLookup, accept_drafts
 from minivllm.core.sequence_queue import SequenceQueue
 from minivllm.request import Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
@@ -35,6 +36,9 @@ class Scheduler:
     By default a step is either prefill or decode, prefill first. With `enable_chunked_prefill` one token budget is
     filled with decodes first, then with (chunks of) prompts. When cache blocks run out, the latest arrival is
     preempted: its blocks are given back and its tokens recomputed later, or its blocks are swapped to the host.
+
+    With `num_speculative_tokens`, sequences that decode also verify draft tokens, on what budget and blocks a step has
+    left when all others have theirs.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager) -> None:
@@ -50,6 +54,9 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._num_reserved_seqs = 0
         """Places among `max_num_seqs` kept for sequences that will be forked when their prompt is computed."""
+        self._prompt_lookup: PromptLookup | None = None
+        if config.num_speculative_tokens > 0:
+            self._prompt_lookup = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -110,6 +117,8 @@ class Scheduler:
                 self._schedule_decodes(output)
                 if not output.preempted:
                     self._swap_in(output)
+        if self._prompt_lookup is not None:
+            self._add_drafts(output, self._prompt_lookup)
         return output
 
     def _admit(self, output: SchedulerOutput) -> None:
@@ -207,6 +216,23 @@ class Scheduler:
         output.scheduled.append(ScheduledSequence(seq, num_tokens, self.block_manager.get_block_table(seq)))
         output.num_batched_tokens += num_tokens
 
+    def _add_drafts(self, output: SchedulerOutput, prompt_lookup: PromptLookup) -> None:
+        """Let sequences that decode verify guesses too. They come last: nobody waits or is preempted for a guess.
+
+        None for requests with penalties: what they may say next depends on which of the guesses are right.
+        """
+        for item in output.scheduled:
+            seq, request = item.seq, item.seq.request
+            if seq.num_uncomputed_tokens > 1 or seq.num_unforked_siblings or request.sampling_params.has_penalties:
+                continue
+            budget = self.config.max_num_batched_tokens - output.num_batched_tokens
+            room = request.max_num_tokens - seq.num_tokens - 1  # the model adds a token of its own
+            drafts = prompt_lookup.propose(seq, min(self.config.num_speculative_tokens, budget, room))
+            num_drafts = self.block_manager.append_draft_slots(seq, len(drafts)) if drafts else 0
+            item.draft_token_ids = tuple(drafts[:num_drafts])
+            item.num_tokens += num_drafts
+            output.num_batched_tokens += num_drafts
+
     def _preempt(self, seq: Sequence, output: SchedulerOutput) -> None:
         """Take a running sequence's blocks away: by swap where that is asked for and fits, else by recompute."""
         self._leave_queue(seq)
@@ -232,13 +258,17 @@ class Scheduler:
             results: One for each of `output.scheduled`, in the same order.
 
         Returns:
-            The sequences that got a new token, each with the number of its result (siblings share one).
+            The sequences that got new tokens, each with the number of its result (siblings share one).
         """
         advanced: list[tuple[Sequence, int]] = []
         any_finished = False
         for i, scheduled in enumerate(output.scheduled):
             seq = scheduled.seq
             if seq.finished:  # aborted while the step ran
+                continue
+            if scheduled.draft_token_ids:
+                any_finished |= self._update_with_drafts(scheduled, results[i].token_ids)
+                advanced.append((seq, i))
                 continue
             seq.num_computed_tokens += scheduled.num_tokens
             self.block_manager.mark_computed(seq)
@@ -256,6 +286,25 @@ class Scheduler:
                 if seq.finished:
                     self._forget_if_finished(seq.request)
         return advanced
+
+    def _update_with_drafts(self, scheduled: ScheduledSequence, token_ids: list[int]) -> bool:
+        """Take in a step with draft tokens as the decodes that it stands for, one after another. True if the sequence ended.
+
+        Keys and values of wrong drafts stay in the cache beyond `num_computed_tokens`, where nobody reads them and the
+        next step writes.
+        """
+        seq, metrics = scheduled.seq, scheduled.seq.request.metrics
+        accepted = accept_drafts(scheduled.draft_token_ids, token_ids)
+        metrics.num_draft_tokens += len(scheduled.draft_token_ids)
+        metrics.num_accepted_tokens += len(accepted) - 1
+        for token_id in accepted:
+            seq.num_computed_tokens += 1
+            self.block_manager.mark_computed(seq)
+            seq.token_ids.append(token_id)
+            if self._finish_if_stopped(seq, token_id):
+                return True
+        self.block_manager.free_draft_slots(seq)
+        return False
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
         """The siblings of a sequence whose prompt is now computed. They share all its blocks."""
@@ -284,6 +333,8 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
         self.block_manager.free(seq)
+        if self._prompt_lookup is not None:
+            self._prompt_lookup.forget(seq)
         seq.num_unforked_siblings = 0
         seq.status = status
         seq.stop_reason = stop_reason

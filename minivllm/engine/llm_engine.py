@@ -16,6 +16,7 @@ from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.prompt_lookup import accept_drafts
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ from minivllm.executor.base import Executor
 from minivllm.outputs import RequestOutput
 from minivllm.request import Request, SequenceStatus
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class LLMEngine:
             raise
         now = self.clock()
         if self.trace is not None:
-            self.trace.append(self._record(output, start, now))
+            self.trace.append(self._record(output, results, start, now))
         advanced = self.scheduler.update(output, results)
         for seq, stop in self.output_processor.process(output, results, advanced, now):
             if seq.finished:  # a token ended it in the same step; the stop string comes before that token
@@ -241,7 +242,16 @@ class LLMEngine:
             outputs.append(self.output_processor.make_output(request, self.clock()))
         return outputs
 
-    def _record(self, output: SchedulerOutput, start: float, end: float) -> StepRecord:
+    def _record(self, output: SchedulerOutput, results: list[SequenceOutput], start: float, end: float) -> StepRecord:
+        drafts = [
+            (
+                item.seq.request.request_id,
+                len(item.draft_token_ids),
+                len(accept_drafts(item.draft_token_ids, result.token_ids)) - 1,
+            )
+            for item, result in zip(output.scheduled, results, strict=True)
+            if item.draft_token_ids
+        ]
         return StepRecord(
             start=start,
             end=end,
@@ -253,6 +263,7 @@ class LLMEngine:
             num_swapped=len(self.scheduler.swapped),
             num_free_blocks=self.block_manager.get_num_free_gpu_blocks(),
             num_blocks=self.block_manager.num_gpu_blocks,
+            drafts=drafts,
         )
 
     # -- checks at the door --------------------------------------------------------------------------------------

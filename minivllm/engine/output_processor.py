@@ -123,7 +123,7 @@ class OutputProcessor:
         Args:
             output: What was computed.
             results: What the model gave for it.
-            advanced: The sequences with a new token and the number of its result, from `Scheduler.update`.
+            advanced: The sequences with new tokens and the number of their result, from `Scheduler.update`.
             now: The engine's time.
 
         Returns:
@@ -142,11 +142,18 @@ class OutputProcessor:
             text = state.texts.get(seq.index)
             if text is None:
                 text = state.texts[seq.index] = SequenceText(seq.request, seq.index, self.tokenizer)
-            result = results[i]
-            # A result has one token for each sibling that it was forked into, in the order of their indices.
-            position = seq.index - output.scheduled[i].seq.index if len(result.token_ids) > 1 else 0
-            logprobs = result.logprobs[position] if result.logprobs else None
-            stop = text.add(result.token_ids[position], logprobs, visible=seq.status is not SequenceStatus.FINISHED_STOPPED)
+            # A result has one token for each sibling that it was forked into, in the order of their indices; or, with
+            # speculation, several for one sequence.
+            first = seq.index - output.scheduled[i].seq.index
+            new_token_ids = seq.token_ids[seq.num_prompt_tokens + len(text.output.token_ids) :]
+            stop = None
+            for position, token_id in enumerate(new_token_ids, start=first):
+                logprobs = results[i].logprobs[position] if results[i].logprobs else None
+                is_last = position == first + len(new_token_ids) - 1
+                ended_it = is_last and seq.status is SequenceStatus.FINISHED_STOPPED
+                stop = text.add(token_id, logprobs, visible=not ended_it)
+                if stop is not None:
+                    break  # the tokens after a stop string are dropped
             if stop is None and seq.finished:
                 stop = text.finish()
             if stop is not None:

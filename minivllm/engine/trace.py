@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class StepRecord:
         preempted: Request ids of sequences that lost their blocks.
         num_running, num_waiting, num_swapped: Sequences in each queue after the step was scheduled.
         num_free_blocks, num_blocks: Of the device.
+        drafts: With speculative decoding, request id, number of guesses among the tokens computed, and how many of them the
+            model agreed with, for each sequence that had any.
     """
 
     start: float
@@ -28,3 +30,4 @@ class StepRecord:
     num_swapped: int
     num_free_blocks: int
     num_blocks: int
+    drafts: list[tuple[str, int, int]] = field(default_factory=list)

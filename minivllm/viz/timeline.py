@@ -29,9 +29,10 @@ def find_stays(trace: list[StepRecord]) -> list[Stay]:
     last: dict[str, float] = {}
     origin = trace[0].start if trace else 0.0
     for step in trace:
+        drafting = {request_id for request_id, _, _ in step.drafts}
         for request_id, num_tokens in step.scheduled:
             first.setdefault(request_id, step.start - origin)
-            if num_tokens > 1 or step.phase == "prefill":
+            if (num_tokens > 1 and request_id not in drafting) or step.phase == "prefill":
                 decode_start[request_id] = step.end - origin
             last[request_id] = step.end - origin
     stays: list[Stay] = []

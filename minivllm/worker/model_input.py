@@ -17,7 +17,7 @@ class ModelInput:
         input_ids: `[num_tokens]`.
         positions: `[num_tokens]`, each token's place in its sequence.
         metadata: Where keys and values go and come from.
-        sampled_rows: Row of the last token of each sequence that needs a new one.
+        sampled_rows: Row of the last token of each sequence that needs a new one, and the rows of its draft tokens.
     """
 
     input_ids: Tensor

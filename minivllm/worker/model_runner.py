@@ -68,12 +68,13 @@ class ModelRunner:
                     f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
                 )
             input_ids.extend(item.seq.token_ids[start:end])
+            input_ids.extend(item.draft_token_ids)
             positions.extend(range(start, end))
             slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
             query_start_loc.append(len(input_ids))
             context_lens.append(end)
             if item.needs_sampling:
-                sampled_rows.append(len(input_ids) - 1)
+                sampled_rows.extend(range(len(input_ids) - 1 - len(item.draft_token_ids), len(input_ids)))
         padded_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
         block_tables = torch.tensor(padded_tables, dtype=torch.int32)
         lowest, highest = block_tables.aminmax()
@@ -144,20 +145,21 @@ class ModelRunner:
         self.execute_model(scheduled, kv_caches)
 
     def _sample(self, scheduled: list[ScheduledSequence], logits: Tensor | None) -> list[SequenceOutput]:
-        """Draw a token for every sequence that needs one, and one more for each sibling forked from it now."""
+        """Draw a token for every sequence that needs one, and one more for each sibling forked from it now, or each draft."""
         outputs = [SequenceOutput() for _ in scheduled]
         if logits is None:
             return outputs
         rows: list[SamplingRow] = []
         logit_rows: list[int] = []
         owners: list[SequenceOutput] = []
-        sampled = [(item.seq, output) for item, output in zip(scheduled, outputs, strict=True) if item.needs_sampling]
-        for logit_row, (seq, output) in enumerate(sampled):
+        sampled = [(item, output) for item, output in zip(scheduled, outputs, strict=True) if item.needs_sampling]
+        predictions = [(item.seq, i, output) for item, output in sampled for i in range(1 + len(item.draft_token_ids))]
+        for logit_row, (seq, num_drafts, output) in enumerate(predictions):
             for sibling in range(1 + seq.num_unforked_siblings):
-                rows.append(SamplingRow(seq, seq.index + sibling))
+                rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
                 logit_rows.append(logit_row)
                 owners.append(output)
-        if len(rows) > len(sampled):
+        if len(rows) > len(predictions):
             logits = logits[logit_rows]
         for owner, token in zip(owners, sample(logits, rows), strict=True):
             owner.token_ids.append(token.token_id)

@@ -24,15 +24,23 @@ MIN_LOGIT = float("-inf")
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One token to draw: for which sequence, and as which of the siblings that are about to be forked from it."""
+    """One token to draw: for which sequence, as which of the siblings that are about to be forked from it, and after how
+    many draft tokens.
+    """
 
     seq: Sequence
     index: int
+    num_drafts: int = 0
 
     @property
     def params(self) -> SamplingParams:
         """The request's wishes."""
         return self.seq.request.sampling_params
+
+    @property
+    def position(self) -> int:
+        """How many output tokens come before this one."""
+        return self.seq.num_output_tokens + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -70,7 +78,7 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
-        too_short = row.seq.num_output_tokens < params.min_tokens
+        too_short = row.position < params.min_tokens
         if not (params.logit_bias or params.has_penalties or too_short):
             continue
         if adjusted is logits:
@@ -174,7 +182,7 @@ def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     of 50,000, float32 would lose the rare tokens.
     """
     cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    uniform = [random_number(row.seq.request.seed, row.index, row.seq.num_output_tokens) for row in rows]
+    uniform = [random_number(row.seq.request.seed, row.index, row.position) for row in rows]
     points = torch.tensor(uniform, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
 

@@ -134,6 +134,7 @@ class Worker:
         self._check_memory(1, "the machine", available_cpu_memory())
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
+        max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits
         # More blocks than all sequences together could fill are of no use.
         useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
         runner = self.model_runner
@@ -142,7 +143,7 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            runner.profile_run(max_tokens, min(max_num_seqs, max_tokens), one_block)
+            runner.profile_run(max_tokens, max_rows, one_block)
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()
             if self._uses_graphs():
@@ -153,11 +154,11 @@ class Worker:
         if getattr(ops, "INTERPRETED", False):  # a profiling run would take minutes
             return min(int(available_cpu_memory() * self.cache_config.gpu_memory_utilization), CPU_CACHE_LIMIT, useful)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
-        num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_num_seqs, CPU_PROFILE_SEQS)
+        num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
         prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
-        needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_num_seqs // num_seqs
+        needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_rows // num_seqs
         left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - needed
         return min(left, CPU_CACHE_LIMIT, useful)
 
