@@ -22,6 +22,12 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
+    kernels = add_command(
+        benches, "kernels", run_bench_kernels, "linear layers and attention on the CPU, against other ways and the machine's limits",
+        "minivllm bench kernels --json kernels.json",
+    )  # fmt: skip
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    kernels.set_defaults(model="smollm2-135m")
     scheduler = add_command(
         benches, "scheduler", run_bench_scheduler, "what scheduling costs, with the model taken out", "minivllm bench scheduler"
     )
@@ -42,6 +48,7 @@ def _add_offline(benches) -> None:  # noqa: ANN001
     group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
+    group.add_argument("--profile", action="store_true", help="instead of comparing, say where the time of a step goes")
     group = parser.add_argument_group("other engines")
     group.add_argument(
         "--engine", nargs="+", choices=ENGINE_NAMES, metavar="ENGINE",
@@ -156,6 +163,10 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Compare policies on each workload, or engines on one, in turn, and print a table."""
     for path in (arguments.json, arguments.plot):  # before the work, not after it
         check_writable(path)
+    if arguments.profile:
+        if arguments.engine or arguments.scheduler or arguments.plot:
+            raise ConfigError("--profile compares nothing: leave out --engine, --scheduler and --plot.")
+        return _profile(arguments)
     if arguments.engine:
         if arguments.scheduler or arguments.plot:
             raise ConfigError("--scheduler and --plot compare policies of this engine: leave them out, or leave out --engine.")
@@ -201,6 +212,20 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
         f"{format_table(comparison)}"
     )
     _write_report(arguments.json, arguments, {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()})
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.profile import format_profile, profile_offline
+
+    engine = _make_engine(arguments, trace=True)
+    name, requests = _one_workload(arguments, engine.model_config)
+    profile = profile_offline(engine, name, requests)
+    print(
+        f"\n{arguments.model}, {name}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_profile(profile)}"
+    )
+    _write_report(arguments.json, arguments, {"profile": profile.to_json()})
     return 0
 
 
@@ -252,6 +277,22 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
         print(f"\nThe curves: {arguments.plot}")
+    return 0
+
+
+def run_bench_kernels(arguments: argparse.Namespace) -> int:
+    """Measure linear layers and decode attention on the CPU, and what the machine could do at best."""
+    from minivllm.bench import attention, linear
+    from minivllm.bench.machine import describe_machine
+
+    check_writable(arguments.json)
+    print(f"{describe_machine()}\n\nAll linear layers of a step of SmolLM2-135M\n", flush=True)
+    floor = linear.measure_floor()
+    layers = linear.measure_linear()
+    print(f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n", flush=True)
+    rows = attention.measure_attention()
+    print(attention.format_table(rows))
+    _write_report(arguments.json, arguments, {"floor": vars(floor), "linear": layers, "attention": rows})
     return 0
 
 

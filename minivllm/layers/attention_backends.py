@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS = 2**16
 """Cached tokens that the torch backend copies at a time when it decodes."""
+MIN_PROMPT = 32
+"""Mean tokens of a batch of prompts from which on the CPU backend hands each to torch's attention, a call for each."""
 OLDEST_CAPABILITY = (8, 0)
 """The compute capability (Ampere) from which on a GPU has the shared memory that the tiles of the Triton kernels take."""
 
@@ -55,7 +57,19 @@ class CPUAttentionBackend(AttentionBackend):
         return cpu
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
+        lengths = metadata.context_lens
+        if (
+            metadata.is_decode
+            or not torch.equal(metadata.query_start_loc.diff(), lengths)
+            or len(query) < MIN_PROMPT * len(lengths)
+        ):
+            return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
+        # Whole prompts need nothing from the cache, and torch's product of a prompt with itself is the faster one.
+        self.ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
+        sizes = lengths.tolist()
+        parts = query.split(sizes), key.transpose(0, 1).split(sizes, 1), value.transpose(0, 1).split(sizes, 1)
+        outputs = [reference.causal_attention(q, k, v, self.scale) for q, k, v in zip(*parts, strict=True)]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class TritonAttentionBackend(AttentionBackend):

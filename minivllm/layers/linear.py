@@ -6,6 +6,7 @@ Mirrors `vllm/model_executor/layers/linear.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,10 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int | list[int], bias: bool = False) -> None:
         super().__init__()
+        self.in_features = in_features
         self.out_features = [out_features] if isinstance(out_features, int) else out_features
         self.weight = nn.Parameter(torch.empty(sum(self.out_features), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.out_features)), requires_grad=False) if bias else None
-        self.product: Product | None = None
 
     def part(self, parameter: Tensor, index: int) -> Tensor:
         """The rows of `weight` or `bias` that belong to the fused layer `index`, for loading."""
@@ -45,12 +46,12 @@ class Linear(nn.Module):
 
     def pack(self, make_product: Callable[[Tensor, Tensor | None], Product]) -> None:
         """From now on compute with what `make_product(weight, bias)` returns; it replaces weight and bias, which are let go."""
-        self.product = make_product(self.weight.data, None if self.bias is None else self.bias.data)
+        self.forward = make_product(self.weight.data, None if self.bias is None else self.bias.data)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, in_features]` to `[num_tokens, sum(out_features)]`."""
-        return linear(x, self.weight, self.bias) if self.product is None else self.product(x)
+        return linear(x, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,24 +62,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class PackedProduct:
-    """float32 on a CPU: the weight in the order in which `kernels.cpu.packed_linear` reads it.
+def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """float32 on a CPU: a product with the weight in the order in which `kernels.cpu.packed_linear` reads it."""
+    from minivllm.kernels import cpu  # here, because Numba may be missing
 
-    Args:
-        weight: `[out_features, in_features]`.
-        bias: `[out_features]` or None.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        from minivllm.kernels import cpu  # here, because Numba may be missing
-
-        self.kernel = cpu.packed_linear
-        self.weight = cpu.PackedWeight(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernel(x, self.weight)
+    return partial(cpu.packed_linear, cpu.PackedWeight(weight, bias))
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `PackedProduct` takes a weight here."""
+    """Whether `packed_product` takes a weight here."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_cpu_kernels()

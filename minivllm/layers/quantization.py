@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import has_cpu_kernels, reference
-from minivllm.layers.linear import PackedProduct, Product, can_pack
+from minivllm.layers.linear import Product, can_pack, packed_product
 
 INT4_GROUP = 32
 """Weights that share a scale and a lowest value, as in the blocks of a GGUF file."""
@@ -105,7 +105,7 @@ def choose_product(
 
     def make(name: str, weight: Tensor, bias: Tensor | None) -> Product:
         if quantization is None:
-            return PackedProduct(weight, bias)
+            return packed_product(weight, bias)
         fits = weight.shape[1] % INT4_GROUP == 0 and weight.shape[0] % INT4_OUTPUTS == 0
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         return Int4Product(weight, bias) if quantization == "int4" and fits and name != HEAD else Int8Product(weight, bias)

@@ -27,20 +27,18 @@ class LlamaAttention(nn.Module):
         hidden_size = config["hidden_size"]
         bias = config.get("attention_bias", False)
         self.head_dim = backend.head_dim
-        self.q_size = backend.num_heads * backend.head_dim
-        self.kv_size = backend.num_kv_heads * backend.head_dim
-        self.qkv_proj = Linear(hidden_size, [self.q_size, self.kv_size, self.kv_size], bias)
-        self.o_proj = Linear(self.q_size, hidden_size, bias)
+        self.num_heads, self.num_kv_heads = backend.num_heads, backend.num_kv_heads
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = Linear(hidden_size, [q_size, kv_size, kv_size], bias)
+        self.o_proj = Linear(q_size, hidden_size, bias)
         self.q_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
         self.rotary = rotary
         self.backend = backend
 
     def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        q, k, v = self.qkv_proj(x).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = q.reshape(len(x), -1, self.head_dim)
-        k = k.reshape(len(x), -1, self.head_dim)
-        v = v.reshape(len(x), -1, self.head_dim)
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(positions, q, k)

@@ -60,7 +60,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
     """
     logits = logits.float()
     processed = adjust_logits(logits, rows)
-    token_ids = processed.argmax(dim=-1)
+    token_ids = argmax(processed)
     random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if random_rows:
         drawn = draw(filter_logits(processed[random_rows], [rows[i].params for i in random_rows]), [rows[i] for i in random_rows])
@@ -71,6 +71,11 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         if row.params.logprobs is not None:
             logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
     return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The most likely token of each row, `[rows]`; on a CPU by numpy, whose search is several times as fast as torch's."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.errors import ConfigError
-from minivllm.layers.attention_backends import get_attention_backend
+from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
 from minivllm.layers.quantization import choose_product
 from minivllm.models.weights import load_model, pack_weights
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
@@ -63,7 +63,9 @@ class Worker:
         model = load_model(self.model_config, self.dtype, self.device, self.attention_backend)
         if self.make_product is not None:
             pack_weights(model, self.make_product)
-        self.model_runner = ModelRunner(model, self.cache_config.block_size, self.model_config.max_model_len, self.device)
+        block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
+        trusts_backend = self.attention_backend in BACKENDS.values()
+        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, trusts_backend)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit: on the device, and in the swap space on the host.

@@ -77,12 +77,12 @@ class PackedWeight:
             self.bias[: self.out_features] = bias.numpy()
 
 
-def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
     Args:
-        x: `[num_tokens, in_features]`, float32.
         weight: The packed `W` and `b`.
+        x: `[num_tokens, in_features]`, float32.
 
     Returns:
         `[num_tokens, out_features]`.
@@ -98,7 +98,7 @@ def packed_linear(x: Tensor, weight: PackedWeight) -> Tensor:
     _multiply(
         x.contiguous().numpy(), weight.panels, weight.bias, out.numpy(), num_threads, constant(tile), constant(width)
     )  # fmt: skip
-    return out[:num_rows, : weight.out_features]
+    return out if out.shape == (num_rows, weight.out_features) else out[:num_rows, : weight.out_features]
 
 
 @intrinsic

@@ -1,7 +1,7 @@
 """What goes on around attention and the linear layers: small loops over rows, in one pass and without copies.
 
 A decode step calls each of them once or twice a layer with a few rows. The work takes microseconds, so what counts is how
-little it takes to call them: they are handed addresses and row lengths, as kernels on a GPU are, and run on one thread.
+little it takes to call them: they are handed addresses and row lengths, as kernels on a GPU are.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import njit, types
+from numba import njit, prange, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
-from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, exp2
+from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, exp2, use_threads_of_torch
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
 
-MAX_ROWS = 256
-"""More rows are worth two threads: torch computes them."""
+PARALLEL_ROWS = 12
+"""So many rows are worth more than one thread."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square, then scale: see `reference.rms_norm`."""
-    if not _is_small(x):
-        return reference.rms_norm(x, weight, eps)
     checks.check_rms_norm(x, weight)
+    if not _can_run(x):
+        return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    _norm(x.data_ptr(), 0, weight.contiguous().data_ptr(), x.numel() // size, size, np.float32(eps), out.data_ptr(), 0)
+    num_rows = x.numel() // size
+    _norm(x.data_ptr(), 0, weight.data_ptr(), num_rows, size, np.float32(eps), out.data_ptr(), 0, _num_threads(num_rows))
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum: see `reference.add_rms_norm`."""
-    if not _is_small(x):
-        return reference.add_rms_norm(x, residual, weight, eps)
     checks.check_rms_norm(x, weight, residual)
+    if not _can_run(x):
+        return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
+    num_rows = x.numel() // size
     _norm(
-        x.data_ptr(), residual.data_ptr(), weight.contiguous().data_ptr(), x.numel() // size, size, np.float32(eps),
-        out.data_ptr(), total.data_ptr(),
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, np.float32(eps), out.data_ptr(), total.data_ptr(),
+        _num_threads(num_rows),
     )  # fmt: skip
     return out, total
 
@@ -53,54 +55,57 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
     checks.check_rotary_embedding(positions, query, key, cos, sin)
-    if not _is_small(query) or positions.dtype != torch.int64 or not (_has_whole_rows(query) and _has_whole_rows(key)):
+    if not _can_run(query) or positions.dtype != torch.int64 or not (_has_whole_rows(query) and _has_whole_rows(key)):
         return reference.rotary_embedding(positions, query, key, cos, sin)
     positions = positions.contiguous()
-    rotated = torch.empty(query.shape), torch.empty(key.shape)
-    for x, out in zip((query, key), rotated, strict=True):
-        num_tokens, num_heads, head_dim = x.shape
-        _rotate(
-            positions.data_ptr(), x.data_ptr(), num_tokens, x.stride(0), num_heads, head_dim, cos.data_ptr(), sin.data_ptr(),
-            out.data_ptr(),
-        )  # fmt: skip
-    return rotated
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    rotated_query, rotated_key = torch.empty(query.shape), torch.empty(key.shape)
+    _rotate(
+        positions.data_ptr(), num_tokens, head_dim, query.data_ptr(), query.stride(0), num_heads, key.data_ptr(), key.stride(0),
+        num_kv_heads, cos.data_ptr(), sin.data_ptr(), rotated_query.data_ptr(), rotated_key.data_ptr(), _num_threads(num_tokens),
+    )  # fmt: skip
+    return rotated_query, rotated_key
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU: see `reference.silu_and_mul`."""
-    if not _is_small(x):
-        return reference.silu_and_mul(x)
     checks.check_silu_and_mul(x)
+    if not _can_run(x):
+        return reference.silu_and_mul(x)
     x = x.contiguous()
-    out = torch.empty(x.shape[0], x.shape[1] // 2)
-    _gate(x.data_ptr(), x.shape[0], out.shape[1], out.data_ptr())
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(num_rows, size)
+    _gate(x.data_ptr(), num_rows, size, out.data_ptr(), _num_threads(num_rows))
     return out
 
 
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers of two digits for each row: see `reference.split_digits`."""
-    if not _is_small(x):
-        return reference.split_digits(x)
     checks.check_digits(x)
     x = x.contiguous()
-    digits, scales = torch.empty((2 * x.shape[0], x.shape[1]), dtype=torch.uint8), torch.empty(x.shape[0])
-    _split(x.data_ptr(), x.shape[0], x.shape[1], digits.data_ptr(), scales.data_ptr())
+    num_rows, size = x.shape
+    digits, scales = torch.empty((2 * num_rows, size), dtype=torch.uint8), torch.empty(num_rows)
+    _split(x.data_ptr(), num_rows, size, digits.data_ptr(), scales.data_ptr(), _num_threads(num_rows))
     return digits, scales
 
 
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Put together the products of high and low digits: see `reference.join_digits`."""
-    if not _is_small(products):
-        return reference.join_digits(products, scales)
     checks.check_digits(products, scales)
     products = products.contiguous()
-    out = torch.empty(len(scales), products.shape[1])
-    _join(products.data_ptr(), len(scales), products.shape[1], scales.data_ptr(), out.data_ptr())
+    num_rows, size = scales.shape[0], products.shape[1]
+    out = torch.empty(num_rows, size)
+    _join(products.data_ptr(), num_rows, size, scales.data_ptr(), out.data_ptr(), _num_threads(num_rows))
     return out
 
 
-def _is_small(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and 0 < x.shape[0] <= MAX_ROWS
+def _can_run(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def _num_threads(num_rows: int) -> int:
+    return 1 if num_rows < PARALLEL_ROWS else use_threads_of_torch()
 
 
 def _has_whole_rows(x: Tensor) -> bool:
@@ -130,79 +135,102 @@ def _row(address, row, stride, size):
     return numba.carray(_floats(address + 4 * row * stride), (size,))
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", cache=True)
-def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address):
+@njit
+def _share(num_rows, thread, num_threads):
+    """The rows that are a thread's."""
+    return range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
+
+
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address, num_threads):
     """Without a residual (address 0), `x` itself is normalized."""
     weight = _row(weight_address, 0, 0, size)
-    for row in range(num_rows):
-        x = _row(x_address, row, size, size)
-        if residual_address != 0:
-            residual, total = _row(residual_address, row, size, size), _row(total_address, row, size, size)
+    for thread in prange(num_threads):
+        for row in _share(num_rows, thread, num_threads):
+            x = _row(x_address, row, size, size)
+            if residual_address != 0:
+                residual, total = _row(residual_address, row, size, size), _row(total_address, row, size, size)
+                for i in range(size):
+                    total[i] = x[i] + residual[i]
+                x = total
+            squares = np.float32(0)
             for i in range(size):
-                total[i] = x[i] + residual[i]
-            x = total
-        squares = np.float32(0)
-        for i in range(size):
-            squares += x[i] * x[i]
-        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-        out = _row(out_address, row, size, size)
-        for i in range(size):
-            out[i] = x[i] * factor * weight[i]
+                squares += x[i] * x[i]
+            factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+            out = _row(out_address, row, size, size)
+            for i in range(size):
+                out[i] = x[i] * factor * weight[i]
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", cache=True)
-def _rotate(positions_address, x_address, num_tokens, stride, num_heads, head_dim, cos_address, sin_address, out_address):
-    positions = numba.carray(_integers(positions_address), (num_tokens,))
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _rotate_heads(x, cos, sin, out, num_heads, head_dim):
     half = head_dim // 2
-    for token in range(num_tokens):
-        x = _row(x_address, token, stride, num_heads * head_dim)
-        out = _row(out_address, token, num_heads * head_dim, num_heads * head_dim)
-        cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
-        for head in range(num_heads):
-            start = head * head_dim
-            for i in range(half):
-                first, second = x[start + i], x[start + half + i]
-                out[start + i] = first * cos[i] - second * sin[i]
-                out[start + half + i] = second * cos[i] + first * sin[i]
+    for start in range(0, num_heads * head_dim, head_dim):
+        for i in range(half):  # two loops, because compilers give up on vectors in one that writes to two places
+            out[start + i] = x[start + i] * cos[i] - x[start + half + i] * sin[i]
+        for i in range(half):
+            out[start + half + i] = x[start + half + i] * cos[i] + x[start + i] * sin[i]
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", cache=True)
-def _gate(x_address, num_rows, size, out_address):
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _rotate(
+    positions_address, num_tokens, head_dim, query_address, query_stride, num_heads, key_address, key_stride, num_kv_heads,
+    cos_address, sin_address, query_out_address, key_out_address, num_threads,
+):  # fmt: skip
+    positions = numba.carray(_integers(positions_address), (num_tokens,))
+    half, query_size, key_size = head_dim // 2, num_heads * head_dim, num_kv_heads * head_dim
+    for thread in prange(num_threads):
+        for token in _share(num_tokens, thread, num_threads):
+            cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
+            query, query_out = (
+                _row(query_address, token, query_stride, query_size),
+                _row(query_out_address, token, query_size, query_size),
+            )
+            key, key_out = _row(key_address, token, key_stride, key_size), _row(key_out_address, token, key_size, key_size)
+            _rotate_heads(query, cos, sin, query_out, num_heads, head_dim)
+            _rotate_heads(key, cos, sin, key_out, num_kv_heads, head_dim)
+
+
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _gate(x_address, num_rows, size, out_address, num_threads):
     """silu(g) = g / (1 + e**-g), with e**-|g|, which never overflows."""
-    for row in range(num_rows):
-        x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
-        for i in range(size):
-            gate = x[i]
-            small = exp2(-abs(gate) * LOG2_E)
-            share = np.float32(1) / (np.float32(1) + small)
-            out[i] = gate * (share if gate >= np.float32(0) else small * share) * x[size + i]
+    for thread in prange(num_threads):
+        for row in _share(num_rows, thread, num_threads):
+            x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
+            for i in range(size):
+                gate = x[i]
+                small = exp2(-abs(gate) * LOG2_E)
+                share = np.float32(1) / (np.float32(1) + small)
+                out[i] = gate * (share if gate >= np.float32(0) else small * share) * x[size + i]
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", cache=True)
-def _split(x_address, num_rows, size, digits_address, scales_address):
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _split(x_address, num_rows, size, digits_address, scales_address, num_threads):
     scales = _row(scales_address, 0, 0, num_rows)
-    for row in range(num_rows):
-        x = _row(x_address, row, size, size)
-        high = numba.carray(_bytes(digits_address + row * size), (size,))
-        low = numba.carray(_bytes(digits_address + (num_rows + row) * size), (size,))
-        # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
-        largest = np.int32(0)
-        for i in range(size):
-            largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
-        scale = max(np.int32(largest).view(np.float32) / np.float32(LARGEST), np.float32(1e-30))
-        scales[row] = scale
-        for i in range(size):
-            whole = np.int32(np.floor(x[i] / scale + np.float32(0.5)))
-            upper = np.int32((whole + np.int32(DIGIT_BASE // 2)) >> np.int32(6))
-            high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
-            low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
+    for thread in prange(num_threads):
+        for row in _share(num_rows, thread, num_threads):
+            x = _row(x_address, row, size, size)
+            high = numba.carray(_bytes(digits_address + row * size), (size,))
+            low = numba.carray(_bytes(digits_address + (num_rows + row) * size), (size,))
+            # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
+            largest = np.int32(0)
+            for i in range(size):
+                largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
+            scale = max(np.int32(largest).view(np.float32) / np.float32(LARGEST), np.float32(1e-30))
+            scales[row] = scale
+            for i in range(size):
+                whole = np.int32(np.floor(x[i] / scale + np.float32(0.5)))
+                upper = np.int32((whole + np.int32(DIGIT_BASE // 2)) >> np.int32(6))
+                high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
+                low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", cache=True)
-def _join(products_address, num_rows, size, scales_address, out_address):
+@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+def _join(products_address, num_rows, size, scales_address, out_address, num_threads):
     scales = _row(scales_address, 0, 0, num_rows)
-    for row in range(num_rows):
-        high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
-        out = _row(out_address, row, size, size)
-        for i in range(size):
-            out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]
+    for thread in prange(num_threads):
+        for row in _share(num_rows, thread, num_threads):
+            high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
+            out = _row(out_address, row, size, size)
+            for i in range(size):
+                out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]

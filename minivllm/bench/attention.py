@@ -1,7 +1,5 @@
 """Attention of one decode step on the CPU: the Numba backend against the torch backend, which gathers blocks first.
 
-    python benchmarks/cpu_attention.py
-
 All 30 layers of SmolLM2-135M (9 query heads, 3 KV heads of 64, float32, block size 16), writing the new keys and values
 included, each layer with a cache of its own whose blocks lie in random order. The bytes that a step must read are the
 keys and values of the contexts; what the machine can read at best is measured beside it, with the same threads, by
@@ -10,11 +8,9 @@ touching every cache line of the same blocks.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -22,7 +18,6 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from minivllm.bench.machine import describe_machine
 from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
@@ -33,7 +28,7 @@ CASES = ((1, 150), (1, 1000), (1, 4000), (16, 150), (16, 1000), (64, 500))
 
 
 @njit(parallel=True, fastmath=True, error_model="numpy")
-def touch(keys, values, sums):
+def touch(keys, values, sums):  # noqa: ANN001, ANN201 (compiled)
     """Read one number of each cache line, as fast as the memory gives them."""
     num_threads = len(sums)
     for thread in prange(num_threads):
@@ -87,30 +82,28 @@ def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="a file for the numbers, as JSON")
-    args = parser.parse_args()
-    repeats, rows = args.repeats, []
+def measure_attention(repeats: int = 9) -> list[dict[str, Any]]:
+    """Milliseconds for each of `CASES`, with the gigabytes per second that the Numba kernel reads, and the most possible."""
     torch.manual_seed(0)
-    print(f"Median of {repeats} steps, in turns; {describe_machine()}\n")
-    print(f"{'sequences':>10}{'context':>9}{'torch':>11}{'cpu':>11}{'ratio':>8}{'cpu reads':>13}{'possible':>13}{'share':>8}")
+    rows = []
     for num_seqs, context_len in CASES:
         ms = measure(num_seqs, context_len, repeats)
-        rows.append({"sequences": num_seqs, "context": context_len, "milliseconds": ms})
-        num_bytes = 2 * NUM_LAYERS * num_seqs * NUM_KV_HEADS * HEAD_DIM * 4
-        speed, possible = (
-            num_bytes * tokens / ms[name] / 1e6 for name, tokens in (("cpu", context_len), ("touch", -(-context_len // 16) * 16))
+        gigabytes = 2 * NUM_LAYERS * num_seqs * NUM_KV_HEADS * HEAD_DIM * 4 / 1e9
+        touched = -(-context_len // BLOCK_SIZE) * BLOCK_SIZE
+        rows.append(
+            {"sequences": num_seqs, "context": context_len, "milliseconds": ms}
+            | {"reads": gigabytes * context_len / ms["cpu"] * 1e3, "possible": gigabytes * touched / ms["touch"] * 1e3}
         )
-        print(
-            f"{num_seqs:>10}{context_len:>9}{ms['torch']:>8.2f} ms{ms['cpu']:>8.2f} ms{ms['torch'] / ms['cpu']:>8.1f}"
-            f"{speed:>8.1f} GB/s{possible:>8.1f} GB/s{speed / possible:>8.0%}",
-            flush=True,
-        )
-    if args.out:
-        args.out.write_text(json.dumps({"machine": describe_machine(), "repeats": repeats, "cases": rows}, indent=1) + "\n")
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """The measurements as a table of text."""
+    lines = [f"{'sequences':>10}{'context':>9}{'torch':>11}{'cpu':>11}{'ratio':>8}{'cpu reads':>13}{'possible':>13}{'share':>8}"]
+    for row in rows:
+        ms = row["milliseconds"]
+        lines.append(
+            f"{row['sequences']:>10}{row['context']:>9}{ms['torch']:>8.2f} ms{ms['cpu']:>8.2f} ms{ms['torch'] / ms['cpu']:>8.1f}"
+            f"{row['reads']:>8.1f} GB/s{row['possible']:>8.1f} GB/s{row['reads'] / row['possible']:>8.0%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""The linear layers of one step of SmolLM2-135M, by rows in the batch and way to compute them, and the machine's floor.
+
+All layers are run one after another, so that a weight is not in a cache when its turn comes again: as in a decode step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.layers.linear import can_pack, packed_product
+from minivllm.layers.quantization import Int4Product, Int8Product
+
+SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
+"""[out_features, in_features] of SmolLM2-135M: qkv, o, gate and up, down of 30 layers, and the head."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+SLOW_ROWS = 16
+"""More rows than this take the 4-bit operator seconds."""
+
+Product = Callable[[Tensor], Tensor]
+
+
+def _mkl(weight: Tensor, rows: int) -> Product:
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkl._mkl_linear(x, packed, weight, None, rows)
+
+
+def _onednn(weight: Tensor, rows: int) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+WAYS: dict[str, Callable[[Tensor, int], Product]] = {
+    "F.linear": lambda weight, rows: lambda x: F.linear(x, weight),
+    "(W @ x.T).T": lambda weight, rows: lambda x: (weight @ x.t()).t().contiguous(),
+    "oneDNN packed": _onednn,
+    "MKL packed": _mkl,
+    "minivllm": lambda weight, rows: packed_product(weight, None),
+    "minivllm int8": lambda weight, rows: Int8Product(weight, None),
+    "minivllm int4": lambda weight, rows: Int4Product(weight, None),
+}
+"""Name to what makes a product of a weight for so many rows. The peers' packed products are those that torch.compile uses."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a machine can do at best.
+
+    Attributes:
+        read_gigabytes_per_second: Adding up float32 numbers that lie in memory one after another.
+        gigaflops: The product of two large float32 matrices.
+    """
+
+    read_gigabytes_per_second: float
+    gigaflops: float
+
+
+def measure_floor(repeats: int = 7) -> Floor:
+    """Both, the best of some runs: nothing else may run beside."""
+    numbers = torch.ones(sum(rows * columns for rows, columns in SHAPES))
+    seconds = min(_seconds(numbers.sum) for _ in range(repeats))
+    size = 2048
+    a, b = torch.randn(2, size, size)
+    product_seconds = min(_seconds(lambda: a @ b) for _ in range(repeats))
+    return Floor(numbers.numel() * 4 / seconds / 1e9, 2 * size**3 / product_seconds / 1e9)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def measure_linear(repeats: int = 5) -> dict[str, dict[int, float]]:
+    """Way to rows to median milliseconds of a pass over all layers."""
+    weights = [torch.randn(shape) for shape in SHAPES]
+    result: dict[str, dict[int, float]] = {}
+    for name, make in WAYS.items():
+        if name == "minivllm" and not can_pack(weights[0]):
+            continue
+        products: list[Product] = []
+        result[name] = {}
+        for rows in ROWS:
+            if name == "minivllm int4" and rows > SLOW_ROWS:
+                continue
+            inputs = {width: torch.randn(rows, width) for width in (576, 1536)}
+            if not products or name == "MKL packed":  # whose weights serve one number of rows
+                del products
+                products = [make(weight, rows) for weight in weights]
+            times = []
+            for repeat in range(repeats + 1):
+                start = time.perf_counter()
+                for product, weight in zip(products, weights, strict=True):
+                    product(inputs[weight.shape[1]])
+                if repeat > 0:  # the first pass warms up
+                    times.append((time.perf_counter() - start) * 1e3)
+            result[name][rows] = statistics.median(times)
+    return result
+
+
+def format_table(milliseconds: dict[str, dict[int, float]], floor: Floor) -> str:
+    """The measurements as a table of text, with what reading the weights once takes."""
+    width = max(map(len, milliseconds)) + 2
+    lines = [f"{'':<{width}}" + "".join(f"{rows:>8}" for rows in ROWS) + "  rows"]
+    for name, times in milliseconds.items():
+        cells = [f"{times[rows]:>8.1f}" if rows in times else f"{'':>8}" for rows in ROWS]
+        lines.append(f"{name:<{width}}{''.join(cells)}  ms")
+    gigabytes = sum(rows * columns for rows, columns in SHAPES) * 4 / 1e9
+    reading, flops = gigabytes / floor.read_gigabytes_per_second * 1e3, gigabytes / 2 * 1e9
+    lines.append(f"{'reading once':<{width}}" + f"{reading:>8.1f}" * len(ROWS) + "  ms")
+    arithmetic = [rows * flops / floor.gigaflops / 1e6 for rows in ROWS]
+    lines.append(f"{'arithmetic':<{width}}" + "".join(f"{value:>8.1f}" for value in arithmetic) + "  ms")
+    lines.append(
+        f"\nreading once: the float32 weights, {gigabytes:.2f} GB at {floor.read_gigabytes_per_second:.1f} GB/s. arithmetic: at "
+        f"{floor.gigaflops:.0f} GFLOP/s, the rate of a large product. Both were measured."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""Where the time of a step goes, and how near that is to what the machine could do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from minivllm.bench.linear import Floor, measure_floor
+from minivllm.bench.offline import run_offline
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.errors import ConfigError
+from minivllm.layers.linear import Linear
+from minivllm.worker import model_runner
+
+PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
+
+
+@dataclass
+class Profile:
+    """What a workload's steps spent their time on.
+
+    Attributes:
+        milliseconds: Phase ("prefill", "decode", "mixed") to part to its mean in a step.
+        num_steps, num_tokens: Phase to its number of steps, and of tokens computed in them.
+        batch: The most frequent number of sequences in a decode step.
+        decode_step: Median milliseconds of the decode steps of that batch.
+        linear_alone: Median milliseconds of all linear layers at that batch, with nothing else between them.
+        floor: What the machine can do at best.
+    """
+
+    milliseconds: dict[str, dict[str, float]]
+    num_steps: dict[str, int]
+    num_tokens: dict[str, int]
+    batch: int
+    decode_step: float
+    linear_alone: float
+    floor: Floor
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+
+class Stopwatch:
+    """Adds up the time spent in each part. Time in a part within a part counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running = ["other"]
+        self._since = time.perf_counter()
+
+    def _switch(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        """The function, with its time counted for a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._switch()
+            self._running.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._switch()
+                self._running.pop()
+
+        return call
+
+    def take(self) -> dict[str, float]:
+        """What has been added up since the last time."""
+        self._switch()
+        taken, self.seconds = self.seconds, defaultdict(float)
+        return taken
+
+
+def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
+    """Run a workload twice: once to warm up, and once with a stopwatch in each part of the engine.
+
+    Args:
+        engine: As `run_offline` takes it.
+        name: Name of the workload, for progress.
+        requests: The workload.
+
+    Raises:
+        ConfigError: As `run_offline`; or the model is on a GPU, where a call returns before its work is done.
+    """
+    model = engine.executor.worker.model_runner.model
+    if engine.executor.worker.device.type != "cpu":
+        raise ConfigError("A profile is taken by a clock between calls, which says nothing on a GPU: use a GPU profiler there.")
+    run_offline(engine, "continuous", name, requests)
+    backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
+    timed = {
+        "linear": [(module, "forward") for module in model.modules() if isinstance(module, Linear)],
+        "attention": [(type(backend), "forward")],
+        "norm and rope": [(backend.ops, op) for op in ("rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul")],
+        "sampling": [(model_runner, "sample")],
+        "scheduling": [(Scheduler, method) for method in ("schedule", "update", "finish_sequence")],
+        "detokenizing": [(OutputProcessor, method) for method in ("process", "make_output")],
+    }
+    watch = Stopwatch()
+    steps: list[dict[str, float]] = []
+    step = engine.step
+
+    def watched_step() -> Any:
+        watch.take()
+        outputs = step()
+        steps.append(watch.take())
+        return outputs
+
+    with ExitStack() as patches:
+        for part, places in timed.items():
+            for owner, attribute in places:
+                patches.enter_context(mock.patch.object(owner, attribute, watch.timed(part, getattr(owner, attribute))))
+        patches.enter_context(mock.patch.object(engine, "step", watched_step))
+        trace = run_offline(engine, "continuous", name, requests).trace
+    phases = [record.phase for record in trace]
+    batch = Counter(len(record.scheduled) for record in trace if record.phase == "decode").most_common(1)
+    size = batch[0][0] if batch else 1
+    same_batch = [
+        sum(seconds.values())
+        for record, seconds in zip(trace, steps, strict=True)
+        if record.phase == "decode" and len(record.scheduled) == size
+    ]
+    return Profile(
+        milliseconds={
+            phase: {
+                part: statistics.mean(
+                    seconds.get(part, 0.0) * 1e3 for seconds, p in zip(steps, phases, strict=True) if p == phase
+                )
+                for part in PARTS
+            }
+            for phase in dict.fromkeys(phases)
+        },
+        num_steps=dict(Counter(phases)),
+        num_tokens={
+            phase: sum(count for record in trace if record.phase == phase for _, count in record.scheduled)
+            for phase in dict.fromkeys(phases)
+        },
+        batch=size,
+        decode_step=statistics.median(same_batch or [float("nan")]) * 1e3,
+        linear_alone=_time_linear(model, size),
+        floor=measure_floor(),
+    )
+
+
+@torch.inference_mode()
+def _time_linear(model: torch.nn.Module, rows: int, repeats: int = 9) -> float:
+    """Median milliseconds of all linear layers of a model, one after another."""
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    inputs = {width: torch.randn(rows, width) for width in {layer.in_features for layer in layers}}
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for layer in layers:
+            layer(inputs[layer.in_features])
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def format_profile(profile: Profile) -> str:
+    """The profile as a table of text: milliseconds of a step, and shares."""
+    phases = list(profile.milliseconds)
+    totals = {phase: sum(profile.milliseconds[phase].values()) for phase in phases}
+    lines = [f"{'mean of a step':<16}" + "".join(f"{phase:>24}" for phase in phases)]
+    for part in PARTS:
+        cells = (f"{profile.milliseconds[p][part]:>15.2f} ms{profile.milliseconds[p][part] / totals[p]:>6.1%}" for p in phases)
+        lines.append(f"{part:<16}" + "".join(cells))
+    lines.append(f"{'whole step':<16}" + "".join(f"{totals[phase]:>15.2f} ms{'':>6}" for phase in phases))
+    lines.append(f"{'steps':<16}" + "".join(f"{profile.num_steps[phase]:>15}{'':>9}" for phase in phases))
+    lines.append(f"{'tokens':<16}" + "".join(f"{profile.num_tokens[phase]:>15}{'':>9}" for phase in phases))
+    decode = profile.milliseconds.get("decode")
+    if decode:
+        rest = sum(value for part, value in decode.items() if part not in ("linear", "attention"))
+        lines += [
+            "",
+            f"A decode step of {profile.batch} sequences takes {profile.decode_step:.1f} ms, {profile.decode_step / profile.linear_alone:.2f} "
+            f"times the {profile.linear_alone:.1f} ms of its linear layers alone. What is neither a linear layer nor attention "
+            f"is {rest / totals['decode']:.1%} of a decode step.",
+        ]
+    lines.append(
+        f"This machine reads {profile.floor.read_gigabytes_per_second:.1f} GB/s and multiplies large float32 matrices at "
+        f"{profile.floor.gigaflops:.0f} GFLOP/s."
+    )
+    return "\n".join(lines)
