@@ -33,6 +33,7 @@ class Profile:
     Attributes:
         milliseconds: Phase ("prefill", "decode", "mixed") to part to its mean in a step.
         num_steps, num_tokens: Phase to its number of steps, and of tokens computed in them.
+        stopwatch: Milliseconds of a step that measuring itself took, taken off already.
         batch: The most frequent number of sequences in a decode step.
         decode_step: Median milliseconds of the decode steps of that batch.
         linear_alone: Median milliseconds of all linear layers at that batch, with nothing else between them.
@@ -42,6 +43,7 @@ class Profile:
     milliseconds: dict[str, dict[str, float]]
     num_steps: dict[str, int]
     num_tokens: dict[str, int]
+    stopwatch: float
     batch: int
     decode_step: float
     linear_alone: float
@@ -53,16 +55,21 @@ class Profile:
 
 
 class Stopwatch:
-    """Adds up the time spent in each part. Time in a part within a part counts for the inner one only."""
+    """Adds up the time spent in each part. Time in a part within a part counts for the inner one only.
+
+    `switches` counts how often each part was begun or ended, or was left for another and come back to.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.switches: Counter[str] = Counter()
         self._running = ["other"]
         self._since = time.perf_counter()
 
     def _switch(self) -> None:
         now = time.perf_counter()
         self.seconds[self._running[-1]] += now - self._since
+        self.switches[self._running[-1]] += 1
         self._since = now
 
     def timed(self, part: str, function: Callable) -> Callable:
@@ -79,15 +86,19 @@ class Stopwatch:
 
         return call
 
-    def take(self) -> dict[str, float]:
-        """What has been added up since the last time."""
+    def take(self) -> tuple[dict[str, float], Counter[str]]:
+        """Seconds and switches of each part since the last time."""
         self._switch()
-        taken, self.seconds = self.seconds, defaultdict(float)
+        taken = self.seconds, self.switches
+        self.seconds, self.switches = defaultdict(float), Counter()
         return taken
 
 
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
-    """Run a workload twice: once to warm up, and once with a stopwatch in each part of the engine.
+    """Run a workload three times: to warm up, as it is, and with a stopwatch in each part of the engine.
+
+    The stopwatch is used hundreds of times in a step and costs time itself. How much is told by the second run, whose steps are the
+    same ones; the median cost of a switch is taken off each part.
 
     Args:
         engine: As `run_offline` takes it.
@@ -101,6 +112,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
     if engine.executor.worker.device.type != "cpu":
         raise ConfigError("A profile is taken by a clock between calls, which says nothing on a GPU: use a GPU profiler there.")
     run_offline(engine, "continuous", name, requests)
+    plain = run_offline(engine, "continuous", name, requests).trace
     backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
     timed = {
         "linear": [(module, "forward") for module in model.modules() if isinstance(module, Linear)],
@@ -111,7 +123,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         "detokenizing": [(OutputProcessor, method) for method in ("process", "make_output")],
     }
     watch = Stopwatch()
-    steps: list[dict[str, float]] = []
+    steps: list[tuple[dict[str, float], Counter[str]]] = []
     step = engine.step
 
     def watched_step() -> Any:
@@ -126,20 +138,19 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
                 patches.enter_context(mock.patch.object(owner, attribute, watch.timed(part, getattr(owner, attribute))))
         patches.enter_context(mock.patch.object(engine, "step", watched_step))
         trace = run_offline(engine, "continuous", name, requests).trace
+    cost = statistics.median(
+        (watched.end - watched.start - record.end + record.start) / switches.total()
+        for watched, record, (_, switches) in zip(trace, plain, steps, strict=True)
+    )
+    parts = [{part: max(0.0, seconds[part] - max(0.0, cost) * switches[part]) for part in PARTS} for seconds, switches in steps]
     phases = [record.phase for record in trace]
     batch = Counter(len(record.scheduled) for record in trace if record.phase == "decode").most_common(1)
     size = batch[0][0] if batch else 1
-    same_batch = [
-        sum(seconds.values())
-        for record, seconds in zip(trace, steps, strict=True)
-        if record.phase == "decode" and len(record.scheduled) == size
-    ]
+    same_batch = [record.end - record.start for record in plain if record.phase == "decode" and len(record.scheduled) == size]
     return Profile(
         milliseconds={
             phase: {
-                part: statistics.mean(
-                    seconds.get(part, 0.0) * 1e3 for seconds, p in zip(steps, phases, strict=True) if p == phase
-                )
+                part: statistics.mean(step[part] * 1e3 for step, p in zip(parts, phases, strict=True) if p == phase)
                 for part in PARTS
             }
             for phase in dict.fromkeys(phases)
@@ -149,6 +160,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
             phase: sum(count for record in trace if record.phase == phase for _, count in record.scheduled)
             for phase in dict.fromkeys(phases)
         },
+        stopwatch=cost * statistics.mean(switches.total() for _, switches in steps) * 1e3,
         batch=size,
         decode_step=statistics.median(same_batch or [float("nan")]) * 1e3,
         linear_alone=_time_linear(model, size),
@@ -188,7 +200,7 @@ def format_profile(profile: Profile) -> str:
             "",
             f"A decode step of {profile.batch} sequences takes {profile.decode_step:.1f} ms, {profile.decode_step / profile.linear_alone:.2f} "
             f"times the {profile.linear_alone:.1f} ms of its linear layers alone. What is neither a linear layer nor attention "
-            f"is {rest / totals['decode']:.1%} of a decode step.",
+            f"is {rest / totals['decode']:.1%} of a decode step. Measuring took {profile.stopwatch:.1f} ms a step, taken off already.",
         ]
     lines.append(
         f"This machine reads {profile.floor.read_gigabytes_per_second:.1f} GB/s and multiplies large float32 matrices at "

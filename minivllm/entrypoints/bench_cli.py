@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest, load_workload, make_workload
-from minivllm.config import ModelConfig
+from minivllm.config import QUANTIZATIONS, EngineArgs, ModelConfig
 from minivllm.entrypoints.options import add_command, add_engine_options, check_writable, engine_args, picture
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minivllm.bench.quality import Quality
     from minivllm.engine.llm_engine import LLMEngine
 
 
@@ -28,6 +29,16 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     )  # fmt: skip
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     kernels.set_defaults(model="smollm2-135m")
+    quality = add_command(
+        benches, "quality", run_bench_quality, "what quantized weights do to the choice of tokens, on 2,000 positions of prose",
+        "minivllm bench quality --quantization int8",
+    )  # fmt: skip
+    quality.add_argument("--model", default=EngineArgs.model, help="(default: %(default)s)")
+    quality.add_argument(
+        "--quantization", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS), help="(default: %(default)s)"
+    )
+    quality.add_argument("--positions", type=int, default=2000, help="tokens to compare (default: %(default)s)")
+    quality.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     scheduler = add_command(
         benches, "scheduler", run_bench_scheduler, "what scheduling costs, with the model taken out", "minivllm bench scheduler"
     )
@@ -293,6 +304,32 @@ def run_bench_kernels(arguments: argparse.Namespace) -> int:
     rows = attention.measure_attention()
     print(attention.format_table(rows))
     _write_report(arguments.json, arguments, {"floor": vars(floor), "linear": layers, "attention": rows})
+    return 0
+
+
+def measure_qualities(model: str, quantizations: list[str], num_positions: int = 2000) -> list[Quality]:
+    """Load the model in float32 and in each quantization, and compare."""
+    from minivllm.bench.quality import measure_quality
+    from minivllm.entrypoints.llm import LLM
+
+    def load(**options: Any) -> LLMEngine:
+        return LLM(model, device="cpu", dtype="float32", num_gpu_blocks_override=64, max_num_seqs=1, **options).llm_engine
+
+    reference = load(low_memory=True)
+    return measure_quality(reference, {name: load(quantization=name) for name in quantizations}, num_positions)
+
+
+def run_bench_quality(arguments: argparse.Namespace) -> int:
+    """Compare each quantization with float32 and print a table."""
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.quality import format_table
+
+    check_writable(arguments.json)
+    results = measure_qualities(arguments.model, arguments.quantization, arguments.positions)
+    print(
+        f"\n{arguments.model} against itself in float32, {arguments.positions} positions; {describe_machine()}\n\n{format_table(results)}"
+    )
+    _write_report(arguments.json, arguments, {"results": [vars(result) for result in results]})
     return 0
 
 

@@ -57,7 +57,8 @@ class Int8Product:
 class Int4Product:
     """4-bit weights: of every 32 in a row, the lowest and 15 equal steps up to the highest.
 
-    That is how the Q4_1 blocks of a GGUF file are made; so their numbers, once expanded, fall on the same steps again.
+    That is how the Q4_1 blocks of a GGUF file are made; so their numbers, once expanded, fall on the same steps again. The
+    operator takes its inputs, steps and middles in bfloat16. It is made for a few rows: with many, it is slow.
 
     Args:
         weight: `[out_features, in_features]`, float32; `in_features` a multiple of 32, `out_features` of 16.
@@ -72,10 +73,11 @@ class Int4Product:
         rounded = ((groups - lowest[..., None]) / step[..., None]).round_().clamp_(0, 15).to(torch.int32).flatten(1)
         self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rounded, 2)
         # The operator counts from the middle: (q - 8) * step + middle.
-        self.steps = torch.stack((step, lowest + 8 * step), dim=-1).transpose(0, 1).contiguous()
+        self.steps = torch.stack((step, lowest + 8 * step), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        output = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.weight, INT4_GROUP, self.steps)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.weight, INT4_GROUP, self.steps)
+        output = product.float()
         return output if self.bias is None else output.add_(self.bias)
 
 

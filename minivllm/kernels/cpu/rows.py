@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
-from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, exp2, use_threads_of_torch
+from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, constant, exp2, use_threads_of_torch
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
 
 PARALLEL_ROWS = 12
@@ -62,7 +62,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     num_kv_heads = key.shape[1]
     rotated_query, rotated_key = torch.empty(query.shape), torch.empty(key.shape)
     _rotate(
-        positions.data_ptr(), num_tokens, head_dim, query.data_ptr(), query.stride(0), num_heads, key.data_ptr(), key.stride(0),
+        positions.data_ptr(), num_tokens, constant(head_dim // 2), query.data_ptr(), query.stride(0), num_heads, key.data_ptr(), key.stride(0),
         num_kv_heads, cos.data_ptr(), sin.data_ptr(), rotated_query.data_ptr(), rotated_key.data_ptr(), _num_threads(num_tokens),
     )  # fmt: skip
     return rotated_query, rotated_key
@@ -163,9 +163,10 @@ def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _rotate_heads(x, cos, sin, out, num_heads, head_dim):
-    half = head_dim // 2
-    for start in range(0, num_heads * head_dim, head_dim):
+def _rotate_heads(x, cos, sin, out, num_heads, half_head):
+    half = len(half_head)
+    for head in range(num_heads):
+        start = 2 * half * head
         for i in range(half):  # two loops, because compilers give up on vectors in one that writes to two places
             out[start + i] = x[start + i] * cos[i] - x[start + half + i] * sin[i]
         for i in range(half):
@@ -174,11 +175,12 @@ def _rotate_heads(x, cos, sin, out, num_heads, head_dim):
 
 @njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
 def _rotate(
-    positions_address, num_tokens, head_dim, query_address, query_stride, num_heads, key_address, key_stride, num_kv_heads,
+    positions_address, num_tokens, half_head, query_address, query_stride, num_heads, key_address, key_stride, num_kv_heads,
     cos_address, sin_address, query_out_address, key_out_address, num_threads,
 ):  # fmt: skip
     positions = numba.carray(_integers(positions_address), (num_tokens,))
-    half, query_size, key_size = head_dim // 2, num_heads * head_dim, num_kv_heads * head_dim
+    half = len(half_head)
+    query_size, key_size = 2 * half * num_heads, 2 * half * num_kv_heads
     for thread in prange(num_threads):
         for token in _share(num_tokens, thread, num_threads):
             cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
@@ -187,8 +189,8 @@ def _rotate(
                 _row(query_out_address, token, query_size, query_size),
             )
             key, key_out = _row(key_address, token, key_stride, key_size), _row(key_out_address, token, key_size, key_size)
-            _rotate_heads(query, cos, sin, query_out, num_heads, head_dim)
-            _rotate_heads(key, cos, sin, key_out, num_kv_heads, head_dim)
+            _rotate_heads(query, cos, sin, query_out, num_heads, half_head)
+            _rotate_heads(key, cos, sin, key_out, num_kv_heads, half_head)
 
 
 @njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
