@@ -209,6 +209,7 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
 def _compare_engines(arguments: argparse.Namespace) -> int:
     from minivllm.bench.machine import describe_machine
     from minivllm.bench.peers import compare, format_table, make_specs
+    from minivllm.bench.quality import format_table as format_qualities
 
     config = _model_config(arguments)
     name, requests = _one_workload(arguments, config)
@@ -217,12 +218,20 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
         gguf=_gguf_file(arguments.model), vllm_python=arguments.vllm_python, llama_python=arguments.llama_python,
     )  # fmt: skip
     comparison = compare(specs, name, requests, 3 if arguments.rounds is None else arguments.rounds)
+    # Speed is never shown without its quality.
+    quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engine if engine.startswith("minivllm-")]
+    qualities = measure_qualities(arguments.model, quantizations) if quantizations else []
     print(
         f"\n{arguments.model}, {name}: {comparison.num_requests} requests, {comparison.prompt_tokens} prompt tokens, "
         f"{comparison.output_tokens} output tokens, at most {arguments.max_num_seqs} running\n{describe_machine()}\n\n"
         f"{format_table(comparison)}"
     )
-    _write_report(arguments.json, arguments, {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()})
+    if qualities:
+        print(
+            f"\nThe quantized models against float32, on {qualities[0].num_positions} positions of prose\n\n{format_qualities(qualities)}"
+        )
+    content = {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()}
+    _write_report(arguments.json, arguments, content | {"quality": [vars(quality) for quality in qualities]})
     return 0
 
 

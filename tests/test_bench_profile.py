@@ -1,0 +1,80 @@
+"""The stopwatch, and profiles of a real run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from minivllm import LLM
+from minivllm.bench.linear import Floor, measure_floor
+from minivllm.bench.profile import PARTS, Stopwatch, format_profile, profile_offline
+from minivllm.bench.quality import measure_quality
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.errors import ConfigError
+from minivllm.layers.linear import Linear
+
+
+def test_time_within_a_part_counts_for_the_inner_one():
+    watch = Stopwatch()
+
+    def work(seconds):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    inner = watch.timed("inner", lambda: work(0.02))
+
+    def outer():
+        work(0.01)
+        inner()
+        work(0.01)
+
+    watch.take()
+    watch.timed("outer", outer)()
+    seconds, switches = watch.take()
+    assert seconds["inner"] >= 0.02 and seconds["outer"] >= 0.02
+    assert seconds["inner"] + seconds["outer"] + seconds["other"] == pytest.approx(sum(seconds.values()))
+    assert switches == {"other": 2, "outer": 2, "inner": 1}
+    with pytest.raises(ZeroDivisionError):
+        watch.timed("broken", lambda: 1 / 0)()
+    work(0.005)
+    seconds, _ = watch.take()
+    assert seconds["other"] >= 0.005 > seconds["broken"], "an error ends a part"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80, trace=True).llm_engine
+
+
+def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
+    requests = [WorkloadRequest(list(range(100, 120)), 6) for _ in range(6)]
+    linear = next(module for module in engine.executor.worker.model_runner.model.modules() if isinstance(module, Linear))
+    before = linear.forward, engine.step
+    profile = profile_offline(engine, "six", requests)
+    assert (linear.forward, engine.step) == before
+    assert profile.num_tokens == {"prefill": 120, "decode": 30}
+    assert profile.num_steps == {"prefill": 2, "decode": 10}
+    assert profile.batch == 4
+    for parts in profile.milliseconds.values():
+        assert parts.keys() == set(PARTS) and parts["linear"] == max(parts.values()) and parts["attention"] > 0
+    table = format_profile(profile)
+    assert all(part in table for part in PARTS) and "A decode step of 4 sequences takes" in table
+    assert profile.to_json()["floor"]["gigaflops"] == profile.floor.gigaflops
+
+
+def test_the_floor_is_of_this_machine():
+    floor = measure_floor(repeats=2)
+    assert isinstance(floor, Floor)
+    assert 0.1 < floor.read_gigabytes_per_second < 10_000 and 0.1 < floor.gigaflops < 1e6
+
+
+def test_quality_needs_a_text_that_is_long_enough(engine):
+    for positions, text in ((10, "Too short."), (0, "Any.")):
+        with pytest.raises(ConfigError, match=f"number of positions is {positions}, but must be from 1 to"):
+            measure_quality(engine, {"itself": engine}, positions, text)
+    (result,) = measure_quality(engine, {"itself": engine}, 20, use_tqdm=False)
+    assert (result.agreement, result.mean_kl) == (1, 0)
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,200 @@
+"""The CPU kernels around attention: linear layers with packed weights, and the small loops over rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import DTYPES, HEADS, assert_close
+
+from minivllm.errors import KernelError
+from minivllm.kernels import checks, reference
+
+pytest.importorskip("numba")
+from minivllm.kernels import cpu
+from minivllm.kernels.cpu import linear as linear_kernel
+
+ROWS = st.sampled_from([0, 1, 2, 3, 5, 11, 12, 13, 16, 24, 25, 40, 100])
+SIZES = st.sampled_from([1, 2, 24, 64, 80, 100, 576, 1536])
+SEEDS = st.integers(0, 2**31)
+
+
+def random(shape, seed, dtype=torch.float32, strided=False):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(*shape[:-1], shape[-1] + (16 if strided else 0), generator=generator)
+    return wide.to(dtype)[..., : shape[-1]]
+
+
+# -- linear layers -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=ROWS,
+    in_features=st.sampled_from([1, 3, 16, 64, 100, 576]),
+    out_features=st.sampled_from([1, 5, 15, 16, 17, 48, 100, 200]),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    seed=SEEDS,
+)
+def test_packed_linear(rows, in_features, out_features, bias, strided, seed):
+    x, weight = random((rows, in_features), seed, strided=strided), random((out_features, in_features), seed + 1)
+    b = random((out_features,), seed + 2) if bias else None
+    product = cpu.packed_linear(cpu.PackedWeight(weight, b), x)
+    assert product.dtype == torch.float32
+    assert_close(product, F.linear(x.double(), weight.double(), None if b is None else b.double()))
+
+
+@given(rows=ROWS.filter(bool), seed=SEEDS)
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(rows, seed):
+    weight = cpu.PackedWeight(random((100, 200), seed), random((100,), seed + 1))
+    x = random((rows, 200), seed + 2)
+    together = cpu.packed_linear(weight, x)
+    assert all(torch.equal(cpu.packed_linear(weight, x[i : i + 1])[0], together[i]) for i in range(rows))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_packed_linear_with_any_number_of_threads(num_threads):
+    weight, x = random((70, 50), 0), random((3, 50), 1)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        assert_close(cpu.packed_linear(cpu.PackedWeight(weight), x), F.linear(x.double(), weight.double()))
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_panels_that_do_not_fit_one_group(monkeypatch):
+    """With weights of megabytes the panels are worked on in groups, here of three."""
+    weight, x = random((500, 64), 0), random((30, 64), 1)
+    product = cpu.packed_linear(cpu.PackedWeight(weight), x)
+    large = random((30000, 64), 0)
+    assert len(cpu.PackedWeight(large).panels) * 64 * 64 > 2 * linear_kernel.GROUP_BYTES, "more than a group for each thread"
+    assert_close(cpu.packed_linear(cpu.PackedWeight(large), x), F.linear(x.double(), large.double()))
+    assert_close(product, F.linear(x.double(), weight.double()))
+
+
+def test_nan_stays_in_its_row():
+    x = random((14, 64), 0)
+    x[5, 3] = float("nan")
+    product = cpu.packed_linear(cpu.PackedWeight(random((40, 64), 1)), x)
+    assert product[5].isnan().all()
+    assert not torch.cat((product[:5], product[6:])).isnan().any()
+
+
+def test_packed_linear_refuses():
+    weight = cpu.PackedWeight(torch.zeros(4, 8))
+    for x, message in (
+        (torch.zeros(2, 7), "x is .2, 7., but the weight needs .num_tokens, 8."),
+        (torch.zeros(8), "x is .8., but"),
+        (torch.zeros(2, 8).half(), "x has dtype float16 on cpu, but"),
+        (torch.zeros(2, 8, device="meta"), "x has dtype float32 on meta, but"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            cpu.packed_linear(weight, x)
+    for wrong in (torch.zeros(4, 8).double(), torch.zeros(4), torch.zeros(4, 8, device="meta")):
+        with pytest.raises(KernelError, match="cannot be packed: only float32 matrices on the CPU can"):
+            cpu.PackedWeight(wrong)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@given(rows=ROWS, heads=st.integers(0, 4), size=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=SEEDS)
+def test_rms_norm(rows, heads, size, dtype, strided, seed):
+    shape = (rows, heads, size) if heads else (rows, size)
+    x, weight = random(shape, seed, dtype, strided), random((size,), seed + 1, dtype)
+    assert_close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+@given(rows=ROWS, size=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=SEEDS)
+def test_add_rms_norm(rows, size, dtype, strided, seed):
+    x, residual = (random((rows, size), seed + i, dtype, strided) for i in range(2))
+    weight = random((size,), seed + 2, dtype)
+    before = x.clone(), residual.clone()
+    expected = reference.add_rms_norm(x.double(), residual.double(), weight.double(), 1e-5)
+    for ours, theirs in zip(cpu.add_rms_norm(x, residual, weight, 1e-5), expected, strict=True):
+        assert_close(ours, theirs)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), "the inputs are left as they are"
+
+
+@given(
+    rows=ROWS,
+    heads=st.sampled_from(HEADS),
+    layout=st.sampled_from(["fused", "apart", "gaps"]),
+    dtype=st.sampled_from(DTYPES),
+    positions_dtype=st.sampled_from([torch.int64, torch.int32]),
+    seed=SEEDS,
+)
+def test_rotary_embedding(rows, heads, layout, dtype, positions_dtype, seed):
+    """Queries and keys as views of one fused output, as tensors of their own, or with gaps between heads."""
+    head_dim, num_kv_heads, group = heads
+    num_heads = num_kv_heads * group
+    fused = random((rows, num_heads + num_kv_heads, head_dim), seed, dtype, strided=layout == "gaps")
+    query, key = fused.split([num_heads, num_kv_heads], dim=1)
+    if layout == "apart":
+        query, key = query.contiguous(), key.contiguous()
+    angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+    positions = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(seed))
+    tables = angles.cos(), angles.sin()
+    result = cpu.rotary_embedding(positions.to(positions_dtype), query, key, *tables)
+    for ours, theirs in zip(result, reference.rotary_embedding(positions, query, key, *tables), strict=True):
+        assert ours.dtype == dtype
+        assert_close(ours, theirs)
+
+
+@given(rows=ROWS, size=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans(), scale=st.sampled_from([1, 50]), seed=SEEDS)
+def test_silu_and_mul(rows, size, dtype, strided, scale, seed):
+    x = random((rows, 2 * size), seed, dtype, strided) * scale
+    assert_close(cpu.silu_and_mul(x), reference.silu_and_mul(x.double()))
+
+
+def test_silu_of_numbers_at_the_ends():
+    gates = torch.tensor([[-200.0, -90.0, 0.0, 90.0, 200.0, float("-inf"), float("nan")]])
+    gated = cpu.silu_and_mul(torch.cat((gates, torch.ones_like(gates)), dim=1))[0]
+    assert gated[:5].tolist() == pytest.approx([0, 0, 0, 90, 200], abs=1e-30)
+    assert gated[6].isnan()
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
+@given(rows=ROWS, size=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e20]), seed=SEEDS)
+def test_digits(kernels, rows, size, scale, seed):
+    """They fit 7 bits, and together they are the number, to half a step."""
+    x = random((rows, size), seed) * scale
+    digits, scales = kernels.split_digits(x)
+    assert digits.shape == (2 * rows, size) and digits.dtype == torch.uint8
+    assert rows == 0 or (digits.min() >= 1 and digits.max() <= 127)
+    high, low = (digits.double() - reference.DIGIT_ZERO).chunk(2)
+    error = (scales[:, None].double() * (64 * high + low) - x.double()).abs()
+    assert (error <= 0.501 * scales[:, None].double()).all()
+    joined = kernels.join_digits((digits.float() - reference.DIGIT_ZERO) @ torch.eye(size), scales)
+    assert_close(joined, (scales[:, None].double() * (64 * high + low)))
+
+
+def test_digits_of_zeros_and_of_an_outlier():
+    for kernels in (reference, cpu):
+        digits, _ = kernels.split_digits(torch.zeros(1, 5))
+        assert (digits == reference.DIGIT_ZERO).all()
+        x = torch.tensor([[1000.0, 1.0, -1.0]])
+        digits, scales = kernels.split_digits(x)
+        joined = kernels.join_digits(digits.float() - reference.DIGIT_ZERO, scales)
+        assert (joined - x).abs().max() < 0.13, "1000 in 4063 steps"
+        with pytest.raises(KernelError, match="x has dtype float64, but must be float32"):
+            kernels.split_digits(x.double())
+        with pytest.raises(KernelError, match="x is .3, 3., but must be .2, out_features."):
+            kernels.join_digits(torch.zeros(3, 3), torch.zeros(1))
+
+
+def test_shapes_are_looked_at_unless_they_are_trusted():
+    x = torch.zeros(2, 8)
+    for trusted in (False, True):
+        with checks.trusted(shapes=False), pytest.raises(KernelError, match="residual is .1, 8.: they must be alike"):
+            cpu.add_rms_norm(x, x[:1], x[0], 1e-5)
+        with checks.trusted(shapes=trusted):
+            assert checks.check_silu_and_mul(x[:, :2]) is None
+    with checks.trusted(shapes=True):
+        checks.check_silu_and_mul(x[:, :3])
+    with pytest.raises(KernelError):
+        checks.check_silu_and_mul(x[:, :3])
