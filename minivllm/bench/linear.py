@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.layers.linear import can_pack, packed_product
+from minivllm.layers.linear import PackedProduct, can_pack
 from minivllm.layers.quantization import Int4Product, Int8Product
 
 SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
@@ -41,7 +41,7 @@ WAYS: dict[str, Callable[[Tensor, int], Product]] = {
     "(W @ x.T).T": lambda weight, rows: lambda x: (weight @ x.t()).t().contiguous(),
     "oneDNN packed": _onednn,
     "MKL packed": _mkl,
-    "minivllm": lambda weight, rows: packed_product(weight, None),
+    "minivllm": lambda weight, rows: PackedProduct(weight, None),
     "minivllm int8": lambda weight, rows: Int8Product(weight, None),
     "minivllm int4": lambda weight, rows: Int4Product(weight, None),
 }

@@ -6,7 +6,6 @@ Mirrors `vllm/model_executor/layers/linear.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,13 +61,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """float32 on a CPU: a product with the weight in the order in which `kernels.cpu.packed_linear` reads it."""
-    from minivllm.kernels import cpu  # here, because Numba may be missing
+class PackedProduct:
+    """float32 on a CPU: a product with the weight in the order in which `kernels.cpu.packed_linear` reads it.
 
-    return partial(cpu.packed_linear, cpu.PackedWeight(weight, bias))
+    Args:
+        weight: `[out_features, in_features]`.
+        bias: `[out_features]` or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        from minivllm.kernels import cpu  # here, because Numba may be missing
+
+        self.packed = cpu.PackedWeight(weight, bias)
+        self.kernel = cpu.packed_linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernel(self.packed, x)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `packed_product` takes a weight here."""
+    """Whether `PackedProduct` takes a weight here."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_cpu_kernels()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import has_cpu_kernels, reference
-from minivllm.layers.linear import Product, can_pack, packed_product
+from minivllm.layers.linear import PackedProduct, Product, can_pack
 
 INT4_GROUP = 32
 """Weights that share a scale and a lowest value, as in the blocks of a GGUF file."""
@@ -44,6 +44,8 @@ class Int8Product:
         self.zero_points = torch.zeros(len(weight), dtype=torch.int64)
         rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
+        # Once more, for a few rows in a compiled layer, where the processor has the instruction.
+        self.packed = self.ops.PackedInt8Weight(rounded, self.scales, bias) if getattr(self.ops, "HAS_INT8_DOT", False) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         digits, row_scales = self.ops.split_digits(x)
@@ -107,7 +109,7 @@ def choose_product(
 
     def make(name: str, weight: Tensor, bias: Tensor | None) -> Product:
         if quantization is None:
-            return packed_product(weight, bias)
+            return PackedProduct(weight, bias)
         fits = weight.shape[1] % INT4_GROUP == 0 and weight.shape[0] % INT4_OUTPUTS == 0
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         return Int4Product(weight, bias) if quantization == "int4" and fits and name != HEAD else Int8Product(weight, bias)

@@ -37,6 +37,9 @@ class CausalLM(nn.Module):
             `[num_tokens, hidden_size]`.
         """
 
+    def compile_decode(self) -> None:
+        """Called when the weights are in their final form: prepare to compute decode steps with fewer calls, if there is a way."""
+
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[rows, hidden_size]` to `[rows, vocab_size]`."""

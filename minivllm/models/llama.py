@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
+from minivllm.layers.compiled import CompiledDecoderLayer
 from minivllm.layers.linear import Linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
@@ -70,10 +71,21 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, rotary, backend, qk_norm)
         self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
         self.mlp = LlamaMLP(config, backend.ops)
+        self.compiled: CompiledDecoderLayer | None = None
+
+    def compile_decode(self) -> None:
+        """Compute decode steps in one call from now on, where that can be done."""
+        attention, mlp = self.self_attn, self.mlp
+        if attention.q_norm is None:
+            linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+            norms = [self.input_layernorm, self.post_attention_layernorm]
+            self.compiled = CompiledDecoderLayer.make(linears, norms, attention.rotary, attention.backend)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
+        if self.compiled is not None and residual is not None and self.compiled.takes(metadata):
+            return self.compiled(x, residual, positions, kv_cache, metadata)
         x, residual = self.input_layernorm.add_and_norm(x, residual)
         x = self.self_attn(x, positions, kv_cache, metadata)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
@@ -125,6 +137,10 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compile_decode(self) -> None:
+        for layer in self.model.layers:
+            layer.compile_decode()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -50,6 +50,7 @@ def pack_weights(model: CausalLM, make_product: Callable[[str, Tensor, Tensor | 
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.pack(partial(make_product, name))
+    model.compile_decode()
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -23,7 +23,10 @@ if not _cache_dir_before:
 
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
+from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
+from minivllm.kernels.cpu.decoder_layer import DecoderLayerWeights, decoder_layer  # noqa: E402
 from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
+from minivllm.kernels.cpu.linear_int8 import HAS_INT8_DOT, PackedInt8Weight  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
 from minivllm.kernels.reference import copy_blocks, swap_blocks  # noqa: E402
@@ -48,9 +51,14 @@ class _Announcer(event.Listener):
 event.register("numba:compile", _Announcer())
 
 __all__ = [
+    "HAS_INT8_DOT",
+    "MAX_DECODER_ROWS",
+    "DecoderLayerWeights",
+    "PackedInt8Weight",
     "PackedWeight",
     "add_rms_norm",
     "copy_blocks",
+    "decoder_layer",
     "join_digits",
     "packed_linear",
     "paged_decode_attention",

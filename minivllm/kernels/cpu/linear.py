@@ -76,6 +76,11 @@ class PackedWeight:
         if bias is not None:
             self.bias[: self.out_features] = bias.numpy()
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What the compiled product takes."""
+        return self.panels, self.bias
+
 
 def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
@@ -89,10 +94,7 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """
     checks.check_linear(x, weight.in_features)
     num_rows = x.shape[0]
-    if num_rows <= FEW_ROWS[-1]:
-        tile, width = next(rows for rows in FEW_ROWS if rows >= num_rows), 1
-    else:
-        tile, width = MANY_ROWS, MANY_PANELS
+    tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
     out = torch.empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
     num_threads = use_threads_of_torch()
     _multiply(
@@ -101,13 +103,19 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     return out if out.shape == (num_rows, weight.out_features) else out[:num_rows, : weight.out_features]
 
 
+def few_rows(num_rows: int) -> int:
+    """The number of rows that a kernel is compiled for, and that its output has, for a batch of at most 24."""
+    return next(rows for rows in FEW_ROWS if rows >= num_rows)
+
+
 @intrinsic
 def _multiply_panels(
     typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
 ) -> Any:
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
 
-    `rows` and `width` are the `constant` of the number of rows and panels; `x` is `[in_features, rows]`.
+    `rows` and `width` are the `constant` of the number of rows and panels; `x` is `[in_features, rows]`. Numbers are float32,
+    or int32 that stand for four 8-bit integers each, unsigned in `x` and signed in `panels`, with int32 sums.
     """
     num_rows, num_panels = len(rows), len(width)
 
@@ -119,12 +127,26 @@ def _multiply_panels(
             return context.cast(builder, arguments[i], signature.args[i], types.intp)
 
         int32, int64 = ir.IntType(32), ir.IntType(64)
-        vector, byte_pointer = ir.VectorType(ir.FloatType(), PANEL), ir.IntType(8).as_pointer()
+        # LLVM 21 has given the instruction's inputs the type of bytes.
+        has_bytes = llvmlite.binding.llvm_version_info[0] >= 21
+        is_int8 = signature.args[1].dtype == types.int32
+        vector, byte_pointer = ir.VectorType(int32 if is_int8 else ir.FloatType(), PANEL), ir.IntType(8).as_pointer()
         undefined = ir.Constant(vector, ir.Undefined)
         to_all = ir.Constant(ir.VectorType(int32, PANEL), [0] * PANEL)
-        multiply_add = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32"
-        )
+        if is_int8:
+            inputs = ir.VectorType(ir.IntType(8), 4 * PANEL) if has_bytes else vector
+            dot = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(vector, [vector, inputs, inputs]), "llvm.x86.avx512.vpdpbusd.512"
+            )
+
+            def multiply_add(numbers: Any, weight: Any, total: Any) -> Any:
+                return builder.call(dot, [total, builder.bitcast(numbers, inputs), builder.bitcast(weight, inputs)])
+        else:
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32")
+
+            def multiply_add(numbers: Any, weight: Any, total: Any) -> Any:
+                return builder.call(fma, [numbers, weight, total])
+
         prefetch = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]), "llvm.prefetch.p0"
         )
@@ -159,7 +181,7 @@ def _multiply_panels(
                 repeated = builder.shuffle_vector(number, undefined, to_all)
                 for panel in range(num_panels):
                     total = builder.load(sums[row][panel])
-                    builder.store(builder.call(multiply_add, [repeated, weight[panel], total]), sums[row][panel])
+                    builder.store(multiply_add(repeated, weight[panel], total), sums[row][panel])
         for row in range(num_rows):
             for panel in range(num_panels):
                 offset = builder.add(builder.mul(out_width, int64(row)), int64(panel * PANEL))
@@ -175,7 +197,7 @@ def _multiply(x, panels, bias, out, num_threads, rows, width):
     num_panels, in_features, _ = panels.shape
     num_tokens, tile = x.shape[0], len(rows)
     num_tiles = out.shape[0] // tile
-    columns = np.empty((num_tiles, in_features, tile), np.float32)
+    columns = np.empty((num_tiles, in_features, tile), x.dtype)
     for thread in prange(num_threads):
         for i in range(num_tiles):
             for row in range(tile):
@@ -193,3 +215,10 @@ def _multiply(x, panels, bias, out, num_threads, rows, width):
                     _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, width)
                 for panel in range(end - odd, end):
                     _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, (None,))
+
+
+@njit(error_model="numpy")
+def multiply_float32(x, weight, out, num_threads, rows):
+    """A few rows by a packed weight, for compiled callers; `out` has `len(rows)` rows."""
+    panels, bias = weight
+    _multiply(x, panels, bias, out, num_threads, rows, (None,))

@@ -86,7 +86,7 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     num_rows, size = x.shape
     digits, scales = torch.empty((2 * num_rows, size), dtype=torch.uint8), torch.empty(num_rows)
-    _split(x.data_ptr(), num_rows, size, digits.data_ptr(), scales.data_ptr(), _num_threads(num_rows))
+    _split(x.data_ptr(), num_rows, size, digits.data_ptr(), size, num_rows, scales.data_ptr(), _num_threads(num_rows))
     return digits, scales
 
 
@@ -207,13 +207,13 @@ def _gate(x_address, num_rows, size, out_address, num_threads):
 
 
 @njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
-def _split(x_address, num_rows, size, digits_address, scales_address, num_threads):
+def _split(x_address, num_rows, size, digits_address, stride, first_low_row, scales_address, num_threads):
     scales = _row(scales_address, 0, 0, num_rows)
     for thread in prange(num_threads):
         for row in _share(num_rows, thread, num_threads):
             x = _row(x_address, row, size, size)
-            high = numba.carray(_bytes(digits_address + row * size), (size,))
-            low = numba.carray(_bytes(digits_address + (num_rows + row) * size), (size,))
+            high = numba.carray(_bytes(digits_address + row * stride), (size,))
+            low = numba.carray(_bytes(digits_address + (first_low_row + row) * stride), (size,))
             # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
             largest = np.int32(0)
             for i in range(size):

@@ -1,0 +1,137 @@
+"""A whole Llama layer of a decode step in one call.
+
+A small model's decode step is hundreds of short kernels, and between two of them Python prepares the next one: some
+microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
+megabytes of weights through it. On a GPU a CUDA graph takes Python out of the step; on a CPU, this function does. It is
+`LlamaDecoderLayer.forward`, line by line, and calls the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numba.extending import overload
+from torch import Tensor
+
+from minivllm.kernels.cpu.cache import _write
+from minivllm.kernels.cpu.decode_attention import _decode
+from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
+from minivllm.kernels.cpu.linear import FEW_ROWS, few_rows, multiply_float32
+from minivllm.kernels.cpu.linear_int8 import multiply_int8
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
+
+MAX_ROWS = FEW_ROWS[-1]
+"""Larger batches hide Python's time behind their arithmetic."""
+
+
+class DecoderLayerWeights(NamedTuple):
+    """What a layer computes with: norm weights, rotary tables, and the `arrays` of packed weights, all of one kind."""
+
+    qkv: tuple
+    output: tuple
+    gate_up: tuple
+    down: tuple
+    input_norm: np.ndarray
+    post_attention_norm: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+
+
+def decoder_layer(
+    weights: DecoderLayerWeights,
+    x: Tensor,
+    residual: Tensor,
+    positions: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    group: int,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """One new token for each sequence through one layer.
+
+    Args:
+        weights: The layer's.
+        x, residual: `[num_seqs, hidden_size]`, float32: what the layer before added, and the stream that it is added to.
+        positions, slot_mapping, block_tables, context_lens: As for attention; trusted.
+        key_cache, value_cache: The layer's, float32.
+        group: Query heads that share a KV head.
+        scale, eps: Of attention and of the norms.
+
+    Returns:
+        What this layer adds, and the stream that it is to be added to.
+    """
+    num_seqs, num_threads = len(x), use_threads_of_torch()
+    out, total = torch.empty(few_rows(num_seqs), x.shape[1]), torch.empty(x.shape)
+    _decoder_layer(
+        x.numpy(), residual.numpy(), positions.numpy(), key_cache.numpy(), value_cache.numpy(), slot_mapping.numpy(),
+        block_tables.numpy(), context_lens.numpy(), weights.qkv, weights.output, weights.gate_up, weights.down,
+        weights.input_norm, weights.post_attention_norm, weights.cos, weights.sin, np.float32(scale), np.float32(eps),
+        out.numpy(), total.numpy(), num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        constant(few_rows(num_seqs)), constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+    )  # fmt: skip
+    return out[:num_seqs], total
+
+
+def multiply(x, weight, out, num_threads, rows):
+    """`x` by a packed weight, of either kind."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(multiply)
+def _compile_multiply(x, weight, out, num_threads, rows):
+    kernel = multiply_float32 if len(weight) == 2 else multiply_int8
+    return lambda x, weight, out, num_threads, rows: kernel(x, weight, out, num_threads, rows)
+
+
+@njit(error_model="numpy", cache=True)
+def _decoder_layer(
+    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, qkv_weight, output_weight,
+    gate_up_weight, down_weight, input_norm, post_attention_norm, cos, sin, scale, eps, out, total, num_threads, row_threads,
+    rows, channels, half_head, group,
+):  # fmt: skip
+    num_seqs, hidden_size = x.shape
+    num_kv_heads, head_dim = key_cache.shape[2], len(channels)
+    num_heads = num_kv_heads * len(group)
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+
+    normed, middle = np.empty((num_seqs, hidden_size), np.float32), np.empty((num_seqs, hidden_size), np.float32)
+    _norm(
+        x.ctypes.data, residual.ctypes.data, input_norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
+        middle.ctypes.data, row_threads,
+    )  # fmt: skip
+    qkv = np.empty((len(rows), q_size + 2 * kv_size), np.float32)
+    multiply(normed, qkv_weight, qkv, num_threads, rows)
+
+    query = np.empty((num_seqs, num_heads, head_dim), np.float32)
+    key = np.empty((num_seqs, num_kv_heads, head_dim), np.float32)
+    stride = q_size + 2 * kv_size
+    _rotate(
+        positions.ctypes.data, num_seqs, half_head, qkv.ctypes.data, stride, num_heads, qkv.ctypes.data + 4 * q_size, stride,
+        num_kv_heads, cos.ctypes.data, sin.ctypes.data, query.ctypes.data, key.ctypes.data, row_threads,
+    )  # fmt: skip
+    value = qkv[:num_seqs, q_size + kv_size :].copy().reshape((num_seqs, num_kv_heads, head_dim))
+    _write(key, value, key_cache, value_cache, slot_mapping)
+    attended = np.empty((num_seqs, num_heads, head_dim), np.float32)
+    _decode(
+        query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group
+    )  # fmt: skip
+    projected = np.empty((len(rows), hidden_size), np.float32)
+    multiply(attended.reshape((num_seqs, q_size)), output_weight, projected, num_threads, rows)
+
+    _norm(
+        projected.ctypes.data, middle.ctypes.data, post_attention_norm.ctypes.data, num_seqs, hidden_size, eps,
+        normed.ctypes.data, total.ctypes.data, row_threads,
+    )  # fmt: skip
+    intermediate_size = gate_up_weight[-1].shape[0] // 2
+    gate_up = np.empty((len(rows), 2 * intermediate_size), np.float32)
+    multiply(normed, gate_up_weight, gate_up, num_threads, rows)
+    gated = np.empty((num_seqs, intermediate_size), np.float32)
+    _gate(gate_up.ctypes.data, num_seqs, intermediate_size, gated.ctypes.data, row_threads)
+    multiply(gated, down_weight, out, num_threads, rows)
