@@ -88,6 +88,10 @@ class SchedulerConfig:
         _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        if self.prompt_lookup_max > 32:
+            raise ConfigError(
+                f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer n-grams find nothing new."
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max ({self.prompt_lookup_max}), so no "
@@ -141,7 +145,8 @@ class EngineArgs:
         attention_backend: "auto", "torch", "cpu" or "triton", or an `AttentionBackend` subclass of your own. "auto" is
             "triton" on a GPU and "cpu" (Numba) without one; "triton" without a GPU runs interpreted, very slowly.
         enforce_eager: On a GPU, launch the kernels of a decode one by one instead of replaying a captured CUDA graph.
-        quantization: On a CPU, the bits of the weights: "int8" or "int4". None computes with the weights as they are.
+        quantization: On a CPU, the bits of the weights: "int8", or "int4" for one or a few
+            sequences at a time (it is slow with long prompts and many sequences). None computes with the weights as they are.
         low_memory: On a CPU, keep the weights as they are instead of packing them for small batches: slower, but the head has no
             copy beside the embedding, and loading needs no second copy of anything.
         trace: Keep one `StepRecord` for each step.

@@ -66,14 +66,24 @@ def test_packed_linear_with_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
-def test_panels_that_do_not_fit_one_group(monkeypatch):
-    """With weights of megabytes the panels are worked on in groups, here of three."""
-    weight, x = random((500, 64), 0), random((30, 64), 1)
-    product = cpu.packed_linear(cpu.PackedWeight(weight), x)
-    large = random((30000, 64), 0)
-    assert len(cpu.PackedWeight(large).panels) * 64 * 64 > 2 * linear_kernel.GROUP_BYTES, "more than a group for each thread"
-    assert_close(cpu.packed_linear(cpu.PackedWeight(large), x), F.linear(x.double(), large.double()))
-    assert_close(product, F.linear(x.double(), weight.double()))
+def test_panels_that_do_not_fit_one_group():
+    """With weights of megabytes the panels are worked on in groups."""
+    weight, x = random((30000, 64), 0), random((30, 64), 1)
+    packed = cpu.PackedWeight(weight)
+    assert packed.panels.nbytes > 4 * linear_kernel.GROUP_BYTES, "more than a group for each of some threads"
+    assert_close(cpu.packed_linear(packed, x), F.linear(x.double(), weight.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_does_not_matter(dtype):
+    x, weight = random((3, 64), 0), random((48, 64), 1)
+    packed = cpu.PackedWeight(weight)
+    try:
+        torch.set_default_dtype(dtype)
+        results = cpu.silu_and_mul(x), cpu.rms_norm(x, x[0], 1e-5), cpu.packed_linear(packed, x), cpu.split_digits(x)[1]
+        assert all(result.dtype == torch.float32 for result in results)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_nan_stays_in_its_row():
@@ -181,7 +191,7 @@ def test_digits_of_zeros_and_of_an_outlier():
         digits, scales = kernels.split_digits(x)
         joined = kernels.join_digits(digits.float() - reference.DIGIT_ZERO, scales)
         assert (joined - x).abs().max() < 0.13, "1000 in 4063 steps"
-        with pytest.raises(KernelError, match="x has dtype float64, but must be float32"):
+        with pytest.raises(KernelError, match="x has dtype float64 on cpu"):
             kernels.split_digits(x.double())
         with pytest.raises(KernelError, match="x is .3, 3., but must be .2, out_features."):
             kernels.join_digits(torch.zeros(3, 3), torch.zeros(1))
@@ -189,11 +199,8 @@ def test_digits_of_zeros_and_of_an_outlier():
 
 def test_shapes_are_looked_at_unless_they_are_trusted():
     x = torch.zeros(2, 8)
-    for trusted in (False, True):
-        with checks.trusted(shapes=False), pytest.raises(KernelError, match="residual is .1, 8.: they must be alike"):
-            cpu.add_rms_norm(x, x[:1], x[0], 1e-5)
-        with checks.trusted(shapes=trusted):
-            assert checks.check_silu_and_mul(x[:, :2]) is None
+    with checks.trusted(), pytest.raises(KernelError, match="residual is .1, 8.: they must be alike"):
+        cpu.add_rms_norm(x, x[:1], x[0], 1e-5)
     with checks.trusted(shapes=True):
         checks.check_silu_and_mul(x[:, :3])
     with pytest.raises(KernelError):

@@ -12,13 +12,13 @@ import statistics
 import time
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
 from minivllm.kernels import checks
+from minivllm.kernels.cpu.launch import use_threads_of_torch
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
 
@@ -62,7 +62,7 @@ def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
     caches, metadata = make_step(num_seqs, context_len)
     query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM)
     key, value = torch.randn(2, num_seqs, NUM_KV_HEADS, HEAD_DIM)
-    numba.set_num_threads(torch.get_num_threads())
+    use_threads_of_torch()
     sums = np.empty(torch.get_num_threads(), np.float32)
     ways = {}
     for name, backend_cls in (("torch", TorchAttentionBackend), ("cpu", CPUAttentionBackend)):

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of requests: seconds from the first to the last token of all, and the tokens of each request."""
+    """One run of requests: seconds from handing over the requests to the last token of all, and the tokens of each request."""
 
     seconds: float
     tokens: list[list[int]] = field(repr=False)
@@ -70,7 +71,7 @@ def find_versions(spec: EngineSpec) -> dict[str, str]:
     """
     command = [spec.python, str(spec.script), spec.kind, "--check"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(spec.python), timeout=120)
     except (OSError, subprocess.TimeoutExpired):
         raise ConfigError(f"{spec.name} cannot be started: {spec.python} is not a Python that runs.") from None
     try:
@@ -102,7 +103,7 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=_environment(),
+            env=_environment(spec.python),
             start_new_session=True,  # its children can be stopped with it, and Ctrl-C is this process's to handle
         )
         os.close(log)
@@ -174,20 +175,21 @@ class EngineProcess:
         return signal.Signals(-status).name if status < 0 else f"status {status}"
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of one that has ended
             os.killpg(self._process.pid, number)
 
 
 @contextlib.contextmanager
 def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
-    """Processes for all engines, not loaded yet; ended when the context is left, by SIGTERM too."""
+    """Processes for all engines, not loaded yet; ended when the context is left, by SIGTERM and a closed terminal too."""
 
     def leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():  # a stopped process cannot notice that this one is gone
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                stack.callback(signal.signal, number, signal.signal(number, leave))
         processes = []
         for spec in specs:
             processes.append(EngineProcess(spec))
@@ -195,8 +197,10 @@ def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
         yield processes
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, in which the script finds the minivllm that runs here."""
+def _environment(python: str) -> dict[str, str]:
+    """This process's environment, in which the script, if it is this Python that runs it, finds the minivllm that runs here."""
+    if python != sys.executable:
+        return dict(os.environ)
     root = str(Path(minivllm.__file__).parents[1])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 

@@ -123,7 +123,8 @@ class VllmEngine:
     """vLLM with float32 weights, compiled unless `enforce_eager` is set.
 
     By default vLLM leaves one core without a thread, for its scheduler: with few cores that is a great loss. All cores are
-    used unless VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND say otherwise.
+    used unless VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND say otherwise. It also runs in this process alone,
+    unless VLLM_ENABLE_V1_MULTIPROCESSING says otherwise: an engine process of its own, its default, would contend with the workers.
     """
 
     how = "continuous batching, paged KV cache, float32"
@@ -131,6 +132,7 @@ class VllmEngine:
     def __init__(self, settings: dict[str, Any]) -> None:
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
         self.llm = LLM(

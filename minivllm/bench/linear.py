@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.layers.linear import PackedProduct, can_pack
+from minivllm.layers.linear import PackedProduct, Product, can_pack
 from minivllm.layers.quantization import Int4Product, Int8Product
 
 SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
@@ -22,8 +22,6 @@ SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOW_ROWS = 16
 """More rows than this take the 4-bit operator seconds."""
-
-Product = Callable[[Tensor], Tensor]
 
 
 def _mkl(weight: Tensor, rows: int) -> Product:
@@ -77,13 +75,22 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def _can_measure(name: str, weight: Tensor) -> bool:
+    """Whether this machine has the operators of a way."""
+    if name == "minivllm":
+        return can_pack(weight)
+    if name == "MKL packed":
+        return torch.backends.mkl.is_available()
+    return torch.backends.mkldnn.is_available() or not ("oneDNN" in name or "int" in name)
+
+
 @torch.inference_mode()
 def measure_linear(repeats: int = 5) -> dict[str, dict[int, float]]:
     """Way to rows to median milliseconds of a pass over all layers."""
     weights = [torch.randn(shape) for shape in SHAPES]
     result: dict[str, dict[int, float]] = {}
     for name, make in WAYS.items():
-        if name == "minivllm" and not can_pack(weights[0]):
+        if not _can_measure(name, weights[0]):
             continue
         products: list[Product] = []
         result[name] = {}

@@ -22,7 +22,6 @@ ENGINE_NAMES = (
 )  # fmt: skip
 TOKEN_REFERENCE = "transformers-static"
 SPEED_REFERENCE = "vllm"
-WARM_UP_TOKENS = 8
 
 
 @dataclass
@@ -111,6 +110,8 @@ def make_specs(
         raise ConfigError("The comparison with other engines is made on the CPU: leave out --device.")
     max_model_len = _check_requests(model_config, requests, engine_args.get("max_model_len"))
     max_num_seqs = engine_args["max_num_seqs"]
+    if max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs is {max_num_seqs}, but must be a whole number of at least 1.")
     bytes_per_token = 2 * model_config.num_layers * model_config.num_kv_heads * model_config.head_dim * 4
     limits = {
         "max_num_seqs": max_num_seqs,
@@ -178,10 +179,10 @@ def compare(
     if rounds < 1:
         raise ConfigError(f"The number of rounds is {rounds}, but must be at least 1.")
     versions = [find_versions(spec) for spec in specs]
-    # As many as may run at once, so that the batch is as wide as later, but short.
+    # As many as may run at once, and then fewer and fewer, so that what an engine makes for a batch size is made before.
+    width = max(spec.settings.get("engine_args", spec.settings).get("max_num_seqs", 16) for spec in specs)
     warm_up = [
-        WorkloadRequest(request.prompt_token_ids, min(request.output_len, WARM_UP_TOKENS))
-        for request in requests[: max(spec.settings.get("max_num_seqs", 16) for spec in specs)]
+        WorkloadRequest(request.prompt_token_ids, min(request.output_len, 1 + i)) for i, request in enumerate(requests[:width])
     ]
     runs: list[list[Run]] = [[] for _ in specs]
     total = len(specs) * (2 + rounds)

@@ -20,6 +20,8 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.errors import ConfigError
+from minivllm.kernels import checks
+from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.linear import Linear
 from minivllm.worker import model_runner
 
@@ -37,6 +39,7 @@ class Profile:
         batch: The most frequent number of sequences in a decode step.
         decode_step: Median milliseconds of the decode steps of that batch.
         linear_alone: Median milliseconds of all linear layers at that batch, with nothing else between them.
+        attention_alone: The same for attention, over contexts of the workload's mean length.
         floor: What the machine can do at best.
     """
 
@@ -47,6 +50,7 @@ class Profile:
     batch: int
     decode_step: float
     linear_alone: float
+    attention_alone: float
     floor: Floor
 
     def to_json(self) -> dict[str, Any]:
@@ -95,9 +99,10 @@ class Stopwatch:
 
 
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
-    """Run a workload three times: to warm up, as it is, and with a stopwatch in each part of the engine.
+    """Run a workload four times: to warm up, as it is, and twice with each kernel called by Python: plain, and with a stopwatch.
 
-    The stopwatch is used hundreds of times in a step and costs time itself. How much is told by the second run, whose steps are the
+    A compiled layer (`kernels.cpu.decoder_layer`) cannot be looked into; so the parts are those of a run that does without, and
+    beside them stands what a step takes with it. The stopwatch is used hundreds of times in a step and costs time itself. How much is told by the second run, whose steps are the
     same ones; the median cost of a switch is taken off each part.
 
     Args:
@@ -112,7 +117,8 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
     if engine.executor.worker.device.type != "cpu":
         raise ConfigError("A profile is taken by a clock between calls, which says nothing on a GPU: use a GPU profiler there.")
     run_offline(engine, "continuous", name, requests)
-    plain = run_offline(engine, "continuous", name, requests).trace
+    compiled = run_offline(engine, "continuous", name, requests).trace
+    layers = [module for module in model.modules() if getattr(module, "compiled", None) is not None]
     backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
     timed = {
         "linear": [(module, "forward") for module in model.modules() if isinstance(module, Linear)],
@@ -133,6 +139,9 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         return outputs
 
     with ExitStack() as patches:
+        for layer in layers:
+            patches.enter_context(mock.patch.object(layer, "compiled", None))
+        plain = run_offline(engine, "continuous", name, requests).trace
         for part, places in timed.items():
             for owner, attribute in places:
                 patches.enter_context(mock.patch.object(owner, attribute, watch.timed(part, getattr(owner, attribute))))
@@ -142,11 +151,13 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         (watched.end - watched.start - record.end + record.start) / switches.total()
         for watched, record, (_, switches) in zip(trace, plain, steps, strict=True)
     )
-    parts = [{part: max(0.0, seconds[part] - max(0.0, cost) * switches[part]) for part in PARTS} for seconds, switches in steps]
+    cost = max(0.0, cost)
+    parts = [{part: max(0.0, seconds[part] - cost * switches[part]) for part in PARTS} for seconds, switches in steps]
     phases = [record.phase for record in trace]
     batch = Counter(len(record.scheduled) for record in trace if record.phase == "decode").most_common(1)
     size = batch[0][0] if batch else 1
-    same_batch = [record.end - record.start for record in plain if record.phase == "decode" and len(record.scheduled) == size]
+    same_batch = [r.end - r.start for r in compiled if r.phase == "decode" and len(r.scheduled) == size]
+    contexts = [len(request.prompt_token_ids) + request.output_len // 2 for request in requests]
     return Profile(
         milliseconds={
             phase: {
@@ -164,6 +175,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         batch=size,
         decode_step=statistics.median(same_batch or [float("nan")]) * 1e3,
         linear_alone=_time_linear(model, size),
+        attention_alone=_time_attention(engine, size, round(statistics.mean(contexts))),
         floor=measure_floor(),
     )
 
@@ -193,17 +205,44 @@ def format_profile(profile: Profile) -> str:
     lines.append(f"{'whole step':<16}" + "".join(f"{totals[phase]:>15.2f} ms{'':>6}" for phase in phases))
     lines.append(f"{'steps':<16}" + "".join(f"{profile.num_steps[phase]:>15}{'':>9}" for phase in phases))
     lines.append(f"{'tokens':<16}" + "".join(f"{profile.num_tokens[phase]:>15}{'':>9}" for phase in phases))
-    decode = profile.milliseconds.get("decode")
-    if decode:
-        rest = sum(value for part, value in decode.items() if part not in ("linear", "attention"))
+    lines.append(f"Measuring took {profile.stopwatch:.1f} ms a step, taken off already.")
+    if "decode" in profile.milliseconds:
+        alone = profile.linear_alone + profile.attention_alone
         lines += [
             "",
-            f"A decode step of {profile.batch} sequences takes {profile.decode_step:.1f} ms, {profile.decode_step / profile.linear_alone:.2f} "
-            f"times the {profile.linear_alone:.1f} ms of its linear layers alone. What is neither a linear layer nor attention "
-            f"is {rest / totals['decode']:.1%} of a decode step. Measuring took {profile.stopwatch:.1f} ms a step, taken off already.",
+            "So far, each kernel was called by Python. As the engine runs, with compiled layers where it has them, a decode step",
+            f"of {profile.batch} sequences takes {profile.decode_step:.1f} ms: {profile.decode_step / profile.linear_alone:.2f} times "
+            f"its linear layers alone ({profile.linear_alone:.1f} ms). With attention alone",
+            f"({profile.attention_alone:.1f} ms) that leaves {1 - alone / profile.decode_step:.1%} of the step for everything else.",
         ]
     lines.append(
-        f"This machine reads {profile.floor.read_gigabytes_per_second:.1f} GB/s and multiplies large float32 matrices at "
+        f"\nThis machine reads {profile.floor.read_gigabytes_per_second:.1f} GB/s and multiplies large float32 matrices at "
         f"{profile.floor.gigaflops:.0f} GFLOP/s."
     )
     return "\n".join(lines)
+
+
+@torch.inference_mode()
+def _time_attention(engine: LLMEngine, num_seqs: int, context_len: int, repeats: int = 9) -> float:
+    """Median milliseconds of attention in all layers of a decode step, over the engine's own cache; nothing is written to it."""
+    worker = engine.executor.worker
+    block_size, caches = worker.cache_config.block_size, worker.cache_engine.gpu_cache
+    num_blocks, available = -(-context_len // block_size), len(caches[0][0])
+    backend = next(module.backend for module in worker.model_runner.model.modules() if hasattr(module, "backend"))
+    metadata = AttentionMetadata(
+        is_decode=True,
+        slot_mapping=torch.full((num_seqs,), -1),
+        block_tables=(torch.randperm(num_seqs * num_blocks, dtype=torch.int32) % available).view(num_seqs, num_blocks),
+        context_lens=torch.full((num_seqs,), context_len, dtype=torch.int32),
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32),
+    )
+    query = torch.randn(num_seqs, backend.num_heads, backend.head_dim)
+    key, value = torch.randn(2, num_seqs, backend.num_kv_heads, backend.head_dim)
+    times = []
+    with checks.trusted(shapes=True):
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for cache in caches:
+                backend.forward(query, key, value, cache, metadata)
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)

@@ -57,14 +57,15 @@ def measure_quality(
     token_ids = reference.tokenizer.encode(text)
     if num_positions < 1 or len(token_ids) < num_positions:
         raise ConfigError(
-            f"{num_positions} positions were to be compared, but the text has {len(token_ids)} tokens (at least 1)."
+            f"The number of positions is {num_positions}, but must be from 1 to the {len(token_ids)} tokens of the text."
         )
-    windows = [token_ids[:num_positions][i : i + WINDOW] for i in range(0, num_positions, WINDOW)]
+    window = min(WINDOW, reference.model_config.max_model_len - 1)
+    windows = [token_ids[:num_positions][i : i + window] for i in range(0, num_positions, window)]
     equal, divergence = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
-    for window in tqdm(windows, desc="comparing", unit="window", disable=not use_tqdm, dynamic_ncols=True):
-        expected = compute_logits(reference, window).log_softmax(dim=-1)
+    for token_ids in tqdm(windows, desc="comparing", unit="window", disable=not use_tqdm, dynamic_ncols=True):
+        expected = compute_logits(reference, token_ids).log_softmax(dim=-1)
         for name, engine in engines.items():
-            logprobs = compute_logits(engine, window).log_softmax(dim=-1)
+            logprobs = compute_logits(engine, token_ids).log_softmax(dim=-1)
             equal[name] += int((logprobs.argmax(dim=-1) == expected.argmax(dim=-1)).sum())
             divergence[name] += float((expected.exp() * (expected - logprobs)).sum(dim=-1).double().sum())
     return [Quality(name, num_positions, equal[name] / num_positions, divergence[name] / num_positions) for name in engines]

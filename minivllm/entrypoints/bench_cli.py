@@ -1,4 +1,4 @@
-"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep` and `scheduler`."""
+"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep`, `kernels`, `quality` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -175,12 +175,14 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.plot):  # before the work, not after it
         check_writable(path)
     if arguments.profile:
-        if arguments.engine or arguments.scheduler or arguments.plot:
-            raise ConfigError("--profile compares nothing: leave out --engine, --scheduler and --plot.")
+        if arguments.engine or arguments.scheduler or arguments.plot or arguments.rounds:
+            raise ConfigError("--profile compares nothing: leave out --engine, --scheduler, --plot and --rounds.")
         return _profile(arguments)
     if arguments.engine:
         if arguments.scheduler or arguments.plot:
             raise ConfigError("--scheduler and --plot compare policies of this engine: leave them out, or leave out --engine.")
+        if arguments.quantization or arguments.dtype not in ("auto", "float32"):
+            raise ConfigError("Engines are compared in float32: name minivllm-int8 or minivllm-int4 as an engine instead.")
         return _compare_engines(arguments)
     if arguments.rounds or arguments.vllm_python or arguments.llama_python:
         raise ConfigError("--rounds, --vllm-python and --llama-python are for a comparison of engines: name them with --engine.")
@@ -302,6 +304,10 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
 
 def run_bench_kernels(arguments: argparse.Namespace) -> int:
     """Measure linear layers and decode attention on the CPU, and what the machine could do at best."""
+    from minivllm.kernels import has_cpu_kernels
+
+    if not has_cpu_kernels():
+        raise ConfigError("The kernels that are to be measured need Numba: `pip install numba`.")
     from minivllm.bench import attention, linear
     from minivllm.bench.machine import describe_machine
 

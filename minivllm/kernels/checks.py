@@ -214,8 +214,12 @@ def check_digits(x: Tensor, scales: Tensor | None = None) -> None:
     if x.dim() != 2 or x.shape[1] == 0 or (scales is not None and x.shape[0] != 2 * scales.shape[0]):
         needed = "[num_tokens, size]" if scales is None else f"[{2 * scales.shape[0]}, out_features]"
         raise KernelError(f"x is {_shape(x)}, but must be {needed}.")
-    if x.dtype != torch.float32:
-        raise KernelError(f"x has dtype {_dtype(x)}, but must be float32.")
+    for name, tensor in (("x", x), ("scales", x if scales is None else scales)):
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise KernelError(
+                f"{name} has dtype {_dtype(tensor)} on {tensor.device} and strides {tensor.stride()}, but must be float32 on the CPU "
+                f"and contiguous."
+            )
 
 
 @_unless_trusted

@@ -11,6 +11,7 @@ import logging
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.errors import ConfigError, KernelError
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS = 2**16
 """Cached tokens that the torch backend copies at a time when it decodes."""
-MIN_PROMPT = 32
-"""Mean tokens of a batch of prompts from which on the CPU backend hands each to torch's attention, a call for each."""
 OLDEST_CAPABILITY = (8, 0)
 """The compute capability (Ampere) from which on a GPU has the shared memory that the tiles of the Triton kernels take."""
 
@@ -57,19 +56,27 @@ class CPUAttentionBackend(AttentionBackend):
         return cpu
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        lengths = metadata.context_lens
-        if (
-            metadata.is_decode
-            or not torch.equal(metadata.query_start_loc.diff(), lengths)
-            or len(query) < MIN_PROMPT * len(lengths)
-        ):
+        if metadata.is_decode:
             return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
-        # Whole prompts need nothing from the cache, and torch's product of a prompt with itself is the faster one.
         self.ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
-        sizes = lengths.tolist()
-        parts = query.split(sizes), key.transpose(0, 1).split(sizes, 1), value.transpose(0, 1).split(sizes, 1)
-        outputs = [reference.causal_attention(q, k, v, self.scale) for q, k, v in zip(*parts, strict=True)]
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        # Whole prompts need nothing from the cache, and torch's product of a prompt with itself is the faster one.
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.context_lens.tolist()
+        output = torch.empty_like(query)
+        cached = []
+        for i, length in enumerate(lengths):
+            start, end = starts[i : i + 2]
+            if length > end - start:
+                cached.append(i)
+            elif length > 0:
+                keys, values = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)
+                output[start:end] = reference.causal_attention(query[start:end], keys, values, self.scale)
+        if cached:
+            rows = [row for i in cached for row in range(starts[i], starts[i + 1])]
+            query_start_loc = F.pad(metadata.query_start_loc.diff()[cached].cumsum(0), (1, 0))
+            output[rows] = self.ops.paged_prefill_attention(
+                query[rows], *kv_cache, metadata.block_tables[cached], metadata.context_lens[cached], query_start_loc, self.scale
+            )
+        return output
 
 
 class TritonAttentionBackend(AttentionBackend):

@@ -35,7 +35,8 @@ class CompiledDecoderLayer:
     def make(
         cls, linears: list[Linear], norms: list[RMSNorm], rotary: RotaryEmbedding, backend: AttentionBackend
     ) -> CompiledDecoderLayer | None:
-        """The compiled form of a layer, or None: its attention is not this package's on the CPU, or its weights are not packed.
+        """The compiled form of a layer, or None: its attention is not this package's on the CPU, or
+        its weights are not packed, or are of a width that panels do not fill.
 
         Args:
             linears: qkv, output, gate and up, and down projections.
@@ -48,6 +49,8 @@ class CompiledDecoderLayer:
             return None
         from minivllm.kernels import cpu
 
+        if any(weight.out_features % cpu.PANEL for weight in packed):  # whole panels are written: they must end where a row ends
+            return None
         arrays = [weight.arrays for weight in packed]
         vectors = [norm.weight.numpy() for norm in norms]
         weights = cpu.DecoderLayerWeights(*arrays, *vectors, rotary.cos.numpy(), rotary.sin.numpy())

@@ -1,5 +1,7 @@
 """Weights in 8 or 4 bits, on a CPU: a decode step reads memory, so a quarter or an eighth of the bytes is faster.
 
+A row's product does not depend on its batch. But rounding makes more of small differences: where attention is summed in another
+order (a prompt in chunks, guesses to check, a context computed anew after preemption), tokens can change sooner than in float32.
 Mirrors `vllm/model_executor/layers/quantization`.
 """
 
@@ -48,7 +50,7 @@ class Int8Product:
         self.packed = self.ops.PackedInt8Weight(rounded, self.scales, bias) if getattr(self.ops, "HAS_INT8_DOT", False) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        digits, row_scales = self.ops.split_digits(x)
+        digits, row_scales = self.ops.split_digits(x.contiguous())
         products = torch.ops.onednn.qlinear_pointwise(
             digits, 1.0, reference.DIGIT_ZERO, self.weight, self.scales, self.zero_points, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
@@ -102,7 +104,9 @@ def choose_product(
                 f"quantization is {quantization!r}, which runs on the CPU in float32 only, not on {device} in {dtype}."
             )
         operator = {"int8": "onednn::qlinear_prepack", "int4": "aten::_convert_weight_to_int4pack_for_cpu"}[quantization]
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CPU"):
+        namespace, name = operator.split("::")
+        # The 8-bit operator is oneDNN's; 4-bit models have it in their head.
+        if not torch.backends.mkldnn.is_available() or not hasattr(getattr(torch.ops, namespace), name):
             raise ConfigError(
                 f"quantization is {quantization!r}, but torch {torch.__version__} has no {operator} on this machine."
             )

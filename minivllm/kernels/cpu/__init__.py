@@ -1,7 +1,8 @@
-"""Cache and attention operations on the CPU, in loops that Numba compiles. No blocks are gathered.
+"""What the engine computes on the CPU, in loops that Numba compiles.
 
-The loops read like the Triton kernels next door, one number at a time. Numba compiles them at the first call for each head
-size and dtype, which takes a few seconds, and keeps the result on disk. Everything is computed in float32.
+Attention walks the block tables and gathers nothing; linear layers read packed weights once; what goes on around them is one
+pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head size, dtype
+or small batch size, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import DecoderLayerWeights, decoder_layer  # noqa: E402
-from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
+from minivllm.kernels.cpu.linear import PANEL, PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.linear_int8 import HAS_INT8_DOT, PackedInt8Weight  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
@@ -53,6 +54,7 @@ event.register("numba:compile", _Announcer())
 __all__ = [
     "HAS_INT8_DOT",
     "MAX_DECODER_ROWS",
+    "PANEL",
     "DecoderLayerWeights",
     "PackedInt8Weight",
     "PackedWeight",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numba import njit
 from numba.extending import overload
 from torch import Tensor
@@ -57,7 +56,7 @@ def decoder_layer(
     """One new token for each sequence through one layer.
 
     Args:
-        weights: The layer's.
+        weights: The layer's, whose numbers of outputs are multiples of `PANEL`.
         x, residual: `[num_seqs, hidden_size]`, float32: what the layer before added, and the stream that it is added to.
         positions, slot_mapping, block_tables, context_lens: As for attention; trusted.
         key_cache, value_cache: The layer's, float32.
@@ -68,7 +67,7 @@ def decoder_layer(
         What this layer adds, and the stream that it is to be added to.
     """
     num_seqs, num_threads = len(x), use_threads_of_torch()
-    out, total = torch.empty(few_rows(num_seqs), x.shape[1]), torch.empty(x.shape)
+    out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
     _decoder_layer(
         x.numpy(), residual.numpy(), positions.numpy(), key_cache.numpy(), value_cache.numpy(), slot_mapping.numpy(),
         block_tables.numpy(), context_lens.numpy(), weights.qkv, weights.output, weights.gate_up, weights.down,

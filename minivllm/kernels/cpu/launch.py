@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import numba
@@ -61,19 +62,18 @@ def constant(number: int) -> tuple:
     return (None,) * number
 
 
-_threads = 0
+_threads = threading.local()  # Numba keeps its number of threads for each Python thread
 
 
 def use_threads_of_torch() -> int:
     """Let Numba use as many threads as torch does."""
-    global _threads
     wanted = torch.get_num_threads()
     num_threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
-    if num_threads != _threads:  # asked at every launch, so it should cost nothing when all is as it was
+    if num_threads != getattr(_threads, "number", None):  # asked at every launch, so it should cost nothing when all is as it was
         numba.set_num_threads(num_threads)
         if torch.get_num_threads() != wanted:  # Numba has just started the pool that both use, with a number of its own
             torch.set_num_threads(wanted)
-        _threads = num_threads
+        _threads.number = num_threads
     return num_threads
 
 

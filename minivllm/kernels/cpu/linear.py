@@ -95,7 +95,7 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     checks.check_linear(x, weight.in_features)
     num_rows = x.shape[0]
     tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
-    out = torch.empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
+    out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
     num_threads = use_threads_of_torch()
     _multiply(
         x.contiguous().numpy(), weight.panels, weight.bias, out.numpy(), num_threads, constant(tile), constant(width)

@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
-from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, constant, exp2, use_threads_of_torch
+from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
 
 PARALLEL_ROWS = 12
@@ -55,12 +55,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
     checks.check_rotary_embedding(positions, query, key, cos, sin)
-    if not _can_run(query) or positions.dtype != torch.int64 or not (_has_whole_rows(query) and _has_whole_rows(key)):
+    if (
+        not _can_run(query)
+        or query.shape[2] > MAX_HEAD_DIM
+        or positions.dtype != torch.int64
+        or not (_has_whole_rows(query) and _has_whole_rows(key))
+    ):
         return reference.rotary_embedding(positions, query, key, cos, sin)
     positions = positions.contiguous()
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    rotated_query, rotated_key = torch.empty(query.shape), torch.empty(key.shape)
+    rotated_query, rotated_key = query.new_empty(query.shape), key.new_empty(key.shape)
     _rotate(
         positions.data_ptr(), num_tokens, constant(head_dim // 2), query.data_ptr(), query.stride(0), num_heads, key.data_ptr(), key.stride(0),
         num_kv_heads, cos.data_ptr(), sin.data_ptr(), rotated_query.data_ptr(), rotated_key.data_ptr(), _num_threads(num_tokens),
@@ -75,7 +80,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         return reference.silu_and_mul(x)
     x = x.contiguous()
     num_rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(num_rows, size)
+    out = x.new_empty(num_rows, size)
     _gate(x.data_ptr(), num_rows, size, out.data_ptr(), _num_threads(num_rows))
     return out
 
@@ -85,7 +90,7 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     checks.check_digits(x)
     x = x.contiguous()
     num_rows, size = x.shape
-    digits, scales = torch.empty((2 * num_rows, size), dtype=torch.uint8), torch.empty(num_rows)
+    digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
     _split(x.data_ptr(), num_rows, size, digits.data_ptr(), size, num_rows, scales.data_ptr(), _num_threads(num_rows))
     return digits, scales
 
@@ -95,7 +100,7 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     checks.check_digits(products, scales)
     products = products.contiguous()
     num_rows, size = scales.shape[0], products.shape[1]
-    out = torch.empty(num_rows, size)
+    out = products.new_empty(num_rows, size)
     _join(products.data_ptr(), num_rows, size, scales.data_ptr(), out.data_ptr(), _num_threads(num_rows))
     return out
 
@@ -105,7 +110,8 @@ def _can_run(x: Tensor) -> bool:
 
 
 def _num_threads(num_rows: int) -> int:
-    return 1 if num_rows < PARALLEL_ROWS else use_threads_of_torch()
+    num_threads = use_threads_of_torch()
+    return 1 if num_rows < PARALLEL_ROWS else num_threads
 
 
 def _has_whole_rows(x: Tensor) -> bool:
