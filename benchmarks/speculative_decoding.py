@@ -13,9 +13,12 @@ changes, so a prompt's first token is not counted, nor the time until all have t
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import random
+import shlex
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,13 +85,17 @@ def main() -> None:
         "without": LLM(args.model, **common),
         "with": LLM(args.model, num_speculative_tokens=args.num_speculative_tokens, **common),
     }
-    print(
-        f"{args.model}, up to {args.num_speculative_tokens} drafts, {args.max_tokens} tokens each, median of {args.repeats} runs "
-        f"in turns; {describe_machine()}\n"
+    text: list[str] = []
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+        text.append(line)
+
+    tell(
+        f"{args.model}, up to {args.num_speculative_tokens} guesses, {args.max_tokens} tokens each, median of {args.repeats} runs in turns"
     )
-    print(
-        f"{'text':<11}{'batch':>6}{'without':>16}{'with':>16}{'ratio':>8}{'accepted':>10}{'tokens/step':>13}{'same tokens':>13}"
-    )
+    tell(f"{describe_machine()}\n")
+    tell(f"{'text':<11}{'batch':>6}{'without':>16}{'with':>16}{'ratio':>8}{'accepted':>10}{'tokens/step':>13}{'same tokens':>13}")
     rows = []
     for kind in KINDS:
         for batch_size in args.batch_sizes:
@@ -102,11 +109,10 @@ def main() -> None:
             speeds = {name: statistics.median(result.tokens_per_second for result in results) for name, results in runs.items()}
             plain, speculative = runs["without"][-1], runs["with"][-1]
             num_same = sum(a == b for a, b in zip(plain.token_ids, speculative.token_ids, strict=True))
-            print(
+            tell(
                 f"{kind:<11}{batch_size:>6}{speeds['without']:>12.1f} t/s{speeds['with']:>12.1f} t/s"
                 f"{speeds['with'] / speeds['without']:>8.2f}{speculative.acceptance_rate:>10.0%}{speculative.tokens_per_step:>13.2f}"
-                f"{f'{num_same} of {batch_size}':>13}",
-                flush=True,
+                f"{f'{num_same} of {batch_size}':>13}"
             )
             runs_without_tokens = {
                 name: [{key: value for key, value in asdict(result).items() if key != "token_ids"} for result in results]
@@ -114,7 +120,9 @@ def main() -> None:
             }
             rows.append({"text": kind, "batch_size": batch_size, "same_tokens": num_same, "runs": runs_without_tokens})
     if args.json:
-        report = {"machine": describe_machine(), "arguments": vars(args) | {"json": None}, "results": rows}
+        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        origin = {"machine": describe_machine(), "time": time, "command": "python " + shlex.join(sys.argv)}
+        report = origin | {"text": "\n".join(text).split("\n"), "results": rows}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -35,8 +36,17 @@ def test_the_files_and_make_targets_that_it_names_exist():
         assert (ROOT / name).exists(), name
 
 
+def test_its_measurements_are_as_they_were_written():
+    """`python tools/readme_tables.py` would change nothing."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "tools" / "readme_tables.py")
+    readme_tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme_tables)
+    assert len(readme_tables.PLACE.findall(README)) >= 5
+    assert readme_tables.fill(README) == README
+
+
 def test_its_commands_exist():
-    commands = re.findall(r"^minivllm ([a-z]+(?: (?:offline|scheduler))?)", README, flags=re.MULTILINE)
+    commands = re.findall(r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels))?)", README, flags=re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
         with pytest.raises(SystemExit) as stopped:

@@ -19,10 +19,12 @@ from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError
 from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.linear import Linear
+from minivllm.layers.quantization import HEAD
 from minivllm.worker import model_runner
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
@@ -40,6 +42,7 @@ class Profile:
         decode_step: Median milliseconds of the decode steps of that batch.
         linear_alone: Median milliseconds of all linear layers at that batch, with nothing else between them.
         attention_alone: The same for attention, over contexts of the workload's mean length.
+        prefill_gigaflops: Arithmetic per second of the steps that compute whole prompts: linear layers and attention.
         floor: What the machine can do at best.
     """
 
@@ -51,6 +54,7 @@ class Profile:
     decode_step: float
     linear_alone: float
     attention_alone: float
+    prefill_gigaflops: float | None
     floor: Floor
 
     def to_json(self) -> dict[str, Any]:
@@ -176,6 +180,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         decode_step=statistics.median(same_batch or [float("nan")]) * 1e3,
         linear_alone=_time_linear(model, size),
         attention_alone=_time_attention(engine, size, round(statistics.mean(contexts))),
+        prefill_gigaflops=_prefill_gigaflops(engine, compiled),
         floor=measure_floor(),
     )
 
@@ -215,6 +220,12 @@ def format_profile(profile: Profile) -> str:
             f"its linear layers alone ({profile.linear_alone:.1f} ms). With attention alone",
             f"({profile.attention_alone:.1f} ms) that leaves {1 - alone / profile.decode_step:.1%} of the step for everything else.",
         ]
+    if profile.prefill_gigaflops is not None:
+        share = profile.prefill_gigaflops / profile.floor.gigaflops
+        lines += [
+            "",
+            f"Prefill computes {profile.prefill_gigaflops:.0f} GFLOP/s, {share:.0%} of what this machine reaches in large products.",
+        ]
     lines.append(
         f"\nThis machine reads {profile.floor.read_gigabytes_per_second:.1f} GB/s and multiplies large float32 matrices at "
         f"{profile.floor.gigaflops:.0f} GFLOP/s."
@@ -246,3 +257,25 @@ def _time_attention(engine: LLMEngine, num_seqs: int, context_len: int, repeats:
                 backend.forward(query, key, value, cache, metadata)
             times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
+
+
+def _prefill_gigaflops(engine: LLMEngine, trace: list[StepRecord]) -> float | None:
+    """Multiplications and additions of all prefill steps in a second; None if there were none.
+
+    In linear layers but the head, two for each weight and token; in attention, four for each channel and pair of a token
+    with one before it (or itself), in each layer.
+    """
+    steps = [record for record in trace if record.phase == "prefill"]
+    if not steps:
+        return None
+    config, model = engine.model_config, engine.executor.worker.model_runner.model
+    sizes = (
+        layer.in_features * sum(layer.out_features)
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear) and name != HEAD
+    )
+    lengths = [length for record in steps for _, length in record.scheduled]
+    linear = 2 * sum(sizes) * sum(lengths)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = 4 * pairs * config.num_heads * config.head_dim * config.num_layers
+    return (linear + attention) / sum(record.end - record.start for record in steps) / 1e9

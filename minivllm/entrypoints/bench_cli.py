@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,14 +162,33 @@ def _model_config(arguments: argparse.Namespace) -> ModelConfig:
     return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
 
 
-def _write_report(file: Path | None, arguments: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Results as JSON, with what it takes to repeat them: machine, time, command line and model."""
-    from minivllm.bench.machine import describe_machine
+def _report(
+    arguments: argparse.Namespace, what: str, table: str, content: dict[str, Any], quantizations: Sequence[str] = ()
+) -> None:
+    """Print a result; as JSON, with --json, it has the same text and what it takes to repeat it: machine, time, command line.
 
-    if file is not None:
+    Speed is never shown without its quality: that of the quantizations is measured and stands below.
+    """
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.quality import format_table
+
+    machine = describe_machine()
+    text = f"{what}\n{machine}\n\n{table}"
+    if quantizations:
+        qualities = measure_qualities(arguments.model, quantizations)
+        text += (
+            f"\n\nQuantized, held against float32 on {qualities[0].num_positions} positions of prose\n\n{format_table(qualities)}"
+        )
+        content = content | {"quality": [vars(quality) for quality in qualities]}
+    print(f"\n{text}")
+    if arguments.json is not None:
         time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        origin = {"machine": describe_machine(), "time": time, "command": arguments.command, "model": arguments.model}
-        file.write_text(json.dumps(origin | content, indent=2) + "\n")
+        origin = {"machine": machine, "time": time, "command": arguments.command, "model": arguments.model}
+        arguments.json.write_text(json.dumps(origin | {"text": text.split("\n")} | content, indent=2) + "\n")
+
+
+def _quantizations(arguments: argparse.Namespace) -> list[str]:
+    return [arguments.quantization] if arguments.quantization else []
 
 
 def run_bench_offline(arguments: argparse.Namespace) -> int:
@@ -190,15 +211,14 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 
 
 def _compare_policies(arguments: argparse.Namespace) -> int:
-    from minivllm.bench.machine import describe_machine
     from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
 
     engine = _make_engine(arguments, trace=True)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
     results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
-    print(f"\n{arguments.model}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_table(results)}")
-    _write_report(arguments.json, arguments, {"results": [result.to_json() for result in results]})
+    what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
+    _report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.timeline import draw_timelines
 
@@ -209,9 +229,7 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
 
 
 def _compare_engines(arguments: argparse.Namespace) -> int:
-    from minivllm.bench.machine import describe_machine
     from minivllm.bench.peers import compare, format_table, make_specs
-    from minivllm.bench.quality import format_table as format_qualities
 
     config = _model_config(arguments)
     name, requests = _one_workload(arguments, config)
@@ -220,34 +238,24 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
         gguf=_gguf_file(arguments.model), vllm_python=arguments.vllm_python, llama_python=arguments.llama_python,
     )  # fmt: skip
     comparison = compare(specs, name, requests, 3 if arguments.rounds is None else arguments.rounds)
-    # Speed is never shown without its quality.
-    quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engine if engine.startswith("minivllm-")]
-    qualities = measure_qualities(arguments.model, quantizations) if quantizations else []
-    print(
-        f"\n{arguments.model}, {name}: {comparison.num_requests} requests, {comparison.prompt_tokens} prompt tokens, "
-        f"{comparison.output_tokens} output tokens, at most {arguments.max_num_seqs} running\n{describe_machine()}\n\n"
-        f"{format_table(comparison)}"
+    what = (
+        f"{arguments.model}, {name}: {comparison.num_requests} requests, {comparison.prompt_tokens} prompt tokens, "
+        f"{comparison.output_tokens} output tokens, at most {arguments.max_num_seqs} running"
     )
-    if qualities:
-        print(
-            f"\nThe quantized models against float32, on {qualities[0].num_positions} positions of prose\n\n{format_qualities(qualities)}"
-        )
     content = {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()}
-    _write_report(arguments.json, arguments, content | {"quality": [vars(quality) for quality in qualities]})
+    quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engine if engine.startswith("minivllm-")]
+    _report(arguments, what, format_table(comparison), content, quantizations)
     return 0
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from minivllm.bench.machine import describe_machine
     from minivllm.bench.profile import format_profile, profile_offline
 
     engine = _make_engine(arguments, trace=True)
     name, requests = _one_workload(arguments, engine.model_config)
     profile = profile_offline(engine, name, requests)
-    print(
-        f"\n{arguments.model}, {name}, at most {arguments.max_num_seqs} running; {describe_machine()}\n\n{format_profile(profile)}"
-    )
-    _write_report(arguments.json, arguments, {"profile": profile.to_json()})
+    what = f"{arguments.model}, {name}, at most {arguments.max_num_seqs} running"
+    _report(arguments, what, format_profile(profile), {"profile": profile.to_json()}, _quantizations(arguments))
     return 0
 
 
@@ -263,7 +271,6 @@ def _gguf_file(model: str) -> str | None:
 def run_bench_latency(arguments: argparse.Namespace) -> int:
     """Run a batch of each size and print what its users would wait."""
     from minivllm.bench.latency import format_table, measure_latency
-    from minivllm.bench.machine import describe_machine
 
     check_writable(arguments.json)
     largest = max(arguments.batch_sizes)
@@ -272,17 +279,16 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
     engine = _make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
     lengths = {"prompt_len": arguments.prompt_len, "output_len": arguments.output_len}
     results = measure_latency(engine, arguments.batch_sizes, **lengths, rounds=arguments.rounds)
-    print(
-        f"\n{arguments.model}, prompts of {arguments.prompt_len} and outputs of {arguments.output_len} tokens, "
-        f"all requests at once; {describe_machine()}\n\n{format_table(results)}"
+    what = (
+        f"{arguments.model}, prompts of {arguments.prompt_len} and outputs of {arguments.output_len} tokens, all requests at once"
     )
-    _write_report(arguments.json, arguments, lengths | {"results": [vars(result) for result in results]})
+    content = lengths | {"results": [vars(result) for result in results]}
+    _report(arguments, what, format_table(results), content, _quantizations(arguments))
     return 0
 
 
 def run_bench_sweep(arguments: argparse.Namespace) -> int:
     """Run one workload with each value of max_num_seqs; print a table and draw the curves."""
-    from minivllm.bench.machine import describe_machine
     from minivllm.bench.sweep import format_table, sweep_max_num_seqs
 
     for path in (arguments.json, arguments.plot):
@@ -291,8 +297,8 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
     points = sweep_max_num_seqs(
         lambda value: _make_engine(arguments, max_num_seqs=value, trace=True), arguments.values, name, requests, arguments.rounds
     )
-    print(f"\n{arguments.model}, {name}, {len(requests)} requests; {describe_machine()}\n\n{format_table(points)}")
-    _write_report(arguments.json, arguments, {"workload": name, "results": [vars(point) for point in points]})
+    what, content = f"{arguments.model}, {name}, {len(requests)} requests", [vars(point) for point in points]
+    _report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.sweep import draw_sweep
 
@@ -309,20 +315,17 @@ def run_bench_kernels(arguments: argparse.Namespace) -> int:
     if not has_cpu_kernels():
         raise ConfigError("The kernels that are to be measured need Numba: `pip install numba`.")
     from minivllm.bench import attention, linear
-    from minivllm.bench.machine import describe_machine
 
     check_writable(arguments.json)
-    print(f"{describe_machine()}\n\nAll linear layers of a step of SmolLM2-135M\n", flush=True)
-    floor = linear.measure_floor()
-    layers = linear.measure_linear()
-    print(f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n", flush=True)
-    rows = attention.measure_attention()
-    print(attention.format_table(rows))
-    _write_report(arguments.json, arguments, {"floor": vars(floor), "linear": layers, "attention": rows})
+    print("This takes two minutes ...", file=sys.stderr)
+    floor, layers, rows = linear.measure_floor(), linear.measure_linear(), attention.measure_attention()
+    table = f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n\n{attention.format_table(rows)}"
+    content = {"floor": vars(floor), "linear": layers, "attention": rows}
+    _report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
     return 0
 
 
-def measure_qualities(model: str, quantizations: list[str], num_positions: int = 2000) -> list[Quality]:
+def measure_qualities(model: str, quantizations: Sequence[str], num_positions: int = 2000) -> list[Quality]:
     """Load the model in float32 and in each quantization, and compare."""
     from minivllm.bench.quality import measure_quality
     from minivllm.entrypoints.llm import LLM
@@ -336,15 +339,12 @@ def measure_qualities(model: str, quantizations: list[str], num_positions: int =
 
 def run_bench_quality(arguments: argparse.Namespace) -> int:
     """Compare each quantization with float32 and print a table."""
-    from minivllm.bench.machine import describe_machine
     from minivllm.bench.quality import format_table
 
     check_writable(arguments.json)
     results = measure_qualities(arguments.model, arguments.quantization, arguments.positions)
-    print(
-        f"\n{arguments.model} against itself in float32, {arguments.positions} positions; {describe_machine()}\n\n{format_table(results)}"
-    )
-    _write_report(arguments.json, arguments, {"results": [vars(result) for result in results]})
+    what = f"{arguments.model} against itself in float32, {arguments.positions} positions"
+    _report(arguments, what, format_table(results), {"results": [vars(result) for result in results]})
     return 0
 
 
