@@ -32,8 +32,11 @@ def kilobytes(name: str) -> int:
 
 def measure(way: str) -> None:
     """In a process of its own: print the bytes taken, and the bytes of the weights."""
-    import transformers  # noqa: F401
+    from transformers import AutoTokenizer
 
+    from minivllm.models.hub import resolve_model
+
+    AutoTokenizer.from_pretrained(resolve_model("smollm2-135m"))  # imports much of what it needs only now
     from minivllm import LLM, SamplingParams
 
     before = kilobytes("VmRSS")

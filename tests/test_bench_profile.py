@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minivllm import LLM
+from minivllm.bench import linear
 from minivllm.bench.linear import Floor, measure_floor
 from minivllm.bench.profile import PARTS, Stopwatch, format_profile, profile_offline
 from minivllm.bench.quality import measure_quality
@@ -58,6 +59,7 @@ def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     assert profile.num_tokens == {"prefill": 120, "decode": 30}
     assert profile.num_steps == {"prefill": 2, "decode": 10}
     assert profile.batch == 4
+    assert profile.prefill_gigaflops > 0
     for parts in profile.milliseconds.values():
         assert parts.keys() == set(PARTS) and parts["linear"] > 0 and parts["attention"] > 0
     table = format_profile(profile)
@@ -78,3 +80,13 @@ def test_quality_needs_a_text_that_is_long_enough(engine):
     (result,) = measure_quality(engine, {"itself": engine}, 20, use_tqdm=False)
     assert (result.agreement, result.mean_kl) == (1, 0)
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_all_ways_to_compute_linear_layers_are_measured(monkeypatch):
+    monkeypatch.setattr(linear, "SHAPES", [(96, 576), (64, 1536)])
+    monkeypatch.setattr(linear, "ROWS", (1, 32))
+    times = linear.measure_linear(repeats=1)
+    assert {"F.linear", "minivllm", "minivllm int8", "minivllm int4"} <= times.keys()
+    assert all(set(by_rows) == ({1} if name == "minivllm int4" else {1, 32}) for name, by_rows in times.items())
+    table = linear.format_table(times, Floor(10.0, 100.0))
+    assert "reading once" in table and "0.00 GB at 10.0 GB/s" in table

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from minivllm.bench.engine_process import EngineProcess, EngineSpec, Run, find_versions, start_all
-from minivllm.bench.workloads import WorkloadRequest
+from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.config import EngineArgs, ModelConfig
 from minivllm.errors import ConfigError
 
@@ -179,11 +179,8 @@ def compare(
     if rounds < 1:
         raise ConfigError(f"The number of rounds is {rounds}, but must be at least 1.")
     versions = [find_versions(spec) for spec in specs]
-    # As many as may run at once, and then fewer and fewer, so that what an engine makes for a batch size is made before.
     width = max(spec.settings.get("engine_args", spec.settings).get("max_num_seqs", 16) for spec in specs)
-    warm_up = [
-        WorkloadRequest(request.prompt_token_ids, min(request.output_len, 1 + i)) for i, request in enumerate(requests[:width])
-    ]
+    warm_up = warm_up_requests(requests, width)
     runs: list[list[Run]] = [[] for _ in specs]
     total = len(specs) * (2 + rounds)
     with start_all(specs) as engines, tqdm(total=total, unit="run", disable=not use_tqdm, dynamic_ncols=True) as bar:

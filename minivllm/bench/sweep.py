@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from minivllm.bench.offline import OfflineResult, run_offline
-from minivllm.bench.workloads import WorkloadRequest
+from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
 
@@ -44,8 +44,7 @@ def sweep_max_num_seqs(
     points = []
     for value in values:
         engine = make_engine(value)
-        warm_up = [WorkloadRequest(request.prompt_token_ids, min(request.output_len, 4)) for request in requests[:value]]
-        run_offline(engine, "continuous", name, warm_up, use_tqdm=False)
+        run_offline(engine, "continuous", name, warm_up_requests(requests, value), use_tqdm=False)
         results = [run_offline(engine, "continuous", f"{name}, {value} running", requests) for _ in range(rounds)]
         points.append(summarize(value, results))
         del engine  # before the next one is loaded

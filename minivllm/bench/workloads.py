@@ -20,6 +20,16 @@ class WorkloadRequest:
     output_len: int
 
 
+def warm_up_requests(requests: list[WorkloadRequest], width: int) -> list[WorkloadRequest]:
+    """A short workload to warm up with: as many requests as may run at once, and then fewer and fewer.
+
+    So what an engine makes for a batch size, at the first step of that size, is made before anything is measured.
+    """
+    return [
+        WorkloadRequest(request.prompt_token_ids, min(request.output_len, 1 + i)) for i, request in enumerate(requests[:width])
+    ]
+
+
 def make_workload(
     distribution: str,
     num_requests: int,
