@@ -220,3 +220,20 @@ def test_logprobs_are_the_models_own_and_ranked():
 def test_zero_logprobs_gives_the_chosen_token_alone():
     token = sample(random_logits(5, rows=1), [make_row(SamplingParams(logprobs=0))])[0]
     assert list(token.logprobs) == [token.token_id]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999, 1.0])
+def test_top_p_of_a_large_vocabulary_is_that_of_sorting_it(spread, top_p):
+    """Flat distributions need more than the most likely thousand tokens, peaked ones a few."""
+    logits = torch.randn(3, 20_000, generator=torch.Generator().manual_seed(0)) * spread
+    logits[:, :5] += torch.tensor([3.0, 2.0, 1.0, 0.5, 0.1])  # no tie for the first place
+    filtered = sampler.apply_top_p(logits, torch.full((3, 1), top_p))
+    probs = logits.double().softmax(dim=-1)
+    for row in range(3):
+        kept = filtered[row] > float("-inf")
+        assert torch.equal(filtered[row][kept], logits[row][kept])
+        mass = probs[row][kept].sum()
+        assert kept[logits[row].argmax()] and mass >= min(top_p, 1 - 1e-4) - 1e-4
+        assert probs[row][kept].min() >= probs[row][~kept].max() if not kept.all() else True
+        assert mass - probs[row][kept].min() < top_p + 1e-4, "none too many"

@@ -20,6 +20,7 @@ from minivllm.request import Sequence
 from minivllm.sampling_params import SamplingParams
 
 MIN_LOGIT = float("-inf")
+TOP_P_CANDIDATES = 1024
 
 
 @dataclass(slots=True)
@@ -171,13 +172,18 @@ def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of most likely tokens whose probabilities reach `top_p` (`[rows, 1]`), at least one.
 
-    Holtzman et al., 2019 (arXiv:1904.09751).
+    Mostly that set is small. So the vocabulary is only searched for its most likely tokens, and is sorted as a whole if they do
+    not reach `top_p`. Holtzman et al., 2019 (arXiv:1904.09751).
     """
-    ascending, token_ids = logits.sort(dim=-1)
-    remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-    remove[:, -1] = False
-    remove &= top_p < 1
-    return logits.masked_fill(remove.scatter(-1, token_ids, remove), MIN_LOGIT)
+    probs = logits.softmax(dim=-1)
+    likely, token_ids = probs.topk(min(TOP_P_CANDIDATES, probs.shape[-1]), dim=-1)
+    if ((likely.sum(dim=-1, keepdim=True) < top_p) & (top_p < 1)).any():
+        likely, token_ids = probs.sort(dim=-1, descending=True)
+    keep = likely.cumsum(dim=-1) - likely < top_p
+    keep[:, 0] = True
+    kept = torch.full_like(logits, MIN_LOGIT)
+    kept.scatter_(-1, token_ids, logits.gather(-1, token_ids).masked_fill(~keep, MIN_LOGIT))
+    return torch.where(top_p < 1, kept, logits)
 
 
 def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
