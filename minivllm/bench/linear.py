@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.errors import ConfigError
+from minivllm.kernels import has_cpu_kernels
 from minivllm.layers.linear import PackedProduct, Product, can_pack
 from minivllm.layers.quantization import Int4Product, Int8Product
 
@@ -57,6 +59,12 @@ class Floor:
 
     read_gigabytes_per_second: float
     gigaflops: float
+
+
+def check_numba() -> None:
+    """Raise ConfigError if the kernels that are to be measured cannot run here."""
+    if not has_cpu_kernels():
+        raise ConfigError("The kernels that are to be measured need Numba: `pip install numba`.")
 
 
 def measure_floor(repeats: int = 7) -> Floor:

@@ -310,11 +310,10 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
 
 def run_bench_kernels(arguments: argparse.Namespace) -> int:
     """Measure linear layers and decode attention on the CPU, and what the machine could do at best."""
-    from minivllm.kernels import has_cpu_kernels
+    from minivllm.bench import linear
 
-    if not has_cpu_kernels():
-        raise ConfigError("The kernels that are to be measured need Numba: `pip install numba`.")
-    from minivllm.bench import attention, linear
+    linear.check_numba()
+    from minivllm.bench import attention  # which needs it
 
     check_writable(arguments.json)
     print("This takes two minutes ...", file=sys.stderr)
