@@ -126,7 +126,7 @@ def is_alive(pid):
         ("load", r"b failed \(model here\); its log is .*b-.*\.log\.$"),
         ("dies", r"b failed \(its process has ended, SIGKILL\); its log is"),
         ("exits", r"b failed \(its process has ended, status 3\); its log is"),
-        ("counts", r"^b gave request 0 4 tokens instead of 3\.$"),
+        ("counts", r"^b gave request 0 2 tokens instead of 1\.$"),
     ],
 )
 def test_a_failure_is_told_in_a_sentence_and_ends_every_process(make_spec, fails, sentence):
