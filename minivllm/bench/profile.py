@@ -106,8 +106,8 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
     """Run a workload four times: to warm up, as it is, and twice with each kernel called by Python: plain, and with a stopwatch.
 
     A compiled layer (`kernels.cpu.decoder_layer`) cannot be looked into; so the parts are those of a run that does without, and
-    beside them stands what a step takes with it. The stopwatch is used hundreds of times in a step and costs time itself. How much is told by the second run, whose steps are the
-    same ones; the median cost of a switch is taken off each part.
+    beside them stands what a step takes with it. The stopwatch is used hundreds of times in a step and costs time itself. How much
+    is told by the plain run, whose steps are the same ones; the median cost of a switch is taken off each part.
 
     Args:
         engine: As `run_offline` takes it.

@@ -33,7 +33,7 @@ def trusted(shapes: bool = False) -> Iterator[None]:
 
     Args:
         shapes: Do not look at shapes, dtypes and strides either. An engine whose kernels are called by its own code alone does
-            so: some microseconds for each of hundreds of calls are a tenth of a small model's step on a CPU.
+            so: it calls hundreds in a step, and each look takes microseconds.
     """
     token, shapes_token = _trusted.set(True), _shapes_trusted.set(shapes)
     try:

@@ -37,17 +37,18 @@ class Int8Product:
     Args:
         weight: `[out_features, in_features]`, float32.
         bias: `[out_features]` or None.
+        in_layer: Whether it belongs to a layer that may be compiled; its weight is then packed once more, for a few rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, in_layer: bool = True) -> None:
         self.ops = _row_operations()
         self.bias = bias
         self.scales = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-30)
         self.zero_points = torch.zeros(len(weight), dtype=torch.int64)
         rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
-        # Once more, for a few rows in a compiled layer, where the processor has the instruction.
-        self.packed = self.ops.PackedInt8Weight(rounded, self.scales, bias) if getattr(self.ops, "HAS_INT8_DOT", False) else None
+        packs = in_layer and getattr(self.ops, "HAS_INT8_DOT", False)
+        self.packed = self.ops.PackedInt8Weight(rounded, self.scales, bias) if packs else None
 
     def __call__(self, x: Tensor) -> Tensor:
         digits, row_scales = self.ops.split_digits(x.contiguous())
@@ -116,7 +117,11 @@ def choose_product(
             return PackedProduct(weight, bias)
         fits = weight.shape[1] % INT4_GROUP == 0 and weight.shape[0] % INT4_OUTPUTS == 0
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
-        return Int4Product(weight, bias) if quantization == "int4" and fits and name != HEAD else Int8Product(weight, bias)
+        return (
+            Int4Product(weight, bias)
+            if quantization == "int4" and fits and name != HEAD
+            else Int8Product(weight, bias, in_layer=name != HEAD)
+        )
 
     if quantization is None and (low_memory or not can_pack(torch.empty(0, dtype=dtype, device=device))):
         return None

@@ -23,7 +23,7 @@ from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
 MAX_ROWS = FEW_ROWS[-1]
-"""Larger batches hide Python's time behind their arithmetic."""
+"""The products of larger batches have no kernel of their own."""
 
 
 class DecoderLayerWeights(NamedTuple):
