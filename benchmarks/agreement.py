@@ -103,7 +103,8 @@ def main() -> None:
                 result.preemptions += output.metrics.num_preemptions
                 result.cached_tokens += output.num_cached_tokens
             results.append(result)
-        return max(record.num_blocks - record.num_free_blocks for record in llm.llm_engine.trace)
+        trace = llm.llm_engine.trace
+        return trace.config.num_gpu_blocks - min(record.num_free_blocks for record in trace)
 
     batched = {"max_num_seqs": args.max_num_seqs}
     chunked = batched | {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}

@@ -55,18 +55,17 @@ def make_prompts(llm: LLM, kind: str, batch_size: int, seed: int = 0) -> list[li
 
 def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Run:
     """Answer the prompts, all of them there from the start."""
-    trace = llm.llm_engine.trace
-    trace.clear()
+    trace = llm.llm_engine.start_trace()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     decodes = [step for step in trace if step.phase == "decode"]
-    drafts = [draft for step in decodes for draft in step.drafts]
-    num_drafts, num_accepted = (sum(draft[i] for draft in drafts) for i in (1, 2))
+    parts = [part for step in decodes for part in step.scheduled]
+    num_drafts, num_accepted = sum(part.num_drafts for part in parts), sum(part.num_accepted for part in parts)
     num_tokens = len(prompts) * (max_tokens - 1)
     return Run(
         tokens_per_second=num_tokens / (decodes[-1].end - decodes[0].start),
         acceptance_rate=num_accepted / num_drafts if num_drafts else 0.0,
-        tokens_per_step=num_tokens / sum(len(step.scheduled) for step in decodes),
+        tokens_per_step=num_tokens / len(parts),
         token_ids=[output.outputs[0].token_ids for output in outputs],
     )
 
@@ -80,7 +79,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
-    common = {"max_num_seqs": max(args.batch_sizes), "max_model_len": 1024, "trace": True, "num_gpu_blocks_override": 1024}
+    common = {"max_num_seqs": max(args.batch_sizes), "max_model_len": 1024, "num_gpu_blocks_override": 1024}
     engines = {
         "without": LLM(args.model, **common),
         "with": LLM(args.model, num_speculative_tokens=args.num_speculative_tokens, **common),

@@ -15,7 +15,7 @@ import minivllm
 from minivllm.bench.offline import percentile
 from minivllm.bench.scheduler import measure_scheduler
 from minivllm.bench.workloads import load_workload, make_workload, mixed_prompts
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import EngineTrace, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
 from minivllm.viz.engine_map import ARROWS, LAYERS, PARTS, draw_engine_map
 from minivllm.viz.palette import REQUEST_COLORS, ink_on
@@ -74,16 +74,18 @@ def test_the_cost_of_scheduling_is_measured_on_a_full_batch():
     assert 0 < cost.decode_median <= cost.decode_p99
 
 
-def make_trace() -> list[StepRecord]:
+def make_trace() -> EngineTrace:
     def step(start, phase, scheduled):
-        return StepRecord(start, start + 1, phase, scheduled, [], len(scheduled), 0, 0, 5, 10)
+        parts = [SequenceStep(name, 0, phase, num_tokens, num_tokens) for name, num_tokens in scheduled]
+        return StepRecord(start, start + 1, phase, parts, len(parts), 0, 0, 5)
 
-    return [
+    steps = [
         step(10, "prefill", [("0", 5), ("1", 3)]),
         step(11, "decode", [("0", 1), ("1", 1)]),
         step(12, "prefill", [("2", 1)]),
         step(13, "decode", [("0", 1), ("2", 1)]),
     ]
+    return EngineTrace(TraceConfig("model", "Scheduler", "BlockSpaceManager", 16, 10, 0, 0.01, False, 100, 50, {}), steps)
 
 
 def test_stays_take_the_lowest_free_place():

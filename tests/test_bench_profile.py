@@ -47,7 +47,7 @@ def test_time_within_a_part_counts_for_the_inner_one():
 
 @pytest.fixture(scope="module")
 def engine():
-    return LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80, trace=True).llm_engine
+    return LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80).llm_engine
 
 
 def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):

@@ -118,5 +118,5 @@ def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alo
     llm.llm_engine.scheduler._prompt_lookup = Seer(right)
     assert {name: result.tokens for name, result in run(llm.llm_engine, workload).items()} == right
     trace = llm.llm_engine.trace
-    assert any(step.phase == "mixed" and step.drafts for step in trace)
-    assert len({accepted for step in trace for _, _, accepted in step.drafts}) > 2
+    assert any(step.phase == "mixed" and part.num_drafts for step in trace for part in step.scheduled)
+    assert len({part.num_accepted for step in trace for part in step.scheduled if part.num_drafts}) > 2

@@ -264,14 +264,15 @@ def test_requests_with_penalties_get_no_drafts(only_habit):
 
 def test_metrics_and_trace_count_drafts(only_habit):
     engine, _ = shadow_engine(100, num_speculative_tokens=3, max_num_seqs=4)
-    engine.trace = []
+    engine.start_trace()
     engine.add_request("a", [*CIRCLE, 1, 30, 8], SamplingParams(max_tokens=12, **GREEDY))
     while engine.has_unfinished_requests():
         (output,) = engine.step()
-    drafts = [draft for step in engine.trace for draft in step.drafts]
-    assert {name for name, _, _ in drafts} == {"a"}
-    assert sum(number for _, number, _ in drafts) == output.metrics.num_draft_tokens
-    assert sum(right for _, _, right in drafts) == output.metrics.num_accepted_tokens > 0
+    parts = [part for step in engine.trace for part in step.scheduled]
+    assert {part.request_id for part in parts} == {"a"}
+    assert sum(part.num_drafts for part in parts) == output.metrics.num_draft_tokens
+    assert sum(part.num_accepted for part in parts) == output.metrics.num_accepted_tokens > 0
+    assert sum(part.num_new_tokens for part in parts) == 12
     assert len(engine.trace) + output.metrics.num_accepted_tokens == 12
 
 
@@ -340,7 +341,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def speculative(smollm2_path):
-    return LLM(str(smollm2_path), num_gpu_blocks_override=100, max_num_seqs=8, num_speculative_tokens=4, trace=True)
+    return LLM(str(smollm2_path), num_gpu_blocks_override=100, max_num_seqs=8, num_speculative_tokens=4)
 
 
 PARAMS = {
@@ -386,7 +387,7 @@ def test_tokens_are_the_same_with_chunks_cache_and_swapping(llm, smollm2_path):
 
 def tokens_won(llm: LLM) -> int:
     """Tokens that the steps of the trace have won, with those that nobody wanted."""
-    return sum(1 + sum(right for _, _, right in step.drafts) for step in llm.llm_engine.trace)
+    return sum(part.num_new_tokens for step in llm.llm_engine.trace for part in step.scheduled)
 
 
 @pytest.mark.parametrize("ending", ["stop string", "stop token", "max_tokens"])
@@ -402,7 +403,7 @@ def test_nothing_comes_after_an_end_in_the_middle_of_accepted_drafts(llm, specul
             params = SamplingParams(max_tokens=30, stop_token_ids=[full.token_ids[length - 8]], **GREEDY)
         else:
             params = SamplingParams(max_tokens=length, **GREEDY)
-        speculative.llm_engine.trace.clear()
+        speculative.llm_engine.start_trace()
         output = speculative.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         assert output == expected

@@ -14,7 +14,7 @@ from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ class OfflineResult:
     mean_cache_use: float
     peak_cache_use: float
     num_preemptions: int
-    trace: list[StepRecord] = field(repr=False, default_factory=list)
+    trace: EngineTrace = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """All but the trace."""
@@ -57,17 +57,15 @@ def run_offline(
     """Run all requests of a workload, all there from the start, greedy and without regard to the end-of-sequence token.
 
     Args:
-        engine: Made with `trace=True`, and with nothing to do.
+        engine: With nothing to do. It begins a new trace.
         scheduler: "static" or "continuous": the policy that the engine gets for this run.
         name: Name of the workload, for the report.
         requests: The workload.
         use_tqdm: Show progress.
 
     Raises:
-        ConfigError: The engine keeps no trace or has other requests, or a request does not fit the model.
+        ConfigError: The engine has other requests, or a request does not fit the model.
     """
-    if engine.trace is None:
-        raise ConfigError("run_offline needs an engine made with trace=True.")
     if engine.has_unfinished_requests():
         raise ConfigError("run_offline needs an engine with nothing else to do: finish or abort its requests first.")
     if not requests:
@@ -78,7 +76,7 @@ def run_offline(
             raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: leave it out.")
     engine.scheduler = SCHEDULERS[scheduler](engine.scheduler.config, engine.block_manager)
     engine.block_manager.reset_prefix_cache()
-    engine.trace.clear()
+    trace = engine.start_trace()
     arrival = engine.clock()
     finished: list[RequestOutput] = []
     try:
@@ -99,10 +97,10 @@ def run_offline(
         for i in range(len(requests)):
             engine.abort_request(f"{i}")
         raise
-    return _summarize(name, scheduler, finished, list(engine.trace))
+    return _summarize(name, scheduler, finished, trace)
 
 
-def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: list[StepRecord]) -> OfflineResult:
+def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: EngineTrace) -> OfflineResult:
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     latencies = [times.latency or 0.0 for times in metrics]
@@ -112,7 +110,7 @@ def _summarize(name: str, scheduler: str, outputs: list[RequestOutput], trace: l
     def over_time(values: Iterable[float]) -> float:
         return sum(value * (step.end - step.start) for value, step in zip(values, trace, strict=True)) / busy
 
-    cache_use = [1 - step.num_free_blocks / step.num_blocks for step in trace]
+    cache_use = [1 - step.num_free_blocks / trace.config.num_gpu_blocks for step in trace]
     return OfflineResult(
         workload=name,
         scheduler=scheduler,

@@ -19,7 +19,7 @@ from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata
@@ -172,8 +172,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         },
         num_steps=dict(Counter(phases)),
         num_tokens={
-            phase: sum(count for record in trace if record.phase == phase for _, count in record.scheduled)
-            for phase in dict.fromkeys(phases)
+            phase: sum(record.num_tokens for record in trace if record.phase == phase) for phase in dict.fromkeys(phases)
         },
         stopwatch=cost * statistics.mean(switches.total() for _, switches in steps) * 1e3,
         batch=size,
@@ -259,7 +258,7 @@ def _time_attention(engine: LLMEngine, num_seqs: int, context_len: int, repeats:
     return statistics.median(times)
 
 
-def _prefill_gigaflops(engine: LLMEngine, trace: list[StepRecord]) -> float | None:
+def _prefill_gigaflops(engine: LLMEngine, trace: EngineTrace) -> float | None:
     """Multiplications and additions of all prefill steps in a second; None if there were none.
 
     In linear layers but the head, two for each weight and token; in attention, four for each channel and pair of a token
@@ -274,7 +273,7 @@ def _prefill_gigaflops(engine: LLMEngine, trace: list[StepRecord]) -> float | No
         for name, layer in model.named_modules()
         if isinstance(layer, Linear) and name != HEAD
     )
-    lengths = [length for record in steps for _, length in record.scheduled]
+    lengths = [item.num_tokens for record in steps for item in record.scheduled]
     linear = 2 * sum(sizes) * sum(lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 4 * pairs * config.num_heads * config.head_dim * config.num_layers

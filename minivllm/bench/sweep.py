@@ -30,7 +30,7 @@ def sweep_max_num_seqs(
     """Run one workload with each value. An engine is made for each, since it prepares itself for the batches that will come.
 
     Args:
-        make_engine: Makes an engine with `trace=True` from a value of `max_num_seqs`.
+        make_engine: Makes an engine from a value of `max_num_seqs`.
         values: The values, in the order in which they are run.
         name: Of the workload, for the progress bar.
         requests: The workload; all of it is there from the start.

@@ -77,6 +77,10 @@ class BlockAllocator:
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 
+    def get_cached_blocks(self) -> tuple[int, ...]:
+        """The blocks, free or not, whose contents are known, in no order."""
+        return tuple(self._block_of.values())
+
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

@@ -16,17 +16,17 @@ from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.prompt_lookup import accept_drafts
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import EngineTrace, StepRecord
+from minivllm.engine.trace_recorder import TraceRecorder
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.outputs import RequestOutput
 from minivllm.request import Request, SequenceStatus
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LLMEngine:
         scheduler_cls, block_space_manager_cls: The classes to make.
         seed: From it come the random streams of requests without a seed.
         clock: Gives the time in seconds.
-        trace: Keep a `StepRecord` of each step in `self.trace`.
+        trace: Record what is done in `self.trace`, from the start.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class LLMEngine:
         trace: bool = False,
     ) -> None:
         self.model_config = model_config
+        self.cache_config = cache_config
+        self.scheduler_config = scheduler_config
         self.executor = executor
         self.tokenizer = tokenizer
         self.clock = clock
@@ -83,15 +85,16 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.cache_tokens = num_gpu_blocks * cache_config.block_size
         """Tokens that the whole cache holds."""
-        self.trace: list[StepRecord] | None = [] if trace else None
+        self._recorder: TraceRecorder | None = None
         self._undelivered: list[RequestOutput] = []
         """Outputs of a step that was interrupted; the next one gives them out."""
-        self._max_num_seqs = scheduler_config.max_num_seqs
         self._random = random.Random(seed)
         eos = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
+        if trace:
+            self.start_trace()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -171,12 +174,16 @@ class LLMEngine:
         )
         self.scheduler.add_request(request)
         self.output_processor.add_request(request)
+        if self._recorder is not None:
+            self._recorder.add_request(request)
         return request
 
     def abort_request(self, request_id: str) -> None:
         """End a request and free its blocks. Unknown and finished ids are ignored."""
         self.scheduler.abort_request(request_id)
-        self.output_processor.states.pop(request_id, None)
+        state = self.output_processor.states.pop(request_id, None)
+        if state is not None and self._recorder is not None:
+            self._recorder.abort_request(state.request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -211,60 +218,57 @@ class LLMEngine:
             metrics = scheduled.seq.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = start
+        record = None if self._recorder is None else self._recorder.begin_step(output, start)
         try:
             results = self.executor.execute_model(output)
             if len(results) != len(output.scheduled):
                 raise RuntimeError(f"the executor gave {len(results)} results for {len(output.scheduled)} sequences")
         except Exception as error:
             logger.exception("The model failed in a step of %d sequences; their requests end.", len(output.scheduled))
-            return self._fail_step(output, error)
+            return self._fail_step(output, error, record)
         except BaseException as error:  # Ctrl-C: what was decided has not been done, so the step cannot be taken again
-            self._undelivered = self._fail_step(output, error)
+            self._undelivered = self._fail_step(output, error, record)
             raise
         now = self.clock()
-        if self.trace is not None:
-            self.trace.append(self._record(output, results, start, now))
         advanced = self.scheduler.update(output, results)
         for seq, stop in self.output_processor.process(output, results, advanced, now):
             if seq.finished:  # a token ended it in the same step; the stop string comes before that token
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
             self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stop)
         requests = dict.fromkeys(seq.request for seq, _ in advanced)
-        return [self.output_processor.make_output(request, now) for request in requests]
-
-    def _fail_step(self, output: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
-        """End every request that the failed step touched: what is in their cache blocks is unknown."""
-        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted, *output.swapped_in]
-        outputs = []
-        for request in dict.fromkeys(seq.request for seq in sequences):
-            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}."
-            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
-            outputs.append(self.output_processor.make_output(request, self.clock()))
+        outputs = [self.output_processor.make_output(request, now) for request in requests]
+        if record is not None and self._recorder is not None:
+            self._recorder.end_step(record, output, results, requests, now)
         return outputs
 
-    def _record(self, output: SchedulerOutput, results: list[SequenceOutput], start: float, end: float) -> StepRecord:
-        drafts = [
-            (
-                item.seq.request.request_id,
-                len(item.draft_token_ids),
-                len(accept_drafts(item.draft_token_ids, result.token_ids)) - 1,
-            )
-            for item, result in zip(output.scheduled, results, strict=True)
-            if item.draft_token_ids
-        ]
-        return StepRecord(
-            start=start,
-            end=end,
-            phase=output.phase,
-            scheduled=[(item.seq.request.request_id, item.num_tokens) for item in output.scheduled],
-            preempted=[seq.request.request_id for seq in output.preempted],
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_swapped=len(self.scheduler.swapped),
-            num_free_blocks=self.block_manager.get_num_free_gpu_blocks(),
-            num_blocks=self.block_manager.num_gpu_blocks,
-            drafts=drafts,
-        )
+    def _fail_step(self, output: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[RequestOutput]:
+        """End every request that the failed step touched: what is in their cache blocks is unknown."""
+        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted, *output.swapped_in]
+        requests, outputs, now = dict.fromkeys(seq.request for seq in sequences), [], self.clock()
+        for request in requests:
+            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}."
+            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
+            outputs.append(self.output_processor.make_output(request, now))
+        if record is not None and self._recorder is not None:
+            record.error = f"{type(error).__name__}: {error}"
+            self._recorder.end_step(record, output, [], requests, now)
+        return outputs
+
+    # -- traces --------------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> EngineTrace | None:
+        """What has been recorded, or None if nothing is."""
+        return None if self._recorder is None else self._recorder.trace
+
+    def start_trace(self) -> EngineTrace:
+        """Record from now on, in a new trace. One that was recorded before stays as it is."""
+        self._recorder = TraceRecorder(self)
+        return self._recorder.trace
+
+    def stop_trace(self) -> None:
+        """Record no longer."""
+        self._recorder = None
 
     # -- checks at the door --------------------------------------------------------------------------------------
 
@@ -301,9 +305,9 @@ class LLMEngine:
             for token_id in token_ids:
                 if token_id >= vocab_size:
                     raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")
-        if params.n > self._max_num_seqs:
+        if params.n > self.scheduler_config.max_num_seqs:
             raise RequestError(
-                f"n is {params.n}, but at most max_num_seqs = {self._max_num_seqs} sequences run at once: lower n."
+                f"n is {params.n}, but at most max_num_seqs = {self.scheduler_config.max_num_seqs} sequences run at once: lower n."
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")

@@ -1,33 +1,305 @@
-"""A record of what the engine did at each step: plain data, for pictures and measurements."""
+"""What an engine did, step by step, as plain data: for pictures, measurements, and to do it again.
+
+A trace is recorded by `engine/trace_recorder.py`, saved as JSON, drawn by `viz/`, and replayed by `bench/replay.py`. Nothing in it
+refers to a living engine.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minivllm.errors import ConfigError
+
+VERSION = 1
+"""Of the JSON form. It changes when a reader of the old form would read the new one wrongly."""
 
 
-@dataclass(frozen=True)
+class SequenceKey(NamedTuple):
+    """Names a sequence: its request, and which of the request's `n` continuations it is."""
+
+    request_id: str
+    index: int = 0
+
+
+class SequenceStep(NamedTuple):
+    """A sequence's part in a step.
+
+    Attributes:
+        request_id, index: The sequence.
+        action: "prefill" (a prompt, a part of one, or what preemption lost) or "decode".
+        num_tokens: Tokens computed for it.
+        context_len: Tokens whose keys and values it has when the step is done.
+        num_new_tokens: Tokens that it has won: 0 after a part of a prompt, more than 1 with speculation. Siblings that the step
+            forks from it win one each besides.
+        num_drafts, num_accepted: With speculative decoding, guesses among `num_tokens`, and how many the model agreed with.
+    """
+
+    request_id: str
+    index: int
+    action: str
+    num_tokens: int
+    context_len: int
+    num_new_tokens: int = 1
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    @property
+    def key(self) -> SequenceKey:
+        """The sequence."""
+        return SequenceKey(self.request_id, self.index)
+
+
+class Preemption(NamedTuple):
+    """A sequence that lost its blocks, by "recompute" or by "swap"."""
+
+    request_id: str
+    index: int
+    mode: str
+
+
+class Finish(NamedTuple):
+    """A sequence that ended, and its finish reason: "stop", "length", "abort" or "error"."""
+
+    request_id: str
+    index: int
+    reason: str
+
+
+@dataclass(slots=True)
 class StepRecord:
     """One step of the engine.
 
+    Queues, tables and counts are those while the model computed: after the step was scheduled, before its tokens were taken in.
+
     Attributes:
-        start, end: Seconds of the engine's clock.
+        start, end: Seconds of the engine's clock: when it began to schedule, and when the model had computed.
         phase: "prefill", "decode" or "mixed".
-        scheduled: Request id and number of tokens computed, for each sequence in the batch.
-        preempted: Request ids of sequences that lost their blocks.
-        num_running, num_waiting, num_swapped: Sequences in each queue after the step was scheduled.
-        num_free_blocks, num_blocks: Of the device.
-        drafts: With speculative decoding, request id, number of guesses among the tokens computed, and how many of them the
-            model agreed with, for each sequence that had any.
+        scheduled: What was computed, in the order of the batch.
+        preempted, swapped_in: Sequences that lost their blocks, and that got them back.
+        finished: Sequences that ended with the step.
+        arrived, aborted: Requests that came, and that were given up, since the step before.
+        num_running, num_waiting, num_swapped: Sequences in each queue.
+        num_free_blocks: Of the device.
+        block_tables: Device blocks of each running sequence, in the order of its tokens.
+        swapped_tables: Host blocks of each sequence that is swapped out.
+        ref_counts: Reference counts of the blocks in `block_tables`, where they are not 1.
+        cached_blocks: Blocks, free or not, whose contents the prefix cache knows.
+        blocks_to_copy: (source, destination) pairs on the device, copied before the step computed (copy-on-write).
+        blocks_to_swap_out, blocks_to_swap_in: (device, host) and (host, device) pairs, copied likewise.
+        error: Why the model failed, if it did.
     """
 
     start: float
     end: float
     phase: str
-    scheduled: list[tuple[str, int]]
-    preempted: list[str]
+    scheduled: list[SequenceStep]
     num_running: int
     num_waiting: int
     num_swapped: int
     num_free_blocks: int
-    num_blocks: int
-    drafts: list[tuple[str, int, int]] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    swapped_in: list[SequenceKey] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
+    arrived: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    block_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
+    swapped_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
+    ref_counts: dict[int, int] = field(default_factory=dict)
+    cached_blocks: tuple[int, ...] = ()
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request of a trace: what it asked for, when things happened to it (seconds of the engine's clock), what it got.
+
+    Attributes:
+        params: Its sampling parameters, those that differ from the defaults.
+        max_num_tokens: Prompt and output together never grow beyond this.
+        output_token_ids, finish_reasons, stop_reasons: One for each of its sequences, filled when the request ends.
+        num_preemptions: How often one of its sequences lost its blocks.
+        num_cached_tokens: Prompt tokens that the prefix cache spared it.
+    """
+
+    request_id: str
+    arrival_time: float
+    prompt_token_ids: list[int]
+    max_num_tokens: int
+    params: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    output_token_ids: list[list[int]] = field(default_factory=list)
+    finish_reasons: list[str | None] = field(default_factory=list)
+    stop_reasons: list[int | str | None] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class TraceConfig:
+    """The engine that a trace was recorded of.
+
+    `scheduler` and `block_space_manager` are the names of classes; `scheduler_config` has the fields of `SchedulerConfig`.
+    """
+
+    model: str
+    scheduler: str
+    block_space_manager: str
+    block_size: int
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    watermark: float
+    enable_prefix_caching: bool
+    max_model_len: int
+    vocab_size: int
+    scheduler_config: dict[str, Any]
+
+
+@dataclass
+class EngineTrace:
+    """The steps of an engine, its requests by id in the order of arrival, and what it was made of.
+
+    It is a sequence of its steps: `len(trace)`, `trace[0]`, `for step in trace`.
+    """
+
+    config: TraceConfig
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self.steps)
+
+    def __getitem__(self, index: int) -> StepRecord:
+        return self.steps[index]
+
+    # -- JSON ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as JSON. It has the requests' tokens, so treat the file as you would treat their text.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> EngineTrace:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: The file is missing or is no trace of a version that this code reads.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"There is no trace {path} that can be read ({error.strerror}).") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not a trace: it is not valid JSON ({error}).") from None
+        try:
+            return cls.from_json(content)
+        except ConfigError as error:
+            raise ConfigError(f"{path} cannot be used. {error}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists, dicts, numbers and strings. Of block tables and cached blocks, a step has what changed since the one before."""
+        return {
+            "minivllm_trace": VERSION,
+            "config": dataclasses.asdict(self.config),
+            "requests": [dataclasses.asdict(request) for request in self.requests.values()],
+            "steps": [_step_to_json(step, before) for step, before in zip(self.steps, [None, *self.steps], strict=False)],
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> EngineTrace:
+        """The trace that `to_json` gave.
+
+        Raises:
+            ConfigError: It is no trace, or one of another version.
+        """
+        version = content.get("minivllm_trace") if isinstance(content, dict) else None
+        if version is None:
+            raise ConfigError("It is not a trace: save one with `engine.trace.save(...)`.")
+        if version != VERSION:
+            raise ConfigError(
+                f"It is a trace of version {version!r}, and this minivllm reads version {VERSION}: record it again."
+            )
+        try:
+            requests = [RequestRecord(**request) for request in content["requests"]]
+            trace = cls(TraceConfig(**content["config"]), requests={request.request_id: request for request in requests})
+            before = None
+            for item in content["steps"]:
+                before = _step_from_json(item, before)
+                trace.steps.append(before)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"It is a damaged trace ({type(error).__name__}: {error}): record it again.") from None
+        return trace
+
+
+_TABLES = ("block_tables", "swapped_tables")
+_LISTS = {"scheduled": SequenceStep, "preempted": Preemption, "swapped_in": SequenceKey, "finished": Finish}
+_PAIRS = ("blocks_to_copy", "blocks_to_swap_out", "blocks_to_swap_in")
+
+
+def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
+    """A step without its empty fields. Tables are [request_id, index, blocks], or null instead of blocks where one is gone."""
+    content: dict[str, Any] = {}
+    for item in dataclasses.fields(StepRecord):
+        value = getattr(step, item.name)
+        if item.name in _TABLES:
+            old = getattr(before, item.name) if before else {}
+            value = [[*key, table] for key, table in value.items() if old.get(key) != table]
+            value += [[*key, None] for key in old if key not in getattr(step, item.name)]
+        elif item.name == "ref_counts":
+            value = list(value.items())
+        elif item.name == "cached_blocks":
+            old_blocks = set(before.cached_blocks) if before else set()
+            value = [sorted(set(value) - old_blocks), sorted(old_blocks - set(value))]
+            value = value if any(value) else []
+        if value or value == 0:
+            content[item.name] = value
+    return content
+
+
+def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepRecord:
+    fields = dict(content)
+    for name in _TABLES:
+        tables = dict(getattr(before, name)) if before else {}
+        for request_id, index, blocks in fields.get(name, []):
+            key = SequenceKey(request_id, index)
+            if blocks is None:
+                del tables[key]
+            else:
+                tables[key] = tuple(blocks)
+        fields[name] = tables
+    for name, kind in _LISTS.items():
+        fields[name] = [kind(*item) for item in fields.get(name, [])]
+    for name in _PAIRS:
+        fields[name] = [(source, destination) for source, destination in fields.get(name, [])]
+    fields["ref_counts"] = dict(fields.get("ref_counts", []))
+    added, gone = fields.get("cached_blocks") or ([], [])
+    old_blocks = before.cached_blocks if before else ()
+    fields["cached_blocks"] = tuple(sorted((set(old_blocks) | set(added)) - set(gone))) if added or gone else old_blocks
+    return StepRecord(**fields)

@@ -213,7 +213,7 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 def _compare_policies(arguments: argparse.Namespace) -> int:
     from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
 
-    engine = _make_engine(arguments, trace=True)
+    engine = _make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
     results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
@@ -251,7 +251,7 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from minivllm.bench.profile import format_profile, profile_offline
 
-    engine = _make_engine(arguments, trace=True)
+    engine = _make_engine(arguments)
     name, requests = _one_workload(arguments, engine.model_config)
     profile = profile_offline(engine, name, requests)
     what = f"{arguments.model}, {name}, at most {arguments.max_num_seqs} running"
@@ -295,7 +295,7 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         check_writable(path)
     name, requests = _one_workload(arguments, _model_config(arguments))
     points = sweep_max_num_seqs(
-        lambda value: _make_engine(arguments, max_num_seqs=value, trace=True), arguments.values, name, requests, arguments.rounds
+        lambda value: _make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
     )
     what, content = f"{arguments.model}, {name}, {len(requests)} requests", [vars(point) for point in points]
     _report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))

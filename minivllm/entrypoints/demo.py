@@ -28,7 +28,7 @@ def demo(folder: Path) -> None:
     """Run the demonstration; the picture goes to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     print("1. Four prompts, completed together by SmolLM2-135M on this machine\n")
-    llm = LLM("smollm2-135m", max_num_seqs=MAX_NUM_SEQS, max_model_len=1024, kv_cache_memory_bytes=64 * 2**20, trace=True)
+    llm = LLM("smollm2-135m", max_num_seqs=MAX_NUM_SEQS, max_model_len=1024, kv_cache_memory_bytes=64 * 2**20)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))
     for output in outputs:
         print(f"\n  {output.prompt!r} →\n    {output.outputs[0].text!r}")

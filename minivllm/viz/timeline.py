@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import EngineTrace
 from minivllm.viz.palette import ink_on, request_color
 
 
@@ -22,17 +22,17 @@ class Stay:
     end: float
 
 
-def find_stays(trace: list[StepRecord]) -> list[Stay]:
+def find_stays(trace: EngineTrace) -> list[Stay]:
     """The stays that a trace tells of, from each request's first step to its last. Each takes the lowest free place."""
     first: dict[str, float] = {}
     decode_start: dict[str, float] = {}
     last: dict[str, float] = {}
-    origin = trace[0].start if trace else 0.0
+    origin = trace[0].start if len(trace) else 0.0
     for step in trace:
-        drafting = {request_id for request_id, _, _ in step.drafts}
-        for request_id, num_tokens in step.scheduled:
+        for part in step.scheduled:
+            request_id = part.request_id
             first.setdefault(request_id, step.start - origin)
-            if (num_tokens > 1 and request_id not in drafting) or step.phase == "prefill":
+            if part.action == "prefill":
                 decode_start[request_id] = step.end - origin
             last[request_id] = step.end - origin
     stays: list[Stay] = []
@@ -46,7 +46,7 @@ def find_stays(trace: list[StepRecord]) -> list[Stay]:
     return stays
 
 
-def draw_timelines(traces: dict[str, list[StepRecord]], title: str = "") -> Figure:
+def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     """Places in the batch over time, one panel for each trace, all on one time axis.
 
     Args:

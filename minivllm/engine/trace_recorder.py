@@ -1,0 +1,183 @@
+"""Watches an engine take its steps and writes them into an `EngineTrace`.
+
+The engine calls it at four moments: when a request comes, when one is given up, when a step has been scheduled, and when its
+tokens have been taken in. It only reads; an engine without a recorder does the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from minivllm.core.prompt_lookup import accept_drafts
+from minivllm.engine.trace import (
+    EngineTrace,
+    Finish,
+    Preemption,
+    RequestRecord,
+    SequenceKey,
+    SequenceStep,
+    StepRecord,
+    TraceConfig,
+)
+from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
+
+if TYPE_CHECKING:
+    from minivllm.engine.llm_engine import LLMEngine
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+
+class TraceRecorder:
+    """Records one engine.
+
+    Args:
+        engine: It is looked at, and never changed. The requests that it has already are recorded as arrived.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        cache_config = engine.cache_config
+        self._engine = engine
+        self.trace = EngineTrace(
+            TraceConfig(
+                model=engine.model_config.name,
+                scheduler=type(engine.scheduler).__name__,
+                block_space_manager=type(engine.block_manager).__name__,
+                block_size=cache_config.block_size,
+                num_gpu_blocks=engine.block_manager.num_gpu_blocks,
+                num_cpu_blocks=engine.block_manager.num_cpu_blocks,
+                watermark=cache_config.watermark,
+                enable_prefix_caching=cache_config.enable_prefix_caching,
+                max_model_len=engine.model_config.max_model_len,
+                vocab_size=engine.model_config.vocab_size,
+                scheduler_config=dataclasses.asdict(engine.scheduler_config),
+            )
+        )
+        self._arrived: list[str] = []
+        self._aborted: list[str] = []
+        self._names: dict[str, str] = {}
+        """The names in the trace of living requests whose id an earlier one had already."""
+        self._ended: set[SequenceKey] = set()
+        """Sequences of living requests that have finished."""
+        self._tables: dict[SequenceKey, tuple[int, ...]] = {}
+        """Of the step before: equal tables are kept once."""
+        for request in engine.scheduler.requests.values():
+            self.add_request(request)
+
+    def add_request(self, request: Request) -> None:
+        """A request has been queued."""
+        name, count = request.request_id, 1
+        while name in self.trace.requests:
+            count += 1
+            name = self._names[request.request_id] = f"{request.request_id}#{count}"
+        params = request.sampling_params
+        self._arrived.append(name)
+        self.trace.requests[name] = RequestRecord(
+            request_id=name,
+            arrival_time=request.metrics.arrival_time,
+            prompt_token_ids=request.prompt_token_ids,
+            max_num_tokens=request.max_num_tokens,
+            params={name: getattr(params, name) for name, default in _DEFAULTS.items() if getattr(params, name) != default},
+            priority=request.priority,
+        )
+
+    def abort_request(self, request: Request) -> None:
+        """A request has been ended from outside, between two steps."""
+        self._aborted.append(self._names.get(request.request_id, request.request_id))
+        request.metrics.finished_time = self._engine.clock()
+        self._finish_request(request)
+
+    def begin_step(self, output: SchedulerOutput, start: float) -> StepRecord:
+        """A step has been scheduled, and nothing is computed yet. `end_step` completes what this returns."""
+        scheduler, manager = self._engine.scheduler, self._engine.block_manager
+        tables = {}
+        for seq in scheduler.running:
+            key, table = self._key(seq), tuple(manager.get_block_table(seq))
+            known = self._tables.get(key)
+            tables[key] = known if known == table else table
+        self._tables = tables
+        record = StepRecord(
+            start=start,
+            end=start,
+            phase=output.phase,
+            scheduled=[self._sequence_step(item) for item in output.scheduled],
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=len(scheduler.swapped),
+            num_free_blocks=manager.get_num_free_gpu_blocks(),
+            swapped_in=[self._key(seq) for seq in output.swapped_in],
+            arrived=self._arrived,
+            aborted=self._aborted,
+            block_tables=tables,
+            blocks_to_copy=list(output.blocks_to_copy),
+            blocks_to_swap_out=list(output.blocks_to_swap_out),
+            blocks_to_swap_in=list(output.blocks_to_swap_in),
+        )
+        self._arrived, self._aborted = [], []
+        for seq in output.preempted:
+            mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
+            record.preempted.append(Preemption(*self._key(seq), mode))
+        if record.num_swapped:
+            record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
+        allocator = getattr(manager, "gpu_allocator", None)  # a manager written in a lesson may have none
+        if allocator is not None:
+            counts = allocator.ref_counts
+            record.ref_counts = {block: counts[block] for table in tables.values() for block in table if counts[block] != 1}
+            if self.trace.config.enable_prefix_caching:
+                record.cached_blocks = allocator.get_cached_blocks()
+        return record
+
+    def end_step(
+        self, record: StepRecord, output: SchedulerOutput, results: list[SequenceOutput], requests: Iterable[Request], end: float
+    ) -> None:
+        """A step's tokens have been taken in.
+
+        Args:
+            record: What `begin_step` gave.
+            output, results: The step, and what the model gave; no results if it failed.
+            requests: Those that got tokens or ended.
+            end: When the model had computed.
+        """
+        record.end = end
+        for i, (item, result) in enumerate(zip(output.scheduled, results, strict=False)):
+            if item.draft_token_ids:
+                num_drafts, num_new = len(item.draft_token_ids), len(accept_drafts(item.draft_token_ids, result.token_ids))
+                part = record.scheduled[i]
+                context_len = part.context_len - num_drafts - 1 + num_new
+                record.scheduled[i] = part._replace(
+                    context_len=context_len, num_new_tokens=num_new, num_drafts=num_drafts, num_accepted=num_new - 1
+                )
+            elif not result.token_ids:
+                record.scheduled[i] = record.scheduled[i]._replace(num_new_tokens=0)
+        for request in requests:
+            for seq in request.sequences:
+                if seq.finished and (key := self._key(seq)) not in self._ended:
+                    self._ended.add(key)
+                    record.finished.append(Finish(*key, seq.finish_reason or ""))
+            if request.finished:
+                self._finish_request(request)
+        self.trace.steps.append(record)
+
+    def _key(self, seq: Sequence) -> SequenceKey:
+        request_id = seq.request.request_id
+        return SequenceKey(self._names.get(request_id, request_id), seq.index)
+
+    def _sequence_step(self, item: ScheduledSequence) -> SequenceStep:
+        seq = item.seq
+        is_decode = seq.num_output_tokens > 0 and item.num_tokens == 1 + len(item.draft_token_ids)
+        action = "decode" if is_decode else "prefill"
+        return SequenceStep(*self._key(seq), action, item.num_tokens, seq.num_computed_tokens + item.num_tokens)
+
+    def _finish_request(self, request: Request) -> None:
+        """Note what a request has come to."""
+        name = self._names.pop(request.request_id, request.request_id)
+        record, metrics = self.trace.requests[name], request.metrics
+        for field in ("first_scheduled_time", "first_token_time", "finished_time", "num_preemptions", "num_cached_tokens"):
+            setattr(record, field, getattr(metrics, field))
+        record.output_token_ids = [seq.output_token_ids for seq in request.sequences]
+        record.finish_reasons = [seq.finish_reason for seq in request.sequences]
+        record.stop_reasons = [seq.stop_reason for seq in request.sequences]
+        self._ended.difference_update(SequenceKey(name, seq.index) for seq in request.sequences)
