@@ -28,7 +28,7 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, Sequen
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.name != "output_kind"}
 
 
 class TraceRecorder:
