@@ -111,8 +111,11 @@ def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
     return figure
 
 
-def paint_requests(axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_requests` draws into axes of any figure, with its legend in the two lines above them."""
+def paint_requests(axes: Axes, trace: EngineTrace, most_named: int = _MOST_NAMED_ROWS) -> None:
+    """Paint what `draw_requests` draws into axes of any figure, with its legend in the two lines above them.
+
+    More requests than `most_named` are numbered on the axis, and not named one by one.
+    """
     spans, colors = find_spans(trace), request_colors(trace)
     siblings = dict.fromkeys(colors, 1) | count_siblings(sequence_keys(trace))
     tops: dict[str, float] = {}
@@ -147,7 +150,7 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
     end = max((span.end for span in spans), default=origin) - origin
     axes.set_xlim(0.0, end or 1.0)
     axes.set_ylim(max(top, 1.0), 0.0)
-    if len(tops) <= _MOST_NAMED_ROWS:
+    if len(tops) <= most_named:
         middles = [tops[request_id] + max(1.0, siblings[request_id] / 2) / 2 for request_id in tops]
         axes.set_yticks(middles, [sequence_name(SequenceKey(request_id)) for request_id in tops])
         axes.tick_params(axis="y", length=0, labelsize=8 if len(tops) <= 30 else 6.5)

@@ -1,0 +1,259 @@
+"""The player and the knobs in JupyterLab, in a real browser: what is clicked changes what is seen.
+
+Skipped where there is no Chromium (Debian: `apt-get install chromium`; or name one in MINIVLLM_CHROMIUM). Screenshots are left in
+`out/browser/`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
+
+ROOT = Path(__file__).parents[1]
+SCREENSHOTS = ROOT / "out" / "browser"
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("MINIVLLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+ARGUMENTS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
+    "--disable-sync"
+).split()
+PATIENCE = 30
+"""Seconds until something must have happened."""
+CELLS = (
+    "from minivllm.bench.what_if import what_if\n"
+    "from minivllm.viz.knobs import knobs\n"
+    "from minivllm.viz.player import play\n"
+    "trace = what_if(num_requests=12, num_gpu_blocks=48)",
+    "play(trace)",
+    "knobs(what_if)",
+    "from minivllm.engine.trace import EngineTrace\n"
+    "play(EngineTrace(trace.config, trace.steps[:1], trace.requests))",
+)
+
+PLAYER, KNOBS, ONE_STEP = 1, 2, 3
+"""Numbers of the cells."""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: `apt-get install chromium`")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a JupyterLab with nobody's settings and one notebook."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    root = folder / "root"
+    root.mkdir()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, root / "widgets.ipynb")
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        **{f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")},
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}",
+    ]  # fmt: skip
+    log = (folder / "server.log").open("w+")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for_server(process, address, folder / "server.log")
+        yield address
+    finally:
+        end_group(process)
+        log.close()
+
+
+def wait_for_server(process, address, log):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{address}/api/status", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"JupyterLab did not answer within {PATIENCE} s:\n{log.read_text()[-3000:]}")
+
+
+def end_group(process):
+    """End the server and its kernels: nicely, which lets it end them, and then whatever is left of the group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    """The notebook in a browser, all cells run."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(PATIENCE * 1000)
+        try:
+            page.goto(f"{server}/lab/tree/widgets.ipynb?reset")
+            page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+            page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+            output(page, 3).locator("img").wait_for()
+            yield page
+        finally:
+            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=SCREENSHOTS / "last.png")
+            browser.close()
+
+
+def output(page, cell):
+    return page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".jp-OutputArea-output")
+
+
+def picture(page, cell):
+    """The bytes of the PNG that a cell's output shows, once the browser has them."""
+    source = "async image => { await image.decode(); return [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]; }"
+    return bytes(output(page, cell).locator("img").evaluate(source))
+
+
+def wait_for_another(page, cell, old):
+    """The picture of a cell when it is no longer the old one."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if (new := picture(page, cell)) != old:
+            return new
+        page.wait_for_timeout(50)
+    pytest.fail(f"The picture did not change within {PATIENCE} s.")
+
+
+def screenshot(page, cell, name):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    output(page, cell).screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def shown_step(page):
+    return int(output(page, PLAYER).locator(".widget-readout").inner_text())
+
+
+def test_the_slider_moves_the_picture(page):
+    first = picture(page, PLAYER)
+    assert first.startswith(b"\x89PNG")
+    handle = output(page, PLAYER).locator(".noUi-handle")
+    handle.press("ArrowRight")
+    second = wait_for_another(page, PLAYER, first)
+    assert shown_step(page) == 1
+    handle.press("ArrowLeft")
+    assert wait_for_another(page, PLAYER, second) == first
+    assert shown_step(page) == 0
+
+
+def test_the_slider_can_be_dragged(page):
+    old = picture(page, PLAYER)
+    handle, track = output(page, PLAYER).locator(".noUi-handle"), output(page, PLAYER).locator(".noUi-base").bounding_box()
+    handle.hover()
+    page.mouse.down()
+    page.mouse.move(track["x"] + 0.6 * track["width"], track["y"], steps=10)
+    page.mouse.up()
+    wait_for_another(page, PLAYER, old)
+    assert shown_step(page) > 20
+    wait_until_still(page, PLAYER)
+    screenshot(page, PLAYER, "player")
+
+
+def test_it_plays_and_pauses(page):
+    start, old = shown_step(page), picture(page, PLAYER)
+    output(page, PLAYER).locator(".widget-play button").first.click()
+    for _ in range(3):
+        old = wait_for_another(page, PLAYER, old)
+    output(page, PLAYER).locator(".widget-play button").first.click()
+    still = wait_until_still(page, PLAYER)
+    assert shown_step(page) >= start + 3
+    page.wait_for_timeout(800)  # more than the time between two steps
+    assert picture(page, PLAYER) == still
+
+
+def test_it_goes_one_step_back_and_forward(page):
+    start, old = shown_step(page), picture(page, PLAYER)
+    output(page, PLAYER).locator("button[title='one step back']").click()
+    before = wait_for_another(page, PLAYER, old)
+    assert shown_step(page) == start - 1
+    output(page, PLAYER).locator("button[title='one step forward']").click()
+    assert wait_for_another(page, PLAYER, before) == old
+    assert shown_step(page) == start
+
+
+def test_a_knob_runs_again(page):
+    old = picture(page, KNOBS)
+    knob(page, "max_num_seqs").locator(".noUi-handle").press("ArrowLeft")
+    new = wait_for_another(page, KNOBS, old)
+    knob(page, "scheduler").get_by_text("static").click()
+    wait_for_another(page, KNOBS, new)
+    screenshot(page, KNOBS, "knobs")
+
+
+def test_what_cannot_be_run_is_told_and_the_picture_stays(page):
+    old = wait_until_still(page, KNOBS)
+    handle = knob(page, "num_gpu_blocks").locator(".noUi-handle")
+    handle.press("Home")
+    output(page, KNOBS).get_by_text("cannot be served").wait_for()
+    assert picture(page, KNOBS) == old
+    screenshot(page, KNOBS, "knobs_error")
+    handle.press("End")
+    wait_for_another(page, KNOBS, old)
+    output(page, KNOBS).get_by_text("cannot be served").wait_for(state="detached")
+
+
+def test_a_trace_of_one_step_is_a_picture(page):
+    assert picture(page, ONE_STEP).startswith(b"\x89PNG")
+    assert not output(page, ONE_STEP).locator(".noUi-handle").count()
+    screenshot(page, ONE_STEP, "one_step")
+
+
+def test_no_cell_failed(page):
+    assert not page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count()
+    assert not page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count()
+
+
+def knob(page, name):
+    """The control of a knob, with its label."""
+    return output(page, KNOBS).locator(".widget-gridbox > .widget-hbox", has_text=name)
+
+
+def wait_until_still(page, cell):
+    """The picture of a cell when it has not changed for a while."""
+    old, since = picture(page, cell), time.monotonic()
+    end = since + PATIENCE
+    while time.monotonic() < end:
+        page.wait_for_timeout(50)
+        if (new := picture(page, cell)) != old:
+            old, since = new, time.monotonic()
+        elif time.monotonic() > since + 0.6:
+            return old
+    pytest.fail(f"The picture did not come to rest within {PATIENCE} s.")
