@@ -56,24 +56,23 @@ def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None
     shares = [100.0 * (1.0 - step.num_free_blocks / num_blocks) if num_blocks else 0.0 for step in trace]
     handles = cache_axes.step(times, shares + shares[-1:], where="post", color=INK, linewidth=1.5, label="blocks in use")
     for mode, (marker, label) in _MODES.items():
-        marks = [
-            (time, share)
-            for time, share, step in zip(times, shares, trace, strict=False)
-            if any(item.mode == mode for item in step.preempted)
-        ]
+        marks = [time for time, step in zip(times, trace, strict=False) if any(item.mode == mode for item in step.preempted)]
         if marks:
             handles += cache_axes.plot(
-                *zip(*marks, strict=True),
+                marks,
+                [107.0] * len(marks),
                 marker,
                 color=REQUEST_COLORS[5],
                 markeredgecolor="black",
-                markersize=7,
+                markeredgewidth=0.7,
+                markersize=6,
                 clip_on=False,
                 label=label,
                 zorder=3,
             )
     tidy(cache_axes, "time (s)", f"blocks in use\n(% of {num_blocks})")
-    cache_axes.set_ylim(0, 105)
+    cache_axes.set_ylim(0, 112)
+    cache_axes.set_yticks(range(0, 101, 25))
     add_legend(cache_axes, handles)
     for axes in (queue_axes, cache_axes):
         axes.set_xlim(0.0, times[-1] if times and times[-1] > 0 else 1.0)
