@@ -156,7 +156,7 @@ def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float
         borderpad=0.1,
         handlelength=1.6,
         handletextpad=0.5,
-        columnspacing=1.2,
+        columnspacing=1.0,
     )
 
 
