@@ -1,0 +1,81 @@
+"""A player for traces: every step of an engine, forward and back, as one picture of blocks, queues and batch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from minivllm.engine.trace import EngineTrace
+from minivllm.viz.notebook import import_widgets, make_box, make_image, show_png, to_png
+from minivllm.viz.step import draw_step
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+SPEEDS = {"1 step/s": (1000, 1), "3 steps/s": (333, 1), "10 steps/s": (100, 1), "50 steps/s": (100, 5)}
+"""Milliseconds between two pictures, and steps from one to the next."""
+_NUM_KEPT = 200
+"""Pictures kept, of about 0.1 MB each."""
+
+
+def play(trace: EngineTrace, step: int = 0) -> VBox:
+    """Controls (play, pause, one step back or forward, a slider, the speed) over the picture of a step.
+
+    Where there are no widgets (on GitHub, on paper) the picture of the present step is shown. `draw_step(trace, step)` draws the
+    same picture of any step as an ordinary figure.
+
+    Args:
+        trace: Of any engine or simulation. What is added to it later is not seen.
+        step: To begin with.
+
+    Returns:
+        A box for the notebook to show. Its `slider.value` is the step, its `picture.value` the PNG of it.
+
+    Raises:
+        WidgetError: ipywidgets is not installed.
+        ConfigError: There is no such step.
+
+    Example:
+        >>> llm = LLM("smollm2-135m", trace=True)  # doctest: +SKIP
+        >>> llm.generate(prompts)  # doctest: +SKIP
+        >>> play(llm.llm_engine.trace)  # doctest: +SKIP
+    """
+    widgets = import_widgets()
+    if not len(trace):
+        sentence = "The trace has no steps, so there is nothing to play."
+        return make_box([widgets.HTML(sentence)], None, sentence)
+    draw_png = lru_cache(maxsize=_NUM_KEPT)(lambda number: to_png(draw_step(trace, number)))
+    image = make_image()
+    show_png(image, draw_png(step))
+    step, last = step % len(trace), len(trace) - 1
+    box = make_box([image], image, f"A player of {len(trace)} steps; `draw_step(trace, step)` draws any of them as a figure.")
+    box.slider = widgets.IntSlider(step, 0, last, description="step")
+    if last == 0:
+        box.children = (widgets.HTML("The trace has one step only:"), image)
+        return box
+    box.play = widgets.Play(value=step, max=last, show_repeat=False)
+    box.back = widgets.Button(icon="step-backward", tooltip="one step back")
+    box.forward = widgets.Button(icon="step-forward", tooltip="one step forward")
+    box.speed = widgets.Dropdown(options=SPEEDS, value=SPEEDS["3 steps/s"])
+    box.back.layout.width = box.forward.layout.width = "40px"
+    box.speed.layout.width, box.slider.layout.flex, box.slider.layout.min_width = "110px", "1 1 auto", "200px"
+    box.slider.style.description_width = "initial"
+
+    def show(change: dict[str, Any]) -> None:
+        image.value = draw_png(change["new"])
+
+    def move(steps: int) -> None:
+        box.play.playing = False
+        box.slider.value += steps  # the slider keeps it between the first and the last
+
+    def set_speed(change: dict[str, Any]) -> None:
+        box.play.interval, box.play.step = change["new"]
+
+    box.slider.observe(show, "value")
+    box.back.on_click(lambda _: move(-1))
+    box.forward.on_click(lambda _: move(1))
+    box.speed.observe(set_speed, "value")
+    set_speed({"new": box.speed.value})
+    widgets.link((box.play, "value"), (box.slider, "value"))
+    box.children = (widgets.HBox([box.play, box.back, box.forward, box.slider, box.speed]), image)
+    return box

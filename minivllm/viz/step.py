@@ -1,0 +1,227 @@
+"""One step of the engine in one picture: the blocks, the queues, and the batch that it computes.
+
+The player (`viz/player.py`) shows these pictures one after another; on paper, `draw_step` gives any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.ticker import MaxNLocator
+
+from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
+from minivllm.viz.block_map import describe_step, paint_block_map
+from minivllm.viz.drawing import (
+    WIDTH,
+    Box,
+    Labels,
+    add_bars,
+    add_boxes,
+    add_legend,
+    count_siblings,
+    look_patch,
+    say,
+    sequence_name,
+    tidy,
+)
+from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colors, tint
+from minivllm.viz.spans import sequence_keys
+
+_HEIGHT = 6.6
+_CHIPS = {"running": 11, "waiting": 11, "swapped": 5}
+"""Chips in a row of each queue."""
+_ROWS = 3
+_MOST_NAMED = 40
+"""Columns of the batch that have room for a name."""
+_CACHED = 0.85
+"""Whiteness of tokens that are in the cache already."""
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Who is in which queue while a step computes, each in the order of the scheduler."""
+
+    running: tuple[SequenceKey, ...]
+    waiting: tuple[SequenceKey, ...]
+    swapped: tuple[SequenceKey, ...]
+
+
+def find_queues(trace: EngineTrace, step: int) -> Queues:
+    """The queues at a step.
+
+    Who runs and who is swapped out has a block table in the trace. All others that have arrived and not ended wait, in the
+    order in which they came (with priorities: the most urgent first).
+    """
+    record = trace[step]
+    known: dict[SequenceKey, None] = {}
+    ended: set[SequenceKey] = set()
+    aborted: set[str] = set()
+    for before in trace.steps[: step + 1]:
+        known.update(dict.fromkeys(SequenceKey(request_id) for request_id in before.arrived))
+        known.update(dict.fromkeys(before.block_tables))
+        known.update(dict.fromkeys(SequenceKey(*item[:2]) for item in before.preempted))
+        aborted.update(before.aborted)
+    for before in trace.steps[:step]:
+        ended.update(SequenceKey(*item[:2]) for item in before.finished)
+    places = record.block_tables.keys() | record.swapped_tables.keys()
+    waiting = [key for key in known if key not in places and key not in ended and key.request_id not in aborted]
+    arrivals = {request_id: number for number, request_id in enumerate(trace.requests)}
+    by_priority = trace.config.scheduler_config.get("policy") == "priority"
+
+    def order(key: SequenceKey) -> tuple[float, ...]:
+        request = trace.requests.get(key.request_id)
+        urgency = (request.priority, request.arrival_time) if by_priority and request else ()
+        return (*urgency, arrivals.get(key.request_id, 0), key.index)
+
+    return Queues(tuple(record.block_tables), tuple(sorted(waiting, key=order)), tuple(sorted(record.swapped_tables, key=order)))
+
+
+def draw_step(trace: EngineTrace, step: int) -> Figure:
+    """What the player shows at a step: blocks, queues and batch while the model computes it.
+
+    Args:
+        trace: Of any engine or simulation.
+        step: Its number, from 0; negative numbers count from the end.
+
+    Raises:
+        ConfigError: There is no such step.
+    """
+    figure = Figure(figsize=(WIDTH, _HEIGHT))
+    title = describe_step(trace, step)
+    step %= len(trace)
+    longest = max(len(sequence_name(key)) for key in sequence_keys(trace)) + 2
+    figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
+    figure.text(0.02, _from_top(0.33), _events(trace, trace[step]), fontsize=8.5, color=INK, va="top")
+    table_left = 0.535 + 0.0075 * longest
+    grid, tables, queues, batch = (
+        figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
+        for left, right, bottom, height in (
+            (0.06, 0.51, 3.53, 2.65),
+            (table_left, 0.985, 3.53, 2.65),
+            (0.02, 0.985, 5.06, 0.95),
+            (0.06, 0.985, 6.36, 0.95),
+        )
+    )
+    paint_block_map(grid, tables, trace, step)
+    paint_queues(queues, trace, step)
+    paint_batch(batch, trace, step)
+    return figure
+
+
+def _from_top(inches: float) -> float:
+    """A place in the figure, as matplotlib counts it."""
+    return 1.0 - inches / _HEIGHT
+
+
+def paint_queues(axes: Axes, trace: EngineTrace, step: int) -> None:
+    """Paint the three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
+    record, queues, namer = trace[step], find_queues(trace, step), _Namer(trace)
+    colors = request_colors(trace)
+    moved = {SequenceKey(*item[:2]) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
+    moved.update(SequenceKey(request_id) for request_id in record.arrived)
+    chips, faces, edges, points, texts, inks = [], [], [], [], [], []
+    left = 0
+    for name, num_chips in _CHIPS.items():
+        keys: tuple[SequenceKey, ...] = getattr(queues, name)
+        axes.text(left + 0.08, 0.45, f"{name}: {len(keys)}", fontsize=9, weight="bold", va="center")
+        room = _ROWS * num_chips
+        shown = keys if len(keys) <= room else keys[: room - 2]
+        for i, key in enumerate(shown):
+            x, y = left + i % num_chips, 1 + i // num_chips
+            chips.append(FancyBboxPatch((x + 0.12, y + 0.14), 0.76, 0.66, boxstyle="round,pad=0.04,rounding_size=0.12"))
+            faces.append(color := colors[key.request_id])
+            edges.append("black" if key in moved else color)
+            points.append((x + 0.5, y + 0.49))
+            texts.append(namer.short(key))
+            inks.append(ink_on(color))
+        if len(keys) > len(shown):
+            axes.text(left + num_chips - 1.9, _ROWS + 0.5, f"+ {len(keys) - len(shown)}", fontsize=8, va="center")
+        if not keys:
+            axes.text(left + 0.08, 1.4, "nobody", fontsize=8, color=INK, va="center")
+        left += num_chips + 1
+    axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
+    axes.add_collection(Labels(axes, points, texts, 7, inks), autolim=False)
+    axes.set_xlim(0, left - 1)
+    axes.set_ylim(_ROWS + 1, 0)
+    axes.axis("off")
+
+
+def paint_batch(axes: Axes, trace: EngineTrace, step: int) -> None:
+    """Paint the step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
+    parts, namer, colors = trace[step].scheduled, _Namer(trace), request_colors(trace)
+    highest = max((part.context_len for part in parts), default=1)
+    cached: list[Box] = []
+    points: list[tuple[float, float]] = []
+    computed: dict[str, list[Box]] = {"prefill": [], "decode": []}
+    computed_colors: dict[str, list[str]] = {"prefill": [], "decode": []}
+    for i, part in enumerate(parts):
+        now = part.num_new_tokens if part.num_drafts else part.num_tokens
+        before = part.context_len - now
+        top = before + max(now, 0.04 * highest)  # one token upon hundreds must still be seen
+        cached.append((i - 0.4, i + 0.4, 0, before))
+        computed[part.action].append((i - 0.4, i + 0.4, before, top))
+        computed_colors[part.action].append(colors[part.request_id])
+        points.append((i, top + 0.03 * highest))
+    add_boxes(axes, cached, [tint(colors[part.request_id], _CACHED) for part in parts], edge=INK, line_width=0.4, label="cached")
+    for action, boxes in computed.items():
+        add_bars(axes, STATE_LOOKS[action], boxes, computed_colors[action], label=action)
+    tidy(axes, "", "tokens")
+    axes.set_xlim(-0.7, max(len(parts), 16) - 0.3)
+    axes.set_ylim(0, 1.28 * highest)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    axes.set_xticks([])
+    if len(parts) <= _MOST_NAMED:
+        axes.add_collection(Labels(axes, points, [f"+{part.num_tokens}" for part in parts], 7, align=(0.5, 0.0)), autolim=False)
+        places, names = [(i, -0.03 * highest) for i in range(len(parts))], [namer.short(part.key) for part in parts]
+        axes.add_collection(Labels(axes, places, names, 7, align=(0.5, 1.3)), autolim=False)
+    handles = [look_patch(STATE_LOOKS["prefill"]), look_patch(STATE_LOOKS["decode"])]
+    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
+    add_legend(axes, handles)
+    axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
+    axes.text(-0.043, 1.1, f"batch: {len(parts)}", transform=axes.transAxes, fontsize=9, weight="bold", va="center")
+    if not parts:
+        say(axes, "nobody computes")
+
+
+class _Namer:
+    """Names of a trace's sequences."""
+
+    def __init__(self, trace: EngineTrace) -> None:
+        self._num_siblings = count_siblings(sequence_keys(trace))
+
+    def name(self, key: SequenceKey) -> str:
+        """For a line of text."""
+        return sequence_name(key, self._num_siblings.get(key.request_id, 1))
+
+    def short(self, key: SequenceKey) -> str:
+        """For a chip: the end of it, which tells requests apart."""
+        name = self.name(key)
+        return name if len(name) <= 6 else f"…{name[-5:]}"
+
+    def names(self, items: Sequence[tuple], most: int = 8) -> str:
+        """Of several, for a line of text."""
+        names = ", ".join(self.name(SequenceKey(*item[:2])) for item in items[:most])
+        return names + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def _events(trace: EngineTrace, record: StepRecord) -> str:
+    """What happened at the step besides computing, in one line."""
+    namer = _Namer(trace)
+    groups = {
+        "arrived": [(request_id, 0) for request_id in record.arrived],
+        "given up": [(request_id, 0) for request_id in record.aborted],
+        "preempted, to be recomputed": [item for item in record.preempted if item.mode == "recompute"],
+        "preempted, swapped out": [item for item in record.preempted if item.mode == "swap"],
+        "swapped in": record.swapped_in,
+        "finished": record.finished,
+    }
+    events = [f"{name}: {namer.names(items)}" for name, items in groups.items() if items]
+    if record.error:
+        events.append(f"failed: {record.error}")
+    line = " · ".join(events)
+    return line if len(line) <= 125 else f"{line[:124]}…"
