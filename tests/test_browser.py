@@ -6,6 +6,7 @@ Skipped where there is no Chromium (Debian: `apt-get install chromium`; or name 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -25,10 +26,8 @@ ROOT = Path(__file__).parents[1]
 SCREENSHOTS = ROOT / "out" / "browser"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("MINIVLLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync"
-).split()
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS += ["--disable-component-update", "--disable-sync"]
 PATIENCE = 30
 """Seconds until something must have happened."""
 CELLS = (
@@ -38,8 +37,7 @@ CELLS = (
     "trace = what_if(num_requests=12, num_gpu_blocks=48)",
     "play(trace)",
     "knobs(what_if)",
-    "from minivllm.engine.trace import EngineTrace\n"
-    "play(EngineTrace(trace.config, trace.steps[:1], trace.requests))",
+    "from minivllm.engine.trace import EngineTrace\nplay(EngineTrace(trace.config, trace.steps[:1], trace.requests))",
 )
 
 PLAYER, KNOBS, ONE_STEP = 1, 2, 3
@@ -101,31 +99,50 @@ def end_group(process):
     """End the server and its kernels: nicely, which lets it end them, and then whatever is left of the group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
+
+
+def launch(chromium, attempts=3):
+    """A browser. Once in a while one hangs when it starts, and the next does not."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=10_000)
+        except sync_api.TimeoutError:
+            if attempt == attempts:
+                raise
+
+
+def run_all_cells(page):
+    """Run them, and again if need be: JupyterLab drops what it is told to run in the moment before the kernel is connected."""
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+    prompt = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").first
+    last = output(page, ONE_STEP).locator("img")
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not last.is_visible():
+        if prompt.inner_text() == "[ ]:":
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+        with contextlib.suppress(sync_api.TimeoutError):
+            last.wait_for(timeout=2000)
+    for cell in (PLAYER, KNOBS, ONE_STEP):
+        output(page, cell).locator("img").wait_for()
 
 
 @pytest.fixture(scope="module")
 def page(server):
     """The notebook in a browser, all cells run."""
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE * 1000)
+        browser = launch(playwright.chromium)
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(PATIENCE * 1000)
         try:
             page.goto(f"{server}/lab/tree/widgets.ipynb?reset")
             page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-            page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_text("Run All Cells", exact=True).click()
-            output(page, 3).locator("img").wait_for()
+            run_all_cells(page)
             yield page
         finally:
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from minivllm.viz.drawing import (
     text_width,
     tidy,
 )
+from minivllm.viz.memo import remembered
 from minivllm.viz.palette import INK, NEUTRAL, PALE, STATE_LOOKS, request_colors, tint
 from minivllm.viz.spans import find_context_lens, sequence_keys, time_origin
 
@@ -311,6 +312,7 @@ class _Cells:
 # -- block tables ------------------------------------------------------------------------------------------------
 
 
+@remembered
 def _table_limits(trace: EngineTrace) -> tuple[int, int]:
     """The most rows that tables take in any step, and the most blocks of any table."""
     num_rows = num_blocks = 1

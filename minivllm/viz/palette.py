@@ -12,6 +12,7 @@ from functools import lru_cache
 from matplotlib.colors import to_hex, to_rgb
 
 from minivllm.engine.trace import EngineTrace
+from minivllm.viz.memo import remembered
 
 REQUEST_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900")
 """Okabe and Ito's palette, with its yellow darkened and its black made grey, so that text can be read on all of them."""
@@ -60,6 +61,7 @@ def request_color(number: int) -> str:
     return REQUEST_COLORS[number % len(REQUEST_COLORS)]
 
 
+@remembered
 def request_colors(trace: EngineTrace) -> dict[str, str]:
     """The colours of all requests, by id: the same in every figure of a trace.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
+from minivllm.viz.memo import remembered
 
 STATES = ("waiting", "prefill", "decode", "stalled", "preempted", "swapped")
 
@@ -124,6 +125,7 @@ def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
     return times
 
 
+@remembered
 def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
     """All sequences: requests in the order of arrival, those that only steps know of after them, siblings by their index."""
     keys = dict.fromkeys(SequenceKey(request_id) for request_id in trace.requests)
@@ -135,6 +137,7 @@ def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
     return sorted(keys, key=lambda key: (order[key.request_id], key.index))
 
 
+@remembered
 def find_context_lens(trace: EngineTrace) -> list[dict[SequenceKey, int]]:
     """For each step, the tokens whose keys and values each sequence has when the step is done.
 

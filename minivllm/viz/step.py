@@ -54,8 +54,8 @@ class Queues:
 def find_queues(trace: EngineTrace, step: int) -> Queues:
     """The queues at a step.
 
-    Who runs and who is swapped out has a block table in the trace. All others that have arrived and not ended wait, in the
-    order in which they came (with priorities: the most urgent first).
+    Who runs and who is swapped out has a block table in the trace. Others that have arrived or were preempted, and have not
+    ended, wait in the order in which they came (with priorities: the most urgent first).
     """
     record = trace[step]
     known: dict[SequenceKey, None] = {}
@@ -63,7 +63,6 @@ def find_queues(trace: EngineTrace, step: int) -> Queues:
     aborted: set[str] = set()
     for before in trace.steps[: step + 1]:
         known.update(dict.fromkeys(SequenceKey(request_id) for request_id in before.arrived))
-        known.update(dict.fromkeys(before.block_tables))
         known.update(dict.fromkeys(SequenceKey(*item[:2]) for item in before.preempted))
         aborted.update(before.aborted)
     for before in trace.steps[:step]:
@@ -94,10 +93,10 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
     figure = Figure(figsize=(WIDTH, _HEIGHT))
     title = describe_step(trace, step)
     step %= len(trace)
-    longest = max(len(sequence_name(key)) for key in sequence_keys(trace)) + 2
+    namer, colors = _Namer(trace), request_colors(trace)
     figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
-    figure.text(0.02, _from_top(0.33), _events(trace, trace[step]), fontsize=8.5, color=INK, va="top")
-    table_left = 0.535 + 0.0075 * longest
+    figure.text(0.02, _from_top(0.33), _events(trace[step], namer), fontsize=8.5, color=INK, va="top")
+    table_left = 0.535 + 0.0075 * (namer.longest + 2)
     grid, tables, queues, batch = (
         figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
         for left, right, bottom, height in (
@@ -108,8 +107,8 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
         )
     )
     paint_block_map(grid, tables, trace, step)
-    paint_queues(queues, trace, step)
-    paint_batch(batch, trace, step)
+    _paint_queues(queues, trace, step, namer, colors)
+    _paint_batch(batch, trace[step], namer, colors)
     return figure
 
 
@@ -118,10 +117,9 @@ def _from_top(inches: float) -> float:
     return 1.0 - inches / _HEIGHT
 
 
-def paint_queues(axes: Axes, trace: EngineTrace, step: int) -> None:
-    """Paint the three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
-    record, queues, namer = trace[step], find_queues(trace, step), _Namer(trace)
-    colors = request_colors(trace)
+def _paint_queues(axes: Axes, trace: EngineTrace, step: int, namer: _Namer, colors: dict[str, str]) -> None:
+    """The three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
+    record, queues = trace[step], find_queues(trace, step)
     moved = {SequenceKey(*item[:2]) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
     chips, faces, edges, points, texts, inks = [], [], [], [], [], []
@@ -151,9 +149,9 @@ def paint_queues(axes: Axes, trace: EngineTrace, step: int) -> None:
     axes.axis("off")
 
 
-def paint_batch(axes: Axes, trace: EngineTrace, step: int) -> None:
-    """Paint the step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
-    parts, namer, colors = trace[step].scheduled, _Namer(trace), request_colors(trace)
+def _paint_batch(axes: Axes, record: StepRecord, namer: _Namer, colors: dict[str, str]) -> None:
+    """The step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
+    parts = record.scheduled
     highest = max((part.context_len for part in parts), default=1)
     cached: list[Box] = []
     points: list[tuple[float, float]] = []
@@ -192,7 +190,9 @@ class _Namer:
     """Names of a trace's sequences."""
 
     def __init__(self, trace: EngineTrace) -> None:
-        self._num_siblings = count_siblings(sequence_keys(trace))
+        keys = sequence_keys(trace)
+        self._num_siblings = count_siblings(keys)
+        self.longest = max((len(self.name(key)) for key in keys), default=0)
 
     def name(self, key: SequenceKey) -> str:
         """For a line of text."""
@@ -209,9 +209,8 @@ class _Namer:
         return names + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def _events(trace: EngineTrace, record: StepRecord) -> str:
+def _events(record: StepRecord, namer: _Namer) -> str:
     """What happened at the step besides computing, in one line."""
-    namer = _Namer(trace)
     groups = {
         "arrived": [(request_id, 0) for request_id in record.arrived],
         "given up": [(request_id, 0) for request_id in record.aborted],
