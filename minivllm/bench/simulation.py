@@ -27,8 +27,6 @@ from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 
-VOCAB_SIZE = 50_000
-
 
 class Quantiles:
     """Percentiles of any number of values above 0, in memory that does not grow with them.
@@ -119,6 +117,8 @@ def make_simulated_engine(
     watermark: float = 0.01,
     enable_prefix_caching: bool = False,
     max_model_len: int = 8192,
+    vocab_size: int = 50_000,
+    eos_token_ids: tuple[int, ...] = (),
     max_num_seqs: int = 8,
     max_num_batched_tokens: int | None = None,
     trace: bool = True,
@@ -133,6 +133,7 @@ def make_simulated_engine(
         block_space_manager_cls: The class to make.
         block_size, num_gpu_blocks, num_cpu_blocks, watermark, enable_prefix_caching: The cache.
         max_model_len: The longest prompt and output together.
+        vocab_size, eos_token_ids: Of the model; the simulated one never says that it has come to an end.
         max_num_seqs, max_num_batched_tokens: The most in a step; by default a prompt of any length fits.
         trace: Record what is done.
         **scheduler_options: Other fields of `SchedulerConfig`.
@@ -157,11 +158,11 @@ def make_simulated_engine(
     return LLMEngine(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
-            vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=(),
+            vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
         ),
         CacheConfig(block_size=block_size, watermark=watermark, enable_prefix_caching=enable_prefix_caching),
         scheduler_config,
-        SimulatedExecutor(clock, cost_model, num_gpu_blocks, num_cpu_blocks, VOCAB_SIZE),
+        SimulatedExecutor(clock, cost_model, num_gpu_blocks, num_cpu_blocks, vocab_size),
         None,
         scheduler_cls=SCHEDULERS[scheduler] if isinstance(scheduler, str) else scheduler,
         block_space_manager_cls=block_space_manager_cls,

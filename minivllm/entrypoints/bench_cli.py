@@ -148,7 +148,8 @@ def _one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[s
     return next(iter(workloads.items()))
 
 
-def _make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+    """The engine that the options ask for."""
     from minivllm.entrypoints.llm import LLM
 
     return LLM(**engine_args(arguments) | overrides).llm_engine
@@ -162,7 +163,7 @@ def _model_config(arguments: argparse.Namespace) -> ModelConfig:
     return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
 
 
-def _report(
+def report(
     arguments: argparse.Namespace, what: str, table: str, content: dict[str, Any], quantizations: Sequence[str] = ()
 ) -> None:
     """Print a result; as JSON, with --json, it has the same text and what it takes to repeat it: machine, time, command line.
@@ -184,7 +185,12 @@ def _report(
     if arguments.json is not None:
         time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         origin = {"machine": machine, "time": time, "command": arguments.command, "model": arguments.model}
-        arguments.json.write_text(json.dumps(origin | {"text": text.split("\n")} | content, indent=2) + "\n")
+        arguments.json.write_text(to_text(origin | {"text": text.split("\n")} | content))
+
+
+def to_text(content: dict[str, Any]) -> str:
+    """A result as JSON for a file."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _quantizations(arguments: argparse.Namespace) -> list[str]:
@@ -213,12 +219,12 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 def _compare_policies(arguments: argparse.Namespace) -> int:
     from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
 
-    engine = _make_engine(arguments)
+    engine = make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
     results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
     what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
-    _report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
+    report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.timeline import draw_timelines
 
@@ -244,18 +250,18 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
     )
     content = {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()}
     quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engine if engine.startswith("minivllm-")]
-    _report(arguments, what, format_table(comparison), content, quantizations)
+    report(arguments, what, format_table(comparison), content, quantizations)
     return 0
 
 
 def _profile(arguments: argparse.Namespace) -> int:
     from minivllm.bench.profile import format_profile, profile_offline
 
-    engine = _make_engine(arguments)
+    engine = make_engine(arguments)
     name, requests = _one_workload(arguments, engine.model_config)
     profile = profile_offline(engine, name, requests)
     what = f"{arguments.model}, {name}, at most {arguments.max_num_seqs} running"
-    _report(arguments, what, format_profile(profile), {"profile": profile.to_json()}, _quantizations(arguments))
+    report(arguments, what, format_profile(profile), {"profile": profile.to_json()}, _quantizations(arguments))
     return 0
 
 
@@ -276,14 +282,14 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
     largest = max(arguments.batch_sizes)
     if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
         raise ConfigError(f"max_num_seqs is {arguments.max_num_seqs}, so a batch of {largest} would not run at once: raise it.")
-    engine = _make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
+    engine = make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
     lengths = {"prompt_len": arguments.prompt_len, "output_len": arguments.output_len}
     results = measure_latency(engine, arguments.batch_sizes, **lengths, rounds=arguments.rounds)
     what = (
         f"{arguments.model}, prompts of {arguments.prompt_len} and outputs of {arguments.output_len} tokens, all requests at once"
     )
     content = lengths | {"results": [vars(result) for result in results]}
-    _report(arguments, what, format_table(results), content, _quantizations(arguments))
+    report(arguments, what, format_table(results), content, _quantizations(arguments))
     return 0
 
 
@@ -295,10 +301,10 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         check_writable(path)
     name, requests = _one_workload(arguments, _model_config(arguments))
     points = sweep_max_num_seqs(
-        lambda value: _make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
+        lambda value: make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
     )
     what, content = f"{arguments.model}, {name}, {len(requests)} requests", [vars(point) for point in points]
-    _report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))
+    report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.sweep import draw_sweep
 
@@ -320,7 +326,7 @@ def run_bench_kernels(arguments: argparse.Namespace) -> int:
     floor, layers, rows = linear.measure_floor(), linear.measure_linear(), attention.measure_attention()
     table = f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n\n{attention.format_table(rows)}"
     content = {"floor": vars(floor), "linear": layers, "attention": rows}
-    _report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
+    report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
     return 0
 
 
@@ -343,7 +349,7 @@ def run_bench_quality(arguments: argparse.Namespace) -> int:
     check_writable(arguments.json)
     results = measure_qualities(arguments.model, arguments.quantization, arguments.positions)
     what = f"{arguments.model} against itself in float32, {arguments.positions} positions"
-    _report(arguments, what, format_table(results), {"results": [vars(result) for result in results]})
+    report(arguments, what, format_table(results), {"results": [vars(result) for result in results]})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.options import add_command, add_engine_options, engine_args
+from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
 
@@ -60,7 +61,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_engine_options(chat)
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
-    add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
+    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    add_benchmarks(benches)
+    add_calibrate(benches)
+
+    add_simulate(commands)
 
     add_command(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
 
