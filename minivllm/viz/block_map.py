@@ -55,10 +55,10 @@ def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
     step_number(trace, step)
     num_rows, _ = table_limits(trace)
     height = min(max(1.5 + 0.21 * num_rows, 3.4 if trace.config.num_gpu_blocks <= 300 else 4.6), 6.2)
-    figure = new_figure(height, title or describe_step(trace, step), left=0.55, right=0.15, top=0.32)
+    figure = new_figure(height, title or describe_step(trace, step), left=0.65, right=0.15, top=0.32)
     between = 0.45 + _label_width(trace) / 72
     grid_axes, table_axes = figure.subplots(
-        1, 2, gridspec_kw={"wspace": 2 * between / (WIDTH - 0.7 - between), "width_ratios": (1.05, 1.0)}
+        1, 2, gridspec_kw={"wspace": 2 * between / (WIDTH - 0.8 - between), "width_ratios": (1.05, 1.0)}
     )
     paint_block_map(grid_axes, table_axes, trace, step)
     return figure

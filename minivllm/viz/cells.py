@@ -39,7 +39,7 @@ class Cells:
 
     def __init__(self, colors: dict[str, str], width: float, height: float, longest_number: str) -> None:
         self.colors, self.width, self.height = colors, width, height
-        room = 0.85 * width - 2.0
+        room = 0.95 * width - 0.5
         self.size = max(4.5, min(8.0, 0.5 * height, room / text_width(longest_number, 1.0)))
         """Of the texts, in points."""
         self.with_text = height >= 9 and text_width(longest_number, self.size) <= room
@@ -59,7 +59,7 @@ class Cells:
 
     def fits(self, number: str, note: str) -> bool:
         """Whether a cell has room for a note beside its number."""
-        return text_width(number, self.size) + text_width(note, self.size) + 10.0 <= 0.88 * self.width
+        return text_width(number, self.size) + text_width(note, self.size) + 7.5 <= 0.88 * self.width
 
     def add(self, number: str, note: str, block: Block, block_size: int, box: Box, on_host: bool) -> None:
         """Add a block's cell.
@@ -87,7 +87,7 @@ class Cells:
             self.put("shared" if block.num_references > 1 else "owned", box)
         elif block.cached:
             self.put("free", box, tint(NEUTRAL, 0.88))
-            self.put("remembered", (left, right, bottom, bar), tint(NEUTRAL, 0.5))
+            self.put("remembered", (left, right, bottom, bar), tint(NEUTRAL, 0.65))
         else:
             self.put("free", box, "white")
         if block.cached:
