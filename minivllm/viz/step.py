@@ -15,7 +15,8 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
-from minivllm.viz.block_map import describe_step, paint_block_map
+from minivllm.viz.block_map import paint_block_map
+from minivllm.viz.blocks import describe_step, step_number
 from minivllm.viz.drawing import (
     WIDTH,
     Box,
@@ -91,8 +92,7 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
         ConfigError: There is no such step.
     """
     figure = Figure(figsize=(WIDTH, _HEIGHT))
-    title = describe_step(trace, step)
-    step %= len(trace)
+    step, title = step_number(trace, step), describe_step(trace, step)
     namer, colors = _Namer(trace), request_colors(trace)
     figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
     figure.text(0.02, _from_top(0.33), _events(trace[step], namer), fontsize=8.5, color=INK, va="top")
