@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
+from minivllm.engine.trace import EngineTrace, Finish, Preemption, SequenceKey, StepRecord
 from minivllm.viz.block_map import paint_block_map
 from minivllm.viz.blocks import describe_step, step_number
 from minivllm.viz.drawing import (
@@ -24,10 +24,10 @@ from minivllm.viz.drawing import (
     add_bars,
     add_boxes,
     add_legend,
-    count_siblings,
     look_patch,
     say,
-    sequence_name,
+    sequence_names,
+    short_name,
     tidy,
 )
 from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colors, tint
@@ -64,10 +64,10 @@ def find_queues(trace: EngineTrace, step: int) -> Queues:
     aborted: set[str] = set()
     for before in trace.steps[: step + 1]:
         known.update(dict.fromkeys(SequenceKey(request_id) for request_id in before.arrived))
-        known.update(dict.fromkeys(SequenceKey(*item[:2]) for item in before.preempted))
+        known.update(dict.fromkeys(_key(item) for item in before.preempted))
         aborted.update(before.aborted)
     for before in trace.steps[:step]:
-        ended.update(SequenceKey(*item[:2]) for item in before.finished)
+        ended.update(_key(item) for item in before.finished)
     places = record.block_tables.keys() | record.swapped_tables.keys()
     waiting = [key for key in known if key not in places and key not in ended and key.request_id not in aborted]
     arrivals = {request_id: number for number, request_id in enumerate(trace.requests)}
@@ -93,10 +93,10 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
     """
     figure = Figure(figsize=(WIDTH, _HEIGHT))
     step, title = step_number(trace, step), describe_step(trace, step)
-    namer, colors = _Namer(trace), request_colors(trace)
+    names, colors = sequence_names(sequence_keys(trace)), request_colors(trace)
     figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
-    figure.text(0.02, _from_top(0.33), _events(trace[step], namer), fontsize=8.5, color=INK, va="top")
-    table_left = 0.535 + 0.0075 * (namer.longest + 2)
+    figure.text(0.02, _from_top(0.33), _events(trace[step], names), fontsize=8.5, color=INK, va="top")
+    table_left = 0.535 + 0.0075 * (max(map(len, names.values()), default=0) + 2)
     grid, tables, queues, batch = (
         figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
         for left, right, bottom, height in (
@@ -107,8 +107,8 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
         )
     )
     paint_block_map(grid, tables, trace, step)
-    _paint_queues(queues, trace, step, namer, colors)
-    _paint_batch(batch, trace[step], namer, colors)
+    _paint_queues(queues, trace, step, names, colors)
+    _paint_batch(batch, trace[step], names, colors)
     return figure
 
 
@@ -117,10 +117,10 @@ def _from_top(inches: float) -> float:
     return 1.0 - inches / _HEIGHT
 
 
-def _paint_queues(axes: Axes, trace: EngineTrace, step: int, namer: _Namer, colors: dict[str, str]) -> None:
+def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
     """The three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
     record, queues = trace[step], find_queues(trace, step)
-    moved = {SequenceKey(*item[:2]) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
+    moved = {_key(item) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
     chips, faces, edges, points, texts, inks = [], [], [], [], [], []
     left = 0
@@ -135,7 +135,7 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, namer: _Namer, colo
             faces.append(color := colors[key.request_id])
             edges.append("black" if key in moved else color)
             points.append((x + 0.5, y + 0.49))
-            texts.append(namer.short(key))
+            texts.append(_chip_name(names[key]))
             inks.append(ink_on(color))
         if len(keys) > len(shown):
             axes.text(left + num_chips - 1.9, _ROWS + 0.5, f"+ {len(keys) - len(shown)}", fontsize=8, va="center")
@@ -149,7 +149,7 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, namer: _Namer, colo
     axes.axis("off")
 
 
-def _paint_batch(axes: Axes, record: StepRecord, namer: _Namer, colors: dict[str, str]) -> None:
+def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
     """The step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
     parts = record.scheduled
     highest = max((part.context_len for part in parts), default=1)
@@ -175,8 +175,8 @@ def _paint_batch(axes: Axes, record: StepRecord, namer: _Namer, colors: dict[str
     axes.set_xticks([])
     if len(parts) <= _MOST_NAMED:
         axes.add_collection(Labels(axes, points, [f"+{part.num_tokens}" for part in parts], 7, align=(0.5, 0.0)), autolim=False)
-        places, names = [(i, -0.03 * highest) for i in range(len(parts))], [namer.short(part.key) for part in parts]
-        axes.add_collection(Labels(axes, places, names, 7, align=(0.5, 1.3)), autolim=False)
+        places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_chip_name(names[part.key]) for part in parts]
+        axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
     handles = [look_patch(STATE_LOOKS["prefill"]), look_patch(STATE_LOOKS["decode"])]
     handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
     add_legend(axes, handles)
@@ -186,41 +186,32 @@ def _paint_batch(axes: Axes, record: StepRecord, namer: _Namer, colors: dict[str
         say(axes, "nobody computes")
 
 
-class _Namer:
-    """Names of a trace's sequences."""
-
-    def __init__(self, trace: EngineTrace) -> None:
-        keys = sequence_keys(trace)
-        self._num_siblings = count_siblings(keys)
-        self.longest = max((len(self.name(key)) for key in keys), default=0)
-
-    def name(self, key: SequenceKey) -> str:
-        """For a line of text."""
-        return sequence_name(key, self._num_siblings.get(key.request_id, 1))
-
-    def short(self, key: SequenceKey) -> str:
-        """For a chip: the end of it, which tells requests apart."""
-        name = self.name(key)
-        return name if len(name) <= 6 else f"…{name[-5:]}"
-
-    def names(self, items: Sequence[tuple], most: int = 8) -> str:
-        """Of several, for a line of text."""
-        names = ", ".join(self.name(SequenceKey(*item[:2])) for item in items[:most])
-        return names + (f" and {len(items) - most} more" if len(items) > most else "")
+def _chip_name(name: str) -> str:
+    """A name that fits on a chip: its end, which tells requests apart."""
+    return name if len(name) <= 6 else f"…{name[-5:]}"
 
 
-def _events(record: StepRecord, namer: _Namer) -> str:
+def _some(names: Sequence[str], most: int = 8) -> str:
+    """Names in a line of text."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _events(record: StepRecord, names: dict[SequenceKey, str]) -> str:
     """What happened at the step besides computing, in one line."""
     groups = {
-        "arrived": [(request_id, 0) for request_id in record.arrived],
-        "given up": [(request_id, 0) for request_id in record.aborted],
-        "preempted, to be recomputed": [item for item in record.preempted if item.mode == "recompute"],
-        "preempted, swapped out": [item for item in record.preempted if item.mode == "swap"],
-        "swapped in": record.swapped_in,
-        "finished": record.finished,
+        "arrived": [short_name(request_id) for request_id in record.arrived],
+        "given up": [short_name(request_id) for request_id in record.aborted],
+        "preempted, to be recomputed": [names[_key(item)] for item in record.preempted if item.mode == "recompute"],
+        "preempted, swapped out": [names[_key(item)] for item in record.preempted if item.mode == "swap"],
+        "swapped in": [names[key] for key in record.swapped_in],
+        "finished": [names[_key(item)] for item in record.finished],
     }
-    events = [f"{name}: {namer.names(items)}" for name, items in groups.items() if items]
+    events = [f"{what}: {_some(who)}" for what, who in groups.items() if who]
     if record.error:
         events.append(f"failed: {record.error}")
     line = " · ".join(events)
     return line if len(line) <= 125 else f"{line[:124]}…"
+
+
+def _key(item: Preemption | Finish | SequenceKey) -> SequenceKey:
+    return SequenceKey(item.request_id, item.index)
