@@ -20,6 +20,7 @@ from minivllm.viz.drawing import (
     WIDTH,
     Labels,
     add_legend,
+    label_places,
     new_figure,
     say,
     sequence_names,
@@ -132,12 +133,12 @@ def _paint_grid(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str
     axes.set_ylim(num_rows, 0)
     tidy(axes, f"+ column (blocks of {trace.config.block_size} tokens)", "block number: row")
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
     every = max(1, -(-columns // 10))
-    axes.set_xticks([i + 0.5 for i in range(0, columns, every)], [str(i) for i in range(0, columns, every)])
+    label_places(axes, "x", [(i + 0.5, str(i)) for i in range(0, columns, every)])
     every = max(1, -(-sum(rows) // 12))
-    ticks = [(tops[n] + row + 0.5, str(row * columns)) for n in range(len(pools)) for row in range(0, rows[n], every)]
-    axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
+    label_places(
+        axes, "y", [(tops[n] + row + 0.5, str(row * columns)) for n in range(len(pools)) for row in range(0, rows[n], every)]
+    )
     if len(pools) > 1:
         axes.text(0.0, tops[1] - 0.08, "host memory:", fontsize=8, color=INK, va="bottom")
 

@@ -17,7 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 from matplotlib.path import Path
 from matplotlib.textpath import text_to_path
-from matplotlib.transforms import Affine2D, Transform
+from matplotlib.transforms import Affine2D, ScaledTranslation, Transform
 
 from minivllm.engine.trace import SequenceKey
 from minivllm.viz.palette import INK, NEUTRAL, Look, tint
@@ -180,6 +180,23 @@ def tidy(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_ylabel(y_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def label_places(axes: Axes, side: str, places: Sequence[tuple[float, str]], size: float = 8.0) -> None:
+    """Write along an axis ("x" or "y") what ticks would say, in a tenth of the time that so many ticks take."""
+    points, texts = [place for place, _ in places], [text for _, text in places]
+    gap = 4.0
+    if side == "x":
+        axes.set_xticks([])
+        axes.xaxis.labelpad = gap + size + 3.0
+        below = axes.get_xaxis_transform() + ScaledTranslation(0.0, -gap / 72, axes.figure.dpi_scale_trans)
+        labels = Labels(axes, [(point, 0.0) for point in points], texts, size, align=(0.5, 1.0), transform=below)
+    else:
+        axes.set_yticks([])
+        axes.yaxis.labelpad = 2 * gap + max((text_width(text, size) for text in texts), default=0.0)
+        beside = axes.get_yaxis_transform() + ScaledTranslation(-gap / 72, 0.0, axes.figure.dpi_scale_trans)
+        labels = Labels(axes, [(0.0, point) for point in points], texts, size, align=(1.0, 0.5), transform=beside)
+    axes.add_collection(labels, autolim=False)
 
 
 def say(axes: Axes, text: str) -> None:

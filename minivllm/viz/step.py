@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
@@ -28,6 +29,7 @@ from minivllm.viz.drawing import (
     say,
     sequence_names,
     short_name,
+    text_width,
     tidy,
 )
 from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colors, tint
@@ -37,6 +39,12 @@ _HEIGHT = 6.6
 _CHIPS = {"running": 11, "waiting": 11, "swapped": 5}
 """Chips in a row of each queue."""
 _ROWS = 3
+_CHIP_WIDTH = 21.5
+"""Of the narrowest chip, in points."""
+_WIDEST = 3
+"""Times that width."""
+_CHIP_SIZE = 7.0
+"""Of the letters."""
 _MOST_NAMED = 40
 """Columns of the batch that have room for a name."""
 _CACHED = 0.85
@@ -122,28 +130,31 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[Sequenc
     record, queues = trace[step], find_queues(trace, step)
     moved = {_key(item) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
+    longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
+    width = min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
     chips, faces, edges, points, texts, inks = [], [], [], [], [], []
     left = 0
-    for name, num_chips in _CHIPS.items():
-        keys: tuple[SequenceKey, ...] = getattr(queues, name)
-        axes.text(left + 0.08, 0.45, f"{name}: {len(keys)}", fontsize=9, weight="bold", va="center")
+    for queue, room_across in _CHIPS.items():
+        keys: tuple[SequenceKey, ...] = getattr(queues, queue)
+        num_chips = room_across // width
+        axes.text(left + 0.08, 0.45, f"{queue}: {len(keys)}", fontsize=9, weight="bold", va="center")
         room = _ROWS * num_chips
-        shown = keys if len(keys) <= room else keys[: room - 2]
+        shown = keys if len(keys) <= room else keys[: room - 1]
         for i, key in enumerate(shown):
-            x, y = left + i % num_chips, 1 + i // num_chips
-            chips.append(FancyBboxPatch((x + 0.12, y + 0.14), 0.76, 0.66, boxstyle="round,pad=0.04,rounding_size=0.12"))
+            x, y = left + i % num_chips * width, 1 + i // num_chips
+            chips.append(FancyBboxPatch((x + 0.12, y + 0.14), width - 0.24, 0.66, boxstyle="round,pad=0.04,rounding_size=0.12"))
             faces.append(color := colors[key.request_id])
             edges.append("black" if key in moved else color)
-            points.append((x + 0.5, y + 0.49))
-            texts.append(_chip_name(names[key]))
+            points.append((x + width / 2, y + 0.49))
+            texts.append(_shorten(names[key], width * _CHIP_WIDTH - 5.0))
             inks.append(ink_on(color))
         if len(keys) > len(shown):
-            axes.text(left + num_chips - 1.9, _ROWS + 0.5, f"+ {len(keys) - len(shown)}", fontsize=8, va="center")
+            axes.text(left + (num_chips - 1) * width + 0.1, _ROWS + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center")
         if not keys:
             axes.text(left + 0.08, 1.4, "nobody", fontsize=8, color=INK, va="center")
-        left += num_chips + 1
+        left += room_across + 1
     axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
-    axes.add_collection(Labels(axes, points, texts, 7, inks), autolim=False)
+    axes.add_collection(Labels(axes, points, texts, _CHIP_SIZE, inks), autolim=False)
     axes.set_xlim(0, left - 1)
     axes.set_ylim(_ROWS + 1, 0)
     axes.axis("off")
@@ -155,8 +166,8 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
     highest = max((part.context_len for part in parts), default=1)
     cached: list[Box] = []
     points: list[tuple[float, float]] = []
-    computed: dict[str, list[Box]] = {"prefill": [], "decode": []}
-    computed_colors: dict[str, list[str]] = {"prefill": [], "decode": []}
+    computed: dict[str, list[Box]] = {"prefill": [], "decode": [], "rejected": []}
+    computed_colors: dict[str, list[str]] = {"prefill": [], "decode": [], "rejected": []}
     for i, part in enumerate(parts):
         now = part.num_new_tokens if part.num_drafts else part.num_tokens
         before = part.context_len - now
@@ -164,20 +175,26 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
         cached.append((i - 0.4, i + 0.4, 0, before))
         computed[part.action].append((i - 0.4, i + 0.4, before, top))
         computed_colors[part.action].append(colors[part.request_id])
+        if rejected := part.num_drafts - part.num_accepted:
+            computed["rejected"].append((i - 0.4, i + 0.4, top, top + max(rejected, 0.04 * highest)))
+            computed_colors["rejected"].append(colors[part.request_id])
+            top = computed["rejected"][-1][3]
         points.append((i, top + 0.03 * highest))
     add_boxes(axes, cached, [tint(colors[part.request_id], _CACHED) for part in parts], edge=INK, line_width=0.4, label="cached")
     for action, boxes in computed.items():
         add_bars(axes, STATE_LOOKS[action], boxes, computed_colors[action], label=action)
     tidy(axes, "", "tokens")
-    axes.set_xlim(-0.7, max(len(parts), 16) - 0.3)
+    num_columns = max(len(parts), 16)
+    axes.set_xlim(-0.7, num_columns - 0.3)
     axes.set_ylim(0, 1.28 * highest)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
     axes.set_xticks([])
     if len(parts) <= _MOST_NAMED:
         axes.add_collection(Labels(axes, points, [f"+{part.num_tokens}" for part in parts], 7, align=(0.5, 0.0)), autolim=False)
-        places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_chip_name(names[part.key]) for part in parts]
+        room = 0.95 * 72 * WIDTH * axes.get_position().width / num_columns
+        places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_shorten(names[part.key], room) for part in parts]
         axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
-    handles = [look_patch(STATE_LOOKS["prefill"]), look_patch(STATE_LOOKS["decode"])]
+    handles = [look_patch(STATE_LOOKS[action]) for action in computed if computed[action] or action != "rejected"]
     handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
     add_legend(axes, handles)
     axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
@@ -186,9 +203,11 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
         say(axes, "nobody computes")
 
 
-def _chip_name(name: str) -> str:
-    """A name that fits on a chip: its end, which tells requests apart."""
-    return name if len(name) <= 6 else f"…{name[-5:]}"
+def _shorten(name: str, room: float) -> str:
+    """A name that fits into so many points: its end, which tells requests apart."""
+    if text_width(name, _CHIP_SIZE) <= room:
+        return name
+    return next((short for i in range(2, len(name)) if text_width(short := f"…{name[i:]}", _CHIP_SIZE) <= room), "…")
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
