@@ -366,7 +366,7 @@ def test_maps_of_four_and_of_two_thousand_blocks():
         trace = record([("a", 0.0, prompt(3, 1), params(2))], num_gpu_blocks=num_blocks, block_size=4)
         grid = draw_block_map(trace, 0).axes[0]
         assert len(boxes_of(grid, "free")) == num_blocks - 1
-        assert ("0" in [text for _, _, text in texts_of(grid)]) == (num_blocks <= 100)
+        assert (len(texts_of(grid)) >= num_blocks) == (num_blocks <= 100)
 
 
 def test_steps_are_counted_from_either_end_and_others_refused():
@@ -543,22 +543,22 @@ HASHES = {
     "tiny, batches": "0cd147591c",
     "tiny, curves": "5bcf5aec39",
     "tiny, cache use": "e469fe3751",
-    "tiny, block map": "a4d65c018a",
+    "tiny, block map": "9cd6c18daf",
     "swap, requests": "8431f8a5f9",
     "swap, batches": "25673ef9f5",
     "swap, curves": "9a6509c6b9",
     "swap, cache use": "70a00c2444",
-    "swap, block map": "7f1b785e81",
+    "swap, block map": "26f1f16e3d",
     "forks, requests": "eb19839e99",
     "forks, batches": "8c3b060339",
     "forks, curves": "d758429e20",
     "forks, cache use": "900feafeef",
-    "forks, block map": "e1b59d044b",
+    "forks, block map": "ab8662bca6",
     "prefixes, requests": "3c2ecbec86",
     "prefixes, batches": "b19c85871e",
     "prefixes, curves": "edbb5b7210",
     "prefixes, cache use": "540f041d10",
-    "prefixes, block map": "dce4785aab",
+    "prefixes, block map": "3e8a0e83fc",
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts. Print `drawn_hash` to renew one, and look at the figure."""
 
