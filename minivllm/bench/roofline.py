@@ -34,7 +34,9 @@ def kernel_points(
     """
     for way in ways:
         if "int" in way:
-            raise ConfigError(f"{way!r} does not calculate in float32, and the roof of 8 and 4 bits is not measured: leave it out.")
+            raise ConfigError(
+                f"{way!r} does not calculate in float32, and the roof of 8 and 4 bits is not measured: leave it out."
+            )
     try:
         linear, attention = results["linear"], results["attention"]
         shown = [way for way in ways if way in linear] or ["F.linear"]

@@ -6,6 +6,7 @@ the arithmetic. The two limits make a roof, and a kernel stands somewhere below 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,8 +20,11 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 MARKERS = "osD^vP"
 _LABEL_SIZE = 8
-_PLACES = [(dx, dy) for dy in (0, -11, 11, -22, 22, -33, 33, -44, -55, -66, -77, -88) for dx in (8, 22, 40)]
-"""Where a label may stand, in points from its kernel: as near as there is room."""
+_COLUMN = 10
+"""Kernels whose intensities are nearer than this, in points, have their labels in one column."""
+_ASIDE = (8, -8, 26, -26, 60, -60)
+_UP = (0, *(sign * 6 * i for i in range(1, 10) for sign in (-1, 1)))
+"""Where a column of labels may stand, in points from where it would like to: the first that is free."""
 
 
 class RooflinePoint(NamedTuple):
@@ -105,44 +109,76 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
 
 def _write_limits(axes: Axes, ridge: float, peak: float, bandwidth: float, ends: tuple[float, float, float]) -> None:
     left, right, bottom = ends
-    above = {"xytext": (0, 5), "textcoords": "offset points", "fontsize": 9}
-    axes.annotate(f"arithmetic: {_gigas(peak)} GFLOP/s", (right, peak), ha="right", **above)
-    middle = math.sqrt(left * ridge)
+    offset = {"textcoords": "offset points", "fontsize": 9}
+    axes.annotate(f"arithmetic: {_gigas(peak)} GFLOP/s", (right, peak), (-4, 5), ha="right", **offset)
     (x0, y0), (x1, y1) = axes.transData.transform([(left, left * bandwidth), (ridge, peak)])
     axes.annotate(
-        f"memory: {_gigas(bandwidth)} GB/s", (middle, middle * bandwidth), ha="center", va="bottom",
-        rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)), rotation_mode="anchor", **above,
+        f"memory: {_gigas(bandwidth)} GB/s", (left, left * bandwidth), (14, 20), va="bottom",
+        rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)), rotation_mode="anchor", **offset,
     )  # fmt: skip
     text = f"ridge: {ridge:.3g}\noperations per byte"
     axes.annotate(text, (ridge, bottom), (5, 5), textcoords="offset points", fontsize=8, color="#555555", va="bottom")
+    text = "%: of the speed that the roof allows"
+    axes.text(0.995, 0.02, text, ha="right", va="bottom", fontsize=8, color="#555555", transform=axes.transAxes)
 
 
 def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, bandwidth: float) -> None:
-    """A label right of each point, as near as it finds room, with a line to it where it had to move away."""
-    to_pixels, per_point = axes.transData.transform, axes.figure.dpi / 72
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in to_pixels([(p.intensity, p.rate) for p in points])]
-    for point in sorted(points, key=lambda p: (-p.rate, p.intensity)):
-        x, y = to_pixels((point.intensity, point.rate))
-        text = f"{point.name}, {point.rate / point.attainable(peak, bandwidth):.0%}"
-        width, height = 0.55 * _LABEL_SIZE * len(text) * per_point, 1.2 * _LABEL_SIZE * per_point
-        for dx, dy in _PLACES:
-            box = Bbox.from_bounds(x + dx * per_point, y + dy * per_point - height / 2, width, height)
-            if not any(box.overlaps(other) for other in taken) and _is_below_roof(axes, box, peak, bandwidth):
+    """A label beside each point, in columns where many stand above each other, with a line to it where it had to move away."""
+    to_pixels, scale = axes.transData.transform, axes.figure.dpi / 72
+    places = {id(point): to_pixels((point.intensity, point.rate)) / scale for point in points}
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
+    columns: list[list[RooflinePoint]] = []
+    for point in sorted(points, key=lambda point: point.intensity):
+        if columns and places[id(point)][0] - places[id(columns[-1][-1])][0] < _COLUMN:
+            columns[-1].append(point)
+        else:
+            columns.append([point])
+    height = 1.25 * _LABEL_SIZE
+    for column in sorted(columns, key=len, reverse=True):
+        column.sort(key=lambda point: -point.rate)
+        texts = [f"{point.name}, {point.rate / point.attainable(peak, bandwidth):.0%}" for point in column]
+        width = 0.56 * _LABEL_SIZE * max(map(len, texts))
+        lines = _spread([float(places[id(point)][1]) for point in column], height)
+        x = float(places[id(column[0])][0])
+        moved = any(abs(line - places[id(point)][1]) > height / 2 for line, point in zip(lines, column, strict=True))
+        for dx, dy in itertools.product(_ASIDE[2 if moved else 0 :], _UP):  # lines to labels need some length
+            left = x + dx if dx > 0 else x + dx - width
+            boxes = [Bbox.from_bounds(left, line + dy - height / 2, width, height) for line in lines]
+            if all(_is_free(axes, box, taken, peak, bandwidth) for box in boxes):
                 break
-        taken.append(box)
-        moved = abs(dy) > 11 or dx > 8
-        axes.annotate(
-            text, (point.intensity, point.rate), (dx, dy), textcoords="offset points", va="center", fontsize=_LABEL_SIZE, zorder=4,
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkB": 4, "shrinkA": 0} if moved else None,
-        )  # fmt: skip
+        taken += boxes
+        for point, text, line in zip(column, texts, lines, strict=True):
+            shift = line + dy - places[id(point)][1]
+            arrow = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4, "relpos": (dx < 0, 0.5)}
+            axes.annotate(
+                text, (point.intensity, point.rate), (dx, shift), textcoords="offset points", ha="left" if dx > 0 else "right",
+                va="center", fontsize=_LABEL_SIZE, arrowprops=arrow if abs(dx) > 8 or abs(shift) > height / 2 else None, zorder=4,
+            )  # fmt: skip
 
 
-def _is_below_roof(axes: Axes, box: Bbox, peak: float, bandwidth: float) -> bool:
-    """Whether a label crosses neither the roof nor the edge of the axes."""
-    inside = axes.transData.inverted().transform(box.corners())
-    visible = all(axes.bbox.y0 <= y <= axes.bbox.y1 and x <= axes.bbox.x1 for x, y in box.corners())
-    sides = {rate < min(peak, intensity * bandwidth) for intensity, rate in inside}
-    return visible and len(sides) == 1
+def _spread(heights: list[float], gap: float) -> list[float]:
+    """Falling heights, moved as little as makes them at least a gap apart."""
+    groups: list[list[float]] = []
+    """Of heights that touch each other; each group is centred on its mean."""
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _middle(groups[-2]) - _middle(groups[-1]) < gap * (len(groups[-2]) + len(groups[-1])) / 2:
+            last = groups.pop()
+            groups[-1] += last
+    return [_middle(group) + gap * ((len(group) - 1) / 2 - i) for group in groups for i in range(len(group))]
+
+
+def _middle(group: list[float]) -> float:
+    return sum(group) / len(group)
+
+
+def _is_free(axes: Axes, box: Bbox, taken: list[Bbox], peak: float, bandwidth: float) -> bool:
+    """Whether a label, in points, would lie on nothing: no other, not the roof, not the edge of the axes."""
+    scale = axes.figure.dpi / 72
+    corners = box.corners() * scale
+    inside = all(axes.bbox.contains(x, y) for x, y in corners)
+    sides = {rate < min(peak, intensity * bandwidth) for intensity, rate in axes.transData.inverted().transform(corners)}
+    return inside and len(sides) == 1 and not any(box.overlaps(other) for other in taken)
 
 
 def _gigas(value: float) -> str:
