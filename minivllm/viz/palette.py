@@ -1,14 +1,82 @@
-"""Colours: one request has the same one in every figure, and colour-blind readers can tell them apart."""
+"""Colours: one request has the same one in every figure, and colour-blind readers can tell them apart.
 
-from matplotlib.colors import to_rgb
+A colour says whose something is. What it is, or what state it is in, is said by lightness, hatching and height, so that the
+figures can be read in black and white.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from matplotlib.colors import to_hex, to_rgb
+
+from minivllm.engine.trace import EngineTrace
 
 REQUEST_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900")
 """Okabe and Ito's palette, with its yellow darkened and its black made grey, so that text can be read on all of them."""
+
+INK = "#333333"
+"""Of texts, hatches and outlines."""
+PALE = "#BBBBBB"
+"""Of grids and of the outlines of what is empty."""
+NEUTRAL = "#6E6E6E"
+"""Stands for the colour of any request, in legends and where requests are added up."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a state is drawn.
+
+    Attributes:
+        label: Its words in a legend.
+        whiteness: From 0, the request's colour, to 1, white.
+        height: Of its bar, as a share of the row.
+        hatch: matplotlib's pattern, or None.
+        outlined: Whether it has an outline.
+    """
+
+    label: str
+    whiteness: float = 0.0
+    height: float = 0.84
+    hatch: str | None = None
+    outlined: bool = False
+
+
+STATE_LOOKS = {
+    "waiting": Look("waiting", whiteness=1.0, height=0.26, outlined=True),
+    "prefill": Look("prefill", whiteness=0.6, hatch="/////", outlined=True),
+    "decode": Look("decode"),
+    "stalled": Look("stalled (in the batch, not in the step)", whiteness=0.45, height=0.26),
+    "preempted": Look("preempted (to be recomputed)", whiteness=1.0, height=0.6, hatch="xxxxx", outlined=True),
+    "swapped": Look("swapped out", whiteness=1.0, height=0.6, hatch=".....", outlined=True),
+    "rejected": Look("rejected drafts", whiteness=1.0, hatch="xxxxx", outlined=True),
+}
+"""The looks of what a sequence can be doing, and of drafts that the model did not agree with."""
 
 
 def request_color(number: int) -> str:
     """The colour of a request, by its number in the order of arrival."""
     return REQUEST_COLORS[number % len(REQUEST_COLORS)]
+
+
+def request_colors(trace: EngineTrace) -> dict[str, str]:
+    """The colours of all requests, by id: the same in every figure of a trace.
+
+    Requests that only the steps know of come after the others, in the order in which they appear.
+    """
+    ids = dict.fromkeys(trace.requests)
+    for step in trace:
+        ids.update(dict.fromkeys(item.request_id for item in step.scheduled))
+        for tables in (step.block_tables, step.swapped_tables):
+            ids.update(dict.fromkeys(key.request_id for key in tables))
+    return {request_id: request_color(number) for number, request_id in enumerate(ids)}
+
+
+@lru_cache(maxsize=256)
+def tint(color: str, whiteness: float) -> str:
+    """A colour mixed with so much white: 0 leaves it as it is, 1 is white."""
+    return to_hex([part + (1.0 - part) * whiteness for part in to_rgb(color)])
 
 
 def ink_on(color: str) -> str:

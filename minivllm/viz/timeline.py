@@ -1,14 +1,20 @@
-"""Who held which place in the batch, and when: static and continuous batching beside each other."""
+"""Requests over time: what each was doing (`draw_requests`), and who held which place in the batch (`draw_timelines`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.engine.trace import EngineTrace
-from minivllm.viz.palette import ink_on, request_color
+from minivllm.engine.trace import EngineTrace, SequenceKey
+from minivllm.viz.drawing import Box, add_bars, add_legend, count_siblings, look_patch, new_figure, say, sequence_name, tidy
+from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
+from minivllm.viz.spans import STATES, find_spans, sequence_keys, time_origin
+
+_MOST_NAMED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -60,17 +66,17 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (name, trace) in zip(axes, traces.items(), strict=True):
         stays = find_stays(trace)
-        numbers = {request_id: i for i, request_id in enumerate(sorted({s.request_id for s in stays}, key=_natural))}
-        num_places = 1 + max(stay.place for stay in stays)
-        end = max(stay.end for stay in stays)
+        colors = request_colors(trace)
+        num_places = 1 + max((stay.place for stay in stays), default=0)
+        end = max((stay.end for stay in stays), default=0.0)
         for stay in stays:
-            color = request_color(numbers[stay.request_id])
+            color = colors[stay.request_id]
             axis.barh(stay.place, stay.end - stay.start, left=stay.start, height=0.86, color=color)
             axis.barh(stay.place, stay.decode_start - stay.start, left=stay.start, height=0.86, color="white", alpha=0.55)
             if stay.end - stay.decode_start > 0.02 * end:
                 middle = (stay.decode_start + stay.end) / 2
                 axis.text(middle, stay.place, stay.request_id, ha="center", va="center", fontsize=6.5, color=ink_on(color))
-        busy = sum(stay.end - stay.start for stay in stays) / (num_places * end)
+        busy = sum(stay.end - stay.start for stay in stays) / (num_places * end) if stays else 0.0
         axis.axvline(end, color="black", linewidth=1, linestyle="--")
         axis.set_title(f"{name}: {len(stays)} requests in {end:.1f} s, {busy:.0%} of the places taken", loc="left", fontsize=10)
         axis.set_ylabel("place in the batch")
@@ -83,6 +89,72 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     return figure
 
 
-def _natural(request_id: str) -> tuple[int, str]:
-    """Sorts "2" before "10"."""
-    return (int(request_id), "") if request_id.isdecimal() else (0, request_id)
+def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
+    """What each request was doing over time: a row for each, in the order of arrival.
+
+    Args:
+        trace: Of any engine.
+        title: Stands above the figure.
+
+    Returns:
+        A figure. A request's colour is that of the other figures of the trace. Its state is told by height, lightness and
+        hatching; sequences of one request (`n` > 1) lie above each other in its row. A cross ends a request that was given
+        up or failed.
+    """
+    keys = sequence_keys(trace)
+    siblings = count_siblings(keys)
+    num_rows = sum(max(1.0, count / 2) for count in siblings.values())
+    longest = max((len(sequence_name(key)) for key in keys), default=0) if len(siblings) <= _MOST_NAMED_ROWS else 3
+    height = min(1.25 + 0.19 * max(num_rows, 4), 9.0)
+    figure = new_figure(height, title, left=0.45 + 0.075 * longest, top=0.55)
+    paint_requests(figure.add_subplot(), trace)
+    return figure
+
+
+def paint_requests(axes: Axes, trace: EngineTrace) -> None:
+    """Paint what `draw_requests` draws into axes of any figure, with its legend in the two lines above them."""
+    spans, colors = find_spans(trace), request_colors(trace)
+    siblings = dict.fromkeys(colors, 1) | count_siblings(sequence_keys(trace))
+    tops: dict[str, float] = {}
+    top = 0.0
+    for request_id in colors:
+        tops[request_id] = top
+        top += max(1.0, siblings[request_id] / 2)
+    origin = time_origin(trace)
+    boxes: dict[str, list[Box]] = {state: [] for state in STATES}
+    box_colors: dict[str, list[str]] = {state: [] for state in STATES}
+    for request_id, index, state, start, end in spans:
+        count = siblings[request_id]
+        lane = max(1.0, count / 2) / count
+        middle = tops[request_id] + lane * (index + 0.5)
+        half = lane * STATE_LOOKS[state].height / 2
+        boxes[state].append((start - origin, end - origin, middle + half, middle - half))
+        box_colors[state].append(colors[request_id])
+    for state in STATES:
+        add_bars(axes, STATE_LOOKS[state], boxes[state], box_colors[state], label=state)
+    tidy(axes, "time (s)", "request")
+    handles: list = [look_patch(STATE_LOOKS[state]) for state in STATES if boxes[state]]
+    lost = [
+        (request.finished_time - origin, tops[request.request_id] + max(1.0, siblings[request.request_id] / 2) / 2)
+        for request in trace.requests.values()
+        if request.finished_time is not None and {"abort", "error"} & set(request.finish_reasons)
+    ]
+    if lost:
+        axes.plot(
+            *zip(*lost, strict=True), "X", color="black", markeredgecolor="white", markersize=7, clip_on=False, label="lost"
+        )
+        handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="given up or failed"))
+    end = max((span.end for span in spans), default=origin) - origin
+    axes.set_xlim(0.0, end or 1.0)
+    axes.set_ylim(max(top, 1.0), 0.0)
+    if len(tops) <= _MOST_NAMED_ROWS:
+        middles = [tops[request_id] + max(1.0, siblings[request_id] / 2) / 2 for request_id in tops]
+        axes.set_yticks(middles, [sequence_name(SequenceKey(request_id)) for request_id in tops])
+        axes.tick_params(axis="y", length=0, labelsize=8 if len(tops) <= 30 else 6.5)
+    else:
+        axes.set_ylabel("requests in the order of arrival (number)", fontsize=9)
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if not spans:
+        say(axes, "no request")
+    add_legend(axes, handles, columns=4)

@@ -1,0 +1,140 @@
+"""What the figures have in common: many boxes drawn at once, steps as curves, axes without clutter, legends above.
+
+A `PolyCollection` of a thousand boxes is drawn in the time of ten patches, so that a figure can follow a slider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minivllm.engine.trace import SequenceKey
+from minivllm.viz.palette import INK, NEUTRAL, Look, tint
+
+Box = tuple[float, float, float, float]
+"""Left, right, bottom, top."""
+
+WIDTH = 9.0
+"""Of a figure, in inches: a notebook's."""
+_LONGEST_NAME = 12
+
+
+def add_boxes(
+    axes: Axes,
+    boxes: Sequence[Box],
+    colors: Sequence[str] | str,
+    *,
+    edge: str = "none",
+    line_width: float = 0.0,
+    hatch: str | None = None,
+    label: str = "",
+    zorder: float = 2.0,
+) -> None:
+    """Draw boxes as one collection.
+
+    Args:
+        axes: Where. Their limits are left alone.
+        boxes: In data units.
+        colors: One for each, or one for all.
+        edge: The colour of outlines and hatches.
+        line_width: Of the outlines, in points.
+        hatch: matplotlib's pattern.
+        label: The collection's name, by which it can be found in `axes.collections`.
+        zorder: Higher is nearer.
+    """
+    if not len(boxes):
+        return
+    corners = np.asarray(boxes, dtype=float)[:, [0, 2, 0, 3, 1, 3, 1, 2]].reshape(-1, 4, 2)
+    collection = PolyCollection(
+        corners, facecolors=colors, edgecolors=edge, linewidths=line_width, hatch=hatch, label=label, zorder=zorder
+    )
+    axes.add_collection(collection, autolim=False)
+
+
+def add_bars(axes: Axes, look: Look, boxes: Sequence[Box], colors: Sequence[str] | str, label: str) -> None:
+    """Draw boxes in the look of a state."""
+    if isinstance(colors, str):
+        colors = [colors] * len(boxes)
+    faces = [tint(color, look.whiteness) for color in colors]
+    line_width = 0.6 if look.outlined else 0.0
+    add_boxes(
+        axes,
+        boxes,
+        faces,
+        edge=INK if look.outlined or look.hatch else "none",
+        line_width=line_width,
+        hatch=look.hatch,
+        label=label,
+    )
+
+
+def look_patch(look: Look, color: str = NEUTRAL) -> Patch:
+    """A legend's patch for a state."""
+    edge = INK if look.outlined or look.hatch else "none"
+    return Patch(facecolor=tint(color, look.whiteness), edgecolor=edge, linewidth=0.6, hatch=look.hatch, label=look.label)
+
+
+def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float = 1.0) -> None:
+    """A legend in a row above the axes, beginning at their left."""
+    if not handles:
+        return
+    axes.legend(
+        handles=list(handles),
+        loc="lower left",
+        bbox_to_anchor=(0.0, y),
+        ncols=columns or len(handles),
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0.2,
+        borderpad=0.1,
+        handlelength=1.6,
+        handletextpad=0.5,
+        columnspacing=1.2,
+    )
+
+
+def tidy(axes: Axes, x_label: str, y_label: str) -> None:
+    """Label the axes, and take away the lines that say nothing."""
+    axes.set_xlabel(x_label, fontsize=9)
+    axes.set_ylabel(y_label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def say(axes: Axes, text: str) -> None:
+    """Put a text in the middle of axes that have nothing to show."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=INK)
+
+
+def new_figure(
+    height: float, title: str, *, left: float = 0.7, right: float = 0.2, top: float = 0.5, bottom: float = 0.5
+) -> Figure:
+    """A figure of a notebook's width, with margins in inches. Its layout is fixed: solving for one would take too long."""
+    figure = Figure(figsize=(WIDTH, height))
+    if title:
+        top += 0.25
+        figure.suptitle(title, fontsize=11, y=1.0 - 0.08 / height, va="top")
+    figure.subplots_adjust(left=left / WIDTH, right=1.0 - right / WIDTH, top=1.0 - top / height, bottom=bottom / height)
+    return figure
+
+
+def sequence_name(key: SequenceKey, num_siblings: int = 1) -> str:
+    """The request's id, shortened; and the sequence's number, where the request has several."""
+    name = key.request_id
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 + 1 :]}"
+    return f"{name}/{key.index}" if num_siblings > 1 else name
+
+
+def count_siblings(keys: Sequence[SequenceKey]) -> dict[str, int]:
+    """How many sequences each request has."""
+    counts: dict[str, int] = {}
+    for key in keys:
+        counts[key.request_id] = max(counts.get(key.request_id, 0), key.index + 1)
+    return counts
