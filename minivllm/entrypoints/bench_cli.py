@@ -6,13 +6,21 @@ import argparse
 import datetime
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest, load_workload, make_workload
 from minivllm.config import QUANTIZATIONS, EngineArgs, ModelConfig
-from minivllm.entrypoints.options import add_command, add_engine_options, check_writable, engine_args, picture
+from minivllm.entrypoints.options import (
+    add_command,
+    add_engine_options,
+    add_save_trace_option,
+    check_writable,
+    engine_args,
+    picture,
+)
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
         "minivllm bench kernels --json kernels.json",
     )  # fmt: skip
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    kernels.add_argument("--plot", type=picture, metavar="FILE", help="draw the roofline of the engine's float32 kernels here")
     kernels.set_defaults(model="smollm2-135m")
     quality = add_command(
         benches, "quality", run_bench_quality, "what quantized weights do to the choice of tokens, on 2,000 positions of prose",
@@ -61,6 +70,7 @@ def _add_offline(benches) -> None:  # noqa: ANN001
     group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
+    add_save_trace_option(group, "; of several runs, each has a file of its own, FILE with workload and policy in its name")
     group.add_argument("--profile", action="store_true", help="instead of comparing, say where the time of a step goes")
     group = parser.add_argument_group("other engines")
     group.add_argument(
@@ -195,6 +205,8 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Compare policies on each workload, or engines on one, in turn, and print a table."""
     for path in (arguments.json, arguments.plot):  # before the work, not after it
         check_writable(path)
+    if arguments.save_trace and (arguments.profile or arguments.engine):
+        raise ConfigError("--save-trace records runs of this engine's policies: leave it out, or --profile and --engine.")
     if arguments.profile:
         if arguments.engine or arguments.scheduler or arguments.plot or arguments.rounds:
             raise ConfigError("--profile compares nothing: leave out --engine, --scheduler, --plot and --rounds.")
@@ -216,7 +228,11 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
     engine = _make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
-    results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
+    runs = [(name, policy) for name in workloads for policy in policies]
+    trace_files = _trace_files(arguments.save_trace, runs) if arguments.save_trace else []
+    for path in trace_files:
+        check_writable(path)
+    results = [run_offline(engine, policy, name, workloads[name]) for name, policy in runs]
     what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
     _report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
     if arguments.plot:
@@ -225,7 +241,15 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
         last = results[-len(policies) :]
         draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
+    for path, result in zip(trace_files, results, strict=False):
+        result.trace.save(path)
+        print(f"\nTrace of the {result.workload} workload, {result.scheduler}: {path}")
     return 0
+
+
+def _trace_files(path: Path, runs: Sequence[tuple[str, str]]) -> list[Path]:
+    """The file of each run: the one that was named, or, of several runs, one beside it with the run in its name."""
+    return [path] if len(runs) == 1 else [path.with_name(f"{path.stem}.{name}.{policy}{path.suffix}") for name, policy in runs]
 
 
 def _compare_engines(arguments: argparse.Namespace) -> int:
@@ -315,13 +339,28 @@ def run_bench_kernels(arguments: argparse.Namespace) -> int:
     linear.check_numba()
     from minivllm.bench import attention  # which needs it
 
-    check_writable(arguments.json)
+    for path in (arguments.json, arguments.plot):
+        check_writable(path)
     print("This takes two minutes ...", file=sys.stderr)
     floor, layers, rows = linear.measure_floor(), linear.measure_linear(), attention.measure_attention()
     table = f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n\n{attention.format_table(rows)}"
     content = {"floor": vars(floor), "linear": layers, "attention": rows}
     _report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
+    if arguments.plot:
+        _plot_roofline(content, arguments.plot)
+        print(f"\nThe roofline: {arguments.plot}")
     return 0
+
+
+def _plot_roofline(results: dict[str, Any], path: Path) -> None:
+    """Draw the kernels that were measured under the machine's measured limits."""
+    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.roofline import kernel_points, peaks
+    from minivllm.viz.roofline import RooflinePoint, draw_roofline
+
+    title = textwrap.fill(f"Linear layers and decode attention of SmolLM2-135M in float32; {describe_machine()}", 100)
+    points = [RooflinePoint(**point) for point in kernel_points(results)]
+    draw_roofline(points, *peaks(results), title).savefig(path, dpi=150)
 
 
 def measure_qualities(model: str, quantizations: Sequence[str], num_positions: int = 2000) -> list[Quality]:

@@ -7,7 +7,7 @@ of rows a process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep, StepRecord
@@ -36,7 +36,7 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
         *_process(ENGINE, "engine"),
         *_thread(ENGINE, 1, "steps"),
         *_process(REQUESTS, "requests"),
-        *(event for key, row in rows.items() for event in _thread(REQUESTS, row, _name(key))),
+        *(event for key, row in rows.items() for event in _thread(REQUESTS, row, _name(key, rows))),
         *_engine_events(trace, clock),
         *_sequence_events(trace, clock, rows),
     ]
@@ -78,9 +78,9 @@ def _thread(process: int, row: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": row, "args": {"sort_index": row}}
 
 
-def _name(key: SequenceKey) -> str:
-    """A request's id; its further sequences have their index besides."""
-    return f"{key.request_id} [{key.index}]" if key.index else key.request_id
+def _name(key: SequenceKey, keys: Container[SequenceKey]) -> str:
+    """A request's id, with the number of the sequence where the request has several."""
+    return f"{key.request_id}/{key.index}" if key.index or SequenceKey(key.request_id, 1) in keys else key.request_id
 
 
 def _engine_events(trace: EngineTrace, clock: _Clock) -> Iterator[Event]:

@@ -90,8 +90,10 @@ def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
             moments.setdefault(part.key, []).append(step.end)
             if part.index == 0 and part.request_id not in forked:
                 forked.add(part.request_id)
-                request = trace.requests[part.request_id]
-                if request.first_token_time == step.end:  # each sibling gets its first token of this step too
+                request = trace.requests.get(part.request_id)
+                if (
+                    request is not None and request.first_token_time == step.end
+                ):  # each sibling gets its first token of this step too
                     for index in range(1, len(request.output_token_ids)):
                         moments.setdefault(SequenceKey(part.request_id, index), []).append(step.end)
     return moments
