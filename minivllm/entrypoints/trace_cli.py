@@ -63,7 +63,9 @@ def run_trace_show(arguments: argparse.Namespace) -> int:
         from minivllm.viz.latency import draw_latencies
         from minivllm.viz.timeline import draw_requests
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Figures need {error.name}: `pip install 'minivllm[course]'`.") from None
+        if error.name != "matplotlib":
+            raise
+        raise ConfigError("Figures need matplotlib: `pip install matplotlib`.") from None
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{name}: {trace.config.model}, {trace.config.scheduler}\n\n{format_summary(trace)}\n\nFigures")
     figures = {
