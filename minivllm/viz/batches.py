@@ -13,6 +13,8 @@ from minivllm.viz.spans import running_states
 
 _MOST_PARTS = 2500
 """More parts of bars than these are not told apart by request: nobody would see it, and it takes time to draw."""
+_MOST_BARS = 120
+"""More bars than these touch each other."""
 _ACTIONS = ("prefill", "decode", "rejected")
 
 
@@ -29,7 +31,7 @@ def draw_batches(trace: EngineTrace, title: str = "") -> Figure:
         stalled. The dashed lines are the scheduler's limits, where the steps come near them.
     """
     figure = new_figure(4.4, title, left=0.75, top=0.3)
-    axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"hspace": 0.12})
+    axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"hspace": 0.25})
     paint_batches(axes[0], axes[1], trace)
     axes[0].set_xlabel("")
     axes[0].tick_params(labelbottom=False)
@@ -38,8 +40,7 @@ def draw_batches(trace: EngineTrace, title: str = "") -> Figure:
 
 def paint_batches(tokens_axes: Axes, sequences_axes: Axes, trace: EngineTrace) -> None:
     """Paint what `draw_batches` draws into two axes of any figure, with a legend above each."""
-    num_parts = sum(len(step.scheduled) for step in trace)
-    _paint_tokens(tokens_axes, trace, by_request=num_parts <= _MOST_PARTS)
+    _paint_tokens(tokens_axes, trace)
     _paint_sequences(sequences_axes, trace)
     for axes, label in ((tokens_axes, "tokens computed\n(per step)"), (sequences_axes, "sequences\n(per step)")):
         tidy(axes, "step (number)", label)
@@ -48,6 +49,11 @@ def paint_batches(tokens_axes: Axes, sequences_axes: Axes, trace: EngineTrace) -
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         if not len(trace):
             say(axes, "no step")
+
+
+def _widths(trace: EngineTrace) -> tuple[float, float]:
+    """Half of a bar's width, in steps, and that of its outline, in points: in a long trace the bars touch."""
+    return (0.4, 0.6) if len(trace) <= _MOST_BARS else (0.5, 0.2)
 
 
 def _parts(step: StepRecord) -> list[tuple[str, str, int]]:
@@ -61,8 +67,10 @@ def _parts(step: StepRecord) -> list[tuple[str, str, int]]:
     return parts
 
 
-def _paint_tokens(axes: Axes, trace: EngineTrace, by_request: bool) -> None:
+def _paint_tokens(axes: Axes, trace: EngineTrace) -> None:
     colors = request_colors(trace)
+    by_request = sum(len(step.scheduled) for step in trace) <= _MOST_PARTS
+    half, line_width = _widths(trace)
     boxes: dict[str, list[Box]] = {action: [] for action in _ACTIONS}
     box_colors: dict[str, list[str]] = {action: [] for action in _ACTIONS}
     highest = 1
@@ -75,18 +83,19 @@ def _paint_tokens(axes: Axes, trace: EngineTrace, by_request: bool) -> None:
             parts = [("", action, total) for action, total in totals.items() if total]
         bottom = 0
         for request_id, action, count in parts:
-            boxes[action].append((number - 0.4, number + 0.4, bottom, bottom + count))
+            boxes[action].append((number - half, number + half, bottom, bottom + count))
             box_colors[action].append(colors[request_id] if by_request else NEUTRAL)
             bottom += count
         highest = max(highest, bottom)
     for action in _ACTIONS:
-        add_bars(axes, STATE_LOOKS[action], boxes[action], box_colors[action], label=action)
+        add_bars(axes, STATE_LOOKS[action], boxes[action], box_colors[action], label=action, line_width=line_width)
     _limit(axes, trace, "max_num_batched_tokens", highest)
     axes.set_ylim(0, 1.08 * highest)
     add_legend(axes, [look_patch(STATE_LOOKS[action]) for action in _ACTIONS if boxes[action]])
 
 
 def _paint_sequences(axes: Axes, trace: EngineTrace) -> None:
+    half, line_width = _widths(trace)
     order = ("decode", "prefill", "stalled")
     boxes: dict[str, list[Box]] = {state: [] for state in order}
     highest = 1
@@ -96,15 +105,15 @@ def _paint_sequences(axes: Axes, trace: EngineTrace) -> None:
         for state in order:
             count = states.count(state)
             if count:
-                boxes[state].append((number - 0.4, number + 0.4, bottom, bottom + count))
+                boxes[state].append((number - half, number + half, bottom, bottom + count))
             bottom += count
         highest = max(highest, bottom)
     for state in order:
-        add_bars(axes, STATE_LOOKS[state], boxes[state], NEUTRAL, label=state)
+        add_bars(axes, STATE_LOOKS[state], boxes[state], NEUTRAL, label=state, line_width=line_width)
     _limit(axes, trace, "max_num_seqs", highest)
     axes.set_ylim(0, 1.15 * highest)
     if boxes["stalled"]:
-        add_legend(axes, [look_patch(STATE_LOOKS["stalled"])], y=0.99)
+        add_legend(axes, [look_patch(STATE_LOOKS["stalled"])])
 
 
 def _limit(axes: Axes, trace: EngineTrace, name: str, highest: float) -> None:

@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.engine.trace import EngineTrace
+from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.viz.drawing import add_legend, new_figure, say, tidy
 from minivllm.viz.palette import INK, REQUEST_COLORS
-from minivllm.viz.spans import time_origin
+from minivllm.viz.spans import step_times
 
 _QUEUES = (
     ("running", "num_running", REQUEST_COLORS[0], "-", 2.0),
@@ -37,15 +37,15 @@ def draw_curves(trace: EngineTrace, title: str = "") -> Figure:
 
 def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None:
     """Paint what `draw_curves` draws into two axes of any figure, with a legend above each."""
-    origin = time_origin(trace)
-    times = [step.start - origin for step in trace] + [step.end - origin for step in trace.steps[-1:]]
+    stays = step_times(trace)
+    times, holders = _with_pauses(trace, stays)
     handles = []
     for name, field, color, line_style, line_width in _QUEUES:
-        counts = [getattr(step, field) for step in trace]
+        counts = [0 if step is None else getattr(step, field) for step in holders]
         if name == "swapped out" and not any(counts):
             continue
         handles += queue_axes.step(
-            times, counts + counts[-1:], where="post", color=color, linestyle=line_style, linewidth=line_width, label=name
+            times, counts, where="post", color=color, linestyle=line_style, linewidth=line_width, label=name
         )
     tidy(queue_axes, "time (s)", "sequences\n(number)")
     queue_axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -53,27 +53,26 @@ def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None
     add_legend(queue_axes, handles)
 
     num_blocks = trace.config.num_gpu_blocks
-    shares = [100.0 * (1.0 - step.num_free_blocks / num_blocks) if num_blocks else 0.0 for step in trace]
-    handles = cache_axes.step(times, shares + shares[-1:], where="post", color=INK, linewidth=1.5, label="blocks in use")
+    shares = [0.0 if step is None else 100.0 * (1.0 - step.num_free_blocks / max(num_blocks, 1)) for step in holders]
+    handles = cache_axes.step(times, shares, where="post", color=INK, linewidth=1.5, label="blocks in use")
     for mode, (marker, label) in _MODES.items():
-        marks = [
-            (time, share)
-            for time, share, step in zip(times, shares, trace, strict=False)
-            if any(item.mode == mode for item in step.preempted)
-        ]
+        marks = [time for (time, _), step in zip(stays, trace, strict=True) if any(item.mode == mode for item in step.preempted)]
         if marks:
             handles += cache_axes.plot(
-                *zip(*marks, strict=True),
+                marks,
+                [107.0] * len(marks),
                 marker,
                 color=REQUEST_COLORS[5],
                 markeredgecolor="black",
-                markersize=7,
+                markeredgewidth=0.7,
+                markersize=6,
                 clip_on=False,
                 label=label,
                 zorder=3,
             )
     tidy(cache_axes, "time (s)", f"blocks in use\n(% of {num_blocks})")
-    cache_axes.set_ylim(0, 105)
+    cache_axes.set_ylim(0, 112)
+    cache_axes.set_yticks(range(0, 101, 25))
     add_legend(cache_axes, handles)
     for axes in (queue_axes, cache_axes):
         axes.set_xlim(0.0, times[-1] if times and times[-1] > 0 else 1.0)
@@ -81,3 +80,16 @@ def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None
         axes.set_axisbelow(True)
         if not times:
             say(axes, "no step")
+
+
+def _with_pauses(trace: EngineTrace, stays: list[tuple[float, float]]) -> tuple[list[float], list[StepRecord | None]]:
+    """The times at which curves change, each with the step that holds from then on, or None where the engine has nothing to do."""
+    times: list[float] = []
+    holders: list[StepRecord | None] = []
+    for number, (start, end) in enumerate(stays):
+        times.append(start)
+        holders.append(trace[number])
+        if number + 1 == len(stays) or end < stays[number + 1][0]:
+            times.append(end)
+            holders.append(None if number + 1 < len(stays) else trace[number])
+    return times, holders

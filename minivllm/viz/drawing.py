@@ -6,13 +6,18 @@ A `PolyCollection` of a thousand boxes is drawn in the time of ten patches, so t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
+from matplotlib.path import Path
+from matplotlib.textpath import text_to_path
+from matplotlib.transforms import Affine2D, Transform
 
 from minivllm.engine.trace import SequenceKey
 from minivllm.viz.palette import INK, NEUTRAL, Look, tint
@@ -52,31 +57,87 @@ def add_boxes(
         return
     corners = np.asarray(boxes, dtype=float)[:, [0, 2, 0, 3, 1, 3, 1, 2]].reshape(-1, 4, 2)
     collection = PolyCollection(
-        corners, facecolors=colors, edgecolors=edge, linewidths=line_width, hatch=hatch, label=label, zorder=zorder
+        corners, facecolors=colors, edgecolors=edge, linewidths=line_width, label=label, zorder=zorder, antialiased=line_width > 0
     )
     axes.add_collection(collection, autolim=False)
+    if hatch:  # all boxes as one path: each path's hatch takes time
+        path = Path.make_compound_path_from_polys(corners)
+        pattern = PathCollection([path], facecolors="none", edgecolors=edge, linewidths=0, hatch=hatch, zorder=zorder + 0.01)
+        axes.add_collection(pattern, autolim=False)
 
 
-def add_bars(axes: Axes, look: Look, boxes: Sequence[Box], colors: Sequence[str] | str, label: str) -> None:
+def add_bars(
+    axes: Axes, look: Look, boxes: Sequence[Box], colors: Sequence[str] | str, label: str, line_width: float = 0.6
+) -> None:
     """Draw boxes in the look of a state."""
     if isinstance(colors, str):
         colors = [colors] * len(boxes)
-    faces = [tint(color, look.whiteness) for color in colors]
-    line_width = 0.6 if look.outlined else 0.0
     add_boxes(
         axes,
         boxes,
-        faces,
-        edge=INK if look.outlined or look.hatch else "none",
-        line_width=line_width,
+        [tint(color, look.whiteness) for color in colors],
+        edge=INK if look.outlined else "none",
+        line_width=line_width if look.outlined else 0.0,
         hatch=look.hatch,
         label=label,
     )
 
 
+class Labels(PathCollection):
+    """Short texts as one collection, in a tenth of the time that so many `Text` artists take.
+
+    Args:
+        axes: The axes that they are for. Add them with `axes.add_collection(labels, autolim=False)`.
+        points: Where each text is, in data units (or in those of `transform`).
+        texts: One for each point.
+        size: In points.
+        colors: One for each, or one for all.
+        align: (horizontal, vertical): the part of the text, from 0 (left, bottom) to 1, that is at its point.
+        transform: Of the points; None is the axes' data.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        points: Sequence[tuple[float, float]],
+        texts: Sequence[str],
+        size: float,
+        colors: Sequence[str] | str = INK,
+        align: tuple[float, float] = (0.5, 0.5),
+        transform: Transform | None = None,
+    ) -> None:
+        self.points, self.texts = list(points), list(texts)
+        paths = [_text_path(text, size, *align) for text in texts]
+        super().__init__(
+            paths,
+            offsets=np.asarray(self.points, dtype=float).reshape(-1, 2),
+            offset_transform=transform or axes.transData,
+            facecolors=colors,
+            linewidths=0,
+            zorder=4,
+            clip_on=False,
+        )
+        figure = axes.get_figure()
+        if figure is not None:
+            self.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)
+
+
+@lru_cache(maxsize=8192)
+def _text_path(text: str, size: float, horizontal: float, vertical: float) -> Path:
+    """The outlines of a text's letters, in points. They stand on their line: a "p" is not moved up by its tail."""
+    font = FontProperties(size=size)
+    corners, codes = text_to_path.get_text_path(font, text, ismath=False)
+    if not len(corners):
+        return Path(np.zeros((1, 2)))
+    scale = size / text_to_path.FONT_SCALE
+    corners = np.asarray(corners) * scale
+    width = corners[:, 0].max()
+    return Path(corners - (horizontal * width, vertical * 0.73 * size), codes)
+
+
 def look_patch(look: Look, color: str = NEUTRAL) -> Patch:
     """A legend's patch for a state."""
-    edge = INK if look.outlined or look.hatch else "none"
+    edge = INK if look.outlined else "none"
     return Patch(facecolor=tint(color, look.whiteness), edgecolor=edge, linewidth=0.6, hatch=look.hatch, label=look.label)
 
 
@@ -95,7 +156,7 @@ def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float
         borderpad=0.1,
         handlelength=1.6,
         handletextpad=0.5,
-        columnspacing=1.2,
+        columnspacing=1.0,
     )
 
 

@@ -47,8 +47,8 @@ STATE_LOOKS = {
     "waiting": Look("waiting", whiteness=1.0, height=0.26, outlined=True),
     "prefill": Look("prefill", whiteness=0.6, hatch="/////", outlined=True),
     "decode": Look("decode"),
-    "stalled": Look("stalled (in the batch, not in the step)", whiteness=0.45, height=0.26),
-    "preempted": Look("preempted (to be recomputed)", whiteness=1.0, height=0.6, hatch="xxxxx", outlined=True),
+    "stalled": Look("stalled: not in this step", whiteness=0.45, height=0.26),
+    "preempted": Look("preempted: to be recomputed", whiteness=1.0, height=0.6, hatch="xxxxx", outlined=True),
     "swapped": Look("swapped out", whiteness=1.0, height=0.6, hatch=".....", outlined=True),
     "rejected": Look("rejected drafts", whiteness=1.0, hatch="xxxxx", outlined=True),
 }

@@ -104,6 +104,26 @@ def time_origin(trace: EngineTrace) -> float:
     return min(times + [step.start for step in trace.steps[:1]], default=0.0)
 
 
+def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
+    """From when to when the queues and blocks are as each step says, in seconds since `time_origin`.
+
+    That is to the next step's start; or, where a step leaves nothing to do and the engine idles, to its own end.
+    """
+    origin = time_origin(trace)
+    times: list[tuple[float, float]] = []
+    for step, following in zip(trace, [*trace.steps[1:], None], strict=True):
+        ended = {(finish.request_id, finish.index) for finish in step.finished}
+        idles = (
+            not step.num_waiting
+            and not step.num_swapped
+            and len(ended) >= step.num_running
+            and ended.issuperset(step.block_tables)
+        )
+        end = step.end if following is None or idles else following.start
+        times.append((step.start - origin, end - origin))
+    return times
+
+
 def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
     """All sequences: requests in the order of arrival, those that only steps know of after them, siblings by their index."""
     keys = dict.fromkeys(SequenceKey(request_id) for request_id in trace.requests)

@@ -10,7 +10,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.engine.trace import EngineTrace, SequenceKey
-from minivllm.viz.drawing import Box, add_bars, add_legend, count_siblings, look_patch, new_figure, say, sequence_name, tidy
+from minivllm.viz.drawing import (
+    Box,
+    Labels,
+    add_bars,
+    add_legend,
+    count_siblings,
+    look_patch,
+    new_figure,
+    say,
+    sequence_name,
+    tidy,
+)
 from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
 from minivllm.viz.spans import STATES, find_spans, sequence_keys, time_origin
 
@@ -105,14 +116,14 @@ def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
     siblings = count_siblings(keys)
     num_rows = sum(max(1.0, count / 2) for count in siblings.values())
     longest = max((len(sequence_name(key)) for key in keys), default=0) if len(siblings) <= _MOST_NAMED_ROWS else 3
-    height = min(1.25 + 0.19 * max(num_rows, 4), 9.0)
-    figure = new_figure(height, title, left=0.45 + 0.075 * longest, top=0.55)
+    height = min(0.95 + (0.2 if num_rows <= 30 else 0.13) * max(num_rows, 4), 9.0)
+    figure = new_figure(height, title, left=0.4 + 0.075 * longest, top=0.3)
     paint_requests(figure.add_subplot(), trace)
     return figure
 
 
 def paint_requests(axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_requests` draws into axes of any figure, with its legend in the two lines above them."""
+    """Paint what `draw_requests` draws into axes of any figure, with its legend in the line above them."""
     spans, colors = find_spans(trace), request_colors(trace)
     siblings = dict.fromkeys(colors, 1) | count_siblings(sequence_keys(trace))
     tops: dict[str, float] = {}
@@ -145,16 +156,22 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
         )
         handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="given up or failed"))
     end = max((span.end for span in spans), default=origin) - origin
-    axes.set_xlim(0.0, end or 1.0)
+    axes.set_xlim(0.0, 1.01 * end or 1.0)
     axes.set_ylim(max(top, 1.0), 0.0)
     if len(tops) <= _MOST_NAMED_ROWS:
         middles = [tops[request_id] + max(1.0, siblings[request_id] / 2) / 2 for request_id in tops]
-        axes.set_yticks(middles, [sequence_name(SequenceKey(request_id)) for request_id in tops])
-        axes.tick_params(axis="y", length=0, labelsize=8 if len(tops) <= 30 else 6.5)
+        names = [sequence_name(SequenceKey(request_id)) for request_id in tops]
+        points = [(-0.006, middle) for middle in middles]
+        size = 8.0 if len(tops) <= 30 else 6.5
+        axes.add_collection(
+            Labels(axes, points, names, size, align=(1.0, 0.5), transform=axes.get_yaxis_transform()), autolim=False
+        )
+        axes.set_yticks([])
+        axes.yaxis.labelpad = 8 + 0.62 * size * max((len(name) for name in names), default=0)
     else:
         axes.set_ylabel("requests in the order of arrival (number)", fontsize=9)
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     if not spans:
         say(axes, "no request")
-    add_legend(axes, handles, columns=4)
+    add_legend(axes, handles)
