@@ -137,7 +137,7 @@ def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, band
     for column in sorted(columns, key=len, reverse=True):
         column.sort(key=lambda point: -point.rate)
         texts = [f"{point.name}, {point.rate / point.attainable(peak, bandwidth):.0%}" for point in column]
-        width = 0.56 * _LABEL_SIZE * max(map(len, texts))
+        width = 0.6 * _LABEL_SIZE * max(map(len, texts))
         lines = _spread([float(places[id(point)][1]) for point in column], height)
         x = float(places[id(column[0])][0])
         moved = any(abs(line - places[id(point)][1]) > height / 2 for line, point in zip(lines, column, strict=True))
