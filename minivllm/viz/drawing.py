@@ -40,6 +40,7 @@ def add_boxes(
     hatch: str | None = None,
     label: str = "",
     zorder: float = 2.0,
+    dashes: tuple[float, float] | None = None,
 ) -> None:
     """Draw boxes as one collection.
 
@@ -52,12 +53,20 @@ def add_boxes(
         hatch: matplotlib's pattern.
         label: The collection's name, by which it can be found in `axes.collections`.
         zorder: Higher is nearer.
+        dashes: Lengths of the outlines' dashes and gaps; None is a full line.
     """
     if not len(boxes):
         return
     corners = np.asarray(boxes, dtype=float)[:, [0, 2, 0, 3, 1, 3, 1, 2]].reshape(-1, 4, 2)
     collection = PolyCollection(
-        corners, facecolors=colors, edgecolors=edge, linewidths=line_width, label=label, zorder=zorder, antialiased=line_width > 0
+        corners,
+        facecolors=colors,
+        edgecolors=edge,
+        linewidths=line_width,
+        linestyles="-" if dashes is None else (0, dashes),
+        label=label,
+        zorder=zorder,
+        antialiased=line_width > 0,
     )
     axes.add_collection(collection, autolim=False)
     if hatch:  # all boxes as one path: each path's hatch takes time
@@ -133,6 +142,11 @@ def _text_path(text: str, size: float, horizontal: float, vertical: float) -> Pa
     corners = np.asarray(corners) * scale
     width = corners[:, 0].max()
     return Path(corners - (horizontal * width, vertical * 0.73 * size), codes)
+
+
+def text_width(text: str, size: float) -> float:
+    """The width of a text as `Labels` writes it, in points."""
+    return float(_text_path(text, size, 0.0, 0.0).vertices[:, 0].max())
 
 
 def look_patch(look: Look, color: str = NEUTRAL) -> Patch:
