@@ -15,6 +15,8 @@ from minivllm.viz.spans import find_context_lens, find_spans, running_states, se
 
 ENGINE, REQUESTS = 1, 2
 """The processes: the engine with its row of steps and its counters, and the requests with a row for each sequence."""
+STEPS = 3
+"""The row of steps; those of sequences follow. No row has the number of a process: Perfetto would take it for its main thread."""
 
 Event = dict[str, Any]
 
@@ -23,18 +25,18 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
     """What `json.dump` writes for Perfetto. It has ids, lengths and times of the requests, and none of their tokens.
 
     The process "engine" has a row of steps, named by their phase, and the counters `queues` (sequences running, waiting and swapped),
-    `cache blocks` (used and free) and `cached blocks` (those whose contents the prefix cache knows, used or free). The process
+    `cache blocks` (used and free) and `prefix cache` (blocks, used or free, whose contents it knows). The process
     "requests" has a row for each sequence, with a slice for each step that it was in, one for each stay outside of the batch
     ("waiting", "preempted", "swapped"), and an instant for each preemption.
 
     Args:
         trace: Of any engine. Times count from its first moment (`spans.time_origin`) and are rounded to whole microseconds.
     """
-    rows = {key: number for number, key in enumerate(sequence_keys(trace), start=1)}
+    rows = {key: number for number, key in enumerate(sequence_keys(trace), start=STEPS + 1)}
     clock = _Clock(time_origin(trace))
     events = [
         *_process(ENGINE, "engine"),
-        *_thread(ENGINE, 1, "steps"),
+        *_thread(ENGINE, STEPS, "steps"),
         *_process(REQUESTS, "requests"),
         *(event for key, row in rows.items() for event in _thread(REQUESTS, row, _name(key, rows))),
         *_engine_events(trace, clock),
@@ -88,14 +90,14 @@ def _engine_events(trace: EngineTrace, clock: _Clock) -> Iterator[Event]:
         args: dict[str, Any] = {"step": number, "tokens": step.num_tokens, "sequences": len(step.scheduled)}
         args |= {name: len(value) for name in ("preempted", "swapped_in", "finished") if (value := getattr(step, name))}
         args |= {"error": step.error} if step.error is not None else {}
-        yield clock.slice(step.phase, ENGINE, 1, step.start, step.end, args)
+        yield clock.slice(step.phase, ENGINE, STEPS, step.start, step.end, args)
         counters = {
             "queues": {"running": step.num_running, "waiting": step.num_waiting, "swapped": step.num_swapped},
             "cache blocks": {"used": trace.config.num_gpu_blocks - step.num_free_blocks, "free": step.num_free_blocks},
-            "cached blocks": {"cached": len(step.cached_blocks)},
+            "prefix cache": {"blocks": len(step.cached_blocks)},
         }
         for name, values in counters.items():
-            yield {"ph": "C", "name": name, "pid": ENGINE, "tid": 1, "ts": clock(step.start), "args": values}
+            yield {"ph": "C", "name": name, "pid": ENGINE, "tid": STEPS, "ts": clock(step.start), "args": values}
 
 
 def _sequence_events(trace: EngineTrace, clock: _Clock, rows: dict[SequenceKey, int]) -> Iterator[Event]:

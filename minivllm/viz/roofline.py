@@ -119,7 +119,7 @@ def _write_limits(axes: Axes, ridge: float, peak: float, bandwidth: float, ends:
     text = f"ridge: {ridge:.3g}\noperations per byte"
     axes.annotate(text, (ridge, bottom), (5, 5), textcoords="offset points", fontsize=8, color="#555555", va="bottom")
     text = "%: of the speed that the roof allows"
-    axes.text(0.995, 0.02, text, ha="right", va="bottom", fontsize=8, color="#555555", transform=axes.transAxes)
+    axes.text(0.995, 0.1, text, ha="right", va="bottom", fontsize=8, color="#555555", transform=axes.transAxes)
 
 
 def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, bandwidth: float) -> None:
