@@ -203,7 +203,7 @@ def _quantizations(arguments: argparse.Namespace) -> list[str]:
 
 def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Compare policies on each workload, or engines on one, in turn, and print a table."""
-    for path in (arguments.json, arguments.plot):  # before the work, not after it
+    for path in (arguments.json, arguments.plot, arguments.save_trace):  # before the work, not after it
         check_writable(path)
     if arguments.save_trace and (arguments.profile or arguments.engine):
         raise ConfigError("--save-trace records runs of this engine's policies: leave it out, or --profile and --engine.")
@@ -230,8 +230,6 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
     workloads = _workloads(arguments, engine.model_config)
     runs = [(name, policy) for name in workloads for policy in policies]
     trace_files = _trace_files(arguments.save_trace, runs) if arguments.save_trace else []
-    for path in trace_files:
-        check_writable(path)
     results = [run_offline(engine, policy, name, workloads[name]) for name, policy in runs]
     what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
     _report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))

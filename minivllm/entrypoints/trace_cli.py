@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm.engine.trace import EngineTrace, SequenceKey
+from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.options import add_command, check_writable
 from minivllm.errors import ConfigError
 
@@ -141,15 +141,12 @@ def format_summary(trace: EngineTrace) -> str:
 
 def count_output_tokens(trace: EngineTrace) -> int:
     """Tokens that were generated: all of the requests that ended, and what the steps won for the others."""
+    from minivllm.viz.latency import won_tokens
+
     ended = {name for name, request in trace.requests.items() if request.finish_reasons}
-    total = sum(len(token_ids) for name in ended for token_ids in trace.requests[name].output_token_ids)
-    won: dict[SequenceKey, int] = {}
-    for step in trace:
-        for part in step.scheduled:
-            if part.request_id not in ended and step.error is None:
-                first = 1 if part.index else 0  # a sibling's first token came of the step that forked it
-                won[part.key] = won.get(part.key, first) + part.num_new_tokens
-    return total + sum(won.values())
+    kept = sum(len(token_ids) for name in ended for token_ids in trace.requests[name].output_token_ids)
+    won = (count for step in trace for key, count in won_tokens(trace, step) if key.request_id not in ended)
+    return kept + sum(won)
 
 
 def _load(path: Path) -> EngineTrace:

@@ -7,7 +7,7 @@ output token after the first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey
+from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepRecord
 from minivllm.viz.palette import REQUEST_COLORS
 
 PERCENTILES = {50: "o", 95: "s", 99: "D"}
@@ -80,23 +80,24 @@ def is_complete(request: RequestRecord) -> bool:
 def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
     """The moments, seconds of the engine's clock, at which each sequence won tokens: one or, with speculation, several at once."""
     moments: dict[SequenceKey, list[float]] = {}
-    forked: set[str] = set()
     for step in trace:
-        if step.error is not None:  # nobody got anything
-            continue
-        for part in step.scheduled:
-            if part.num_new_tokens == 0:
-                continue
-            moments.setdefault(part.key, []).append(step.end)
-            if part.index == 0 and part.request_id not in forked:
-                forked.add(part.request_id)
-                request = trace.requests.get(part.request_id)
-                if (
-                    request is not None and request.first_token_time == step.end
-                ):  # each sibling gets its first token of this step too
-                    for index in range(1, len(request.output_token_ids)):
-                        moments.setdefault(SequenceKey(part.request_id, index), []).append(step.end)
+        for key, _ in won_tokens(trace, step):
+            moments.setdefault(key, []).append(step.end)
     return moments
+
+
+def won_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
+    """Each sequence that got tokens of a step, and how many. The step that completes a prompt gives one to each sibling too."""
+    if step.error is not None:  # nobody got anything
+        return
+    for part in step.scheduled:
+        if part.num_new_tokens == 0:
+            continue
+        yield part.key, part.num_new_tokens
+        request = trace.requests.get(part.request_id)
+        if request is not None and part.context_len == request.num_prompt_tokens:
+            for index in range(1, request.params.get("n", 1)):
+                yield SequenceKey(part.request_id, index), 1
 
 
 def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
