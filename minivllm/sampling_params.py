@@ -6,6 +6,7 @@ one is reported on the line that wrote it and never reaches the engine.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -18,6 +19,15 @@ GREEDY_EPSILON = 1e-5
 
 MAX_LOGPROBS = 1000
 """The most log-probabilities per token that a request may ask for."""
+
+
+class RequestOutputKind(enum.Enum):
+    """Which outputs of a request the engine gives."""
+
+    CUMULATIVE = "cumulative"
+    """At each token, all there is so far."""
+    FINAL_ONLY = "final only"
+    """One, at its end."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class SamplingParams:
         prompt_logprobs: The same, for the tokens of the prompt.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
+        output_kind: Which outputs the engine gives; `LLM` always wants the last one alone.
 
     Raises:
         RequestError: A value is out of its range; the sentence says which and what to change.
@@ -68,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, low=1)
@@ -95,6 +107,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.")
         object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))

@@ -21,7 +21,7 @@ BELOW = {
     "worker": {"models", "layers", "kernels"},
     "executor": {"worker"},
     "engine": {"core", "executor", "models"},
-    "bench": {"engine", "core", "worker", "layers", "kernels"},
+    "bench": {"engine", "core", "executor", "worker", "layers", "kernels"},
     "viz": {"engine.trace"},
     "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz"},
 }

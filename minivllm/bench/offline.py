@@ -17,7 +17,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticBatchScheduler, "continuous": Scheduler}
 
@@ -81,7 +81,9 @@ def run_offline(
     finished: list[RequestOutput] = []
     try:
         for i, request in enumerate(requests):
-            params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+            )
             engine.add_request(f"{i}", request.prompt_token_ids, params, arrival_time=arrival)
         with tqdm(
             total=len(requests), desc=f"{name}, {scheduler}", unit="request", disable=not use_tqdm, dynamic_ncols=True

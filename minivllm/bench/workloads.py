@@ -14,10 +14,11 @@ DISTRIBUTIONS = ("uniform", "longtail")
 
 @dataclass(frozen=True)
 class WorkloadRequest:
-    """One request of a workload: its prompt, and exactly how many tokens it generates."""
+    """One request of a workload: its prompt, exactly how many tokens it generates, and when it arrives, in seconds."""
 
     prompt_token_ids: list[int]
     output_len: int
+    arrival_time: float = 0.0
 
 
 def warm_up_requests(requests: list[WorkloadRequest], width: int) -> list[WorkloadRequest]:

@@ -25,7 +25,7 @@ from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.outputs import RequestOutput
 from minivllm.request import Request, SequenceStatus
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class LLMEngine:
         """Schedule, compute and take in one step.
 
         Returns:
-            For each request that got a token or ended, all there is of it so far. If the model fails, the requests
+            For each request that ended, or got a token and wants to know, all there is of it so far. If the model fails, the requests
             of the step end with the error; the others go on. After Ctrl-C the next step tells of those that ended.
         """
         if self._undelivered:
@@ -236,7 +236,11 @@ class LLMEngine:
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
             self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stop)
         requests = dict.fromkeys(seq.request for seq, _ in advanced)
-        outputs = [self.output_processor.make_output(request, now) for request in requests]
+        outputs = [
+            self.output_processor.make_output(request, now)
+            for request in requests
+            if request.finished or request.sampling_params.output_kind is RequestOutputKind.CUMULATIVE
+        ]
         if record is not None and self._recorder is not None:
             self._recorder.end_step(record, output, results, requests, now)
         return outputs

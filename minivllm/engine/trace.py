@@ -36,7 +36,8 @@ class SequenceStep(NamedTuple):
         context_len: Tokens whose keys and values it has when the step is done.
         num_new_tokens: Tokens that it has won: 0 after a part of a prompt, more than 1 with speculation. Siblings that the step
             forks from it win one each besides.
-        num_drafts, num_accepted: With speculative decoding, guesses among `num_tokens`, and how many the model agreed with.
+        num_drafts, num_accepted: With speculative decoding, guesses among `num_tokens`, and the tokens won by them: one less than
+            `num_new_tokens`.
     """
 
     request_id: str

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from minivllm.core.prompt_lookup import accept_drafts
 from minivllm.engine.trace import (
     EngineTrace,
     Finish,
@@ -28,7 +27,18 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, Sequen
 if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from the defaults, as JSON has them."""
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if field.name == "output_kind" or value in (field.default, ()):
+            continue
+        if isinstance(value, tuple):
+            value = list(value)
+        given[field.name] = {str(token_id): bias for token_id, bias in value.items()} if isinstance(value, dict) else value
+    return given
 
 
 class TraceRecorder:
@@ -73,14 +83,13 @@ class TraceRecorder:
         while name in self.trace.requests:
             count += 1
             name = self._names[request.request_id] = f"{request.request_id}#{count}"
-        params = request.sampling_params
         self._arrived.append(name)
         self.trace.requests[name] = RequestRecord(
             request_id=name,
             arrival_time=request.metrics.arrival_time,
             prompt_token_ids=request.prompt_token_ids,
             max_num_tokens=request.max_num_tokens,
-            params={name: getattr(params, name) for name, default in _DEFAULTS.items() if getattr(params, name) != default},
+            params=_given(request.sampling_params),
             priority=request.priority,
         )
 
@@ -137,21 +146,24 @@ class TraceRecorder:
 
         Args:
             record: What `begin_step` gave.
-            output, results: The step, and what the model gave; no results if it failed.
+            output, results: The step, and what the model gave; nothing counts if `record.error` is set.
             requests: Those that got tokens or ended.
             end: When the model had computed.
         """
         record.end = end
-        for i, (item, result) in enumerate(zip(output.scheduled, results, strict=False)):
-            if item.draft_token_ids:
-                num_drafts, num_new = len(item.draft_token_ids), len(accept_drafts(item.draft_token_ids, result.token_ids))
-                part = record.scheduled[i]
-                context_len = part.context_len - num_drafts - 1 + num_new
+        for i, item in enumerate(output.scheduled):
+            part, num_drafts = record.scheduled[i], len(item.draft_token_ids)
+            if num_drafts:
+                num_tokens_before = part.context_len - num_drafts
+                num_new = item.seq.num_tokens - num_tokens_before
                 record.scheduled[i] = part._replace(
-                    context_len=context_len, num_new_tokens=num_new, num_drafts=num_drafts, num_accepted=num_new - 1
+                    context_len=num_tokens_before + max(0, num_new - 1),
+                    num_new_tokens=num_new,
+                    num_drafts=num_drafts,
+                    num_accepted=max(0, num_new - 1),
                 )
-            elif not result.token_ids:
-                record.scheduled[i] = record.scheduled[i]._replace(num_new_tokens=0)
+            elif record.error is not None or not results[i].token_ids:
+                record.scheduled[i] = part._replace(num_new_tokens=0)
         for request in requests:
             for seq in request.sequences:
                 if seq.finished and (key := self._key(seq)) not in self._ended:

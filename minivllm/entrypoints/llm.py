@@ -6,6 +6,7 @@ import itertools
 import logging
 import uuid
 from collections import abc
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,7 @@ from minivllm.engine.llm_engine import LLMEngine, Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestOutput
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ class LLM:
                 try:
                     if isinstance(prompt, RequestError):
                         raise prompt
+                    if isinstance(param, SamplingParams):  # if not, the engine says so
+                        param = replace(param, output_kind=RequestOutputKind.FINAL_ONLY)
                     self.llm_engine.add_request(request_id, prompt, param)
                 except RequestError as error:
                     errors.append(error)

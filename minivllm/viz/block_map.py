@@ -5,105 +5,36 @@ What PagedAttention's figures 3 to 8 show of small examples, for any step of any
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Patch
+from matplotlib.patheffects import withStroke
 
-from minivllm.engine.trace import EngineTrace, SequenceKey
-from minivllm.errors import ConfigError
+from minivllm.engine.trace import EngineTrace
+from minivllm.viz.blocks import describe_step, find_blocks, step_number, table_limits
+from minivllm.viz.cells import ALLOCATED, DOTS, Cells, host_look
 from minivllm.viz.drawing import (
-    Box,
+    WIDTH,
     Labels,
-    add_boxes,
     add_legend,
-    count_siblings,
     new_figure,
     say,
-    sequence_name,
+    sequence_names,
     text_width,
     tidy,
 )
-from minivllm.viz.palette import INK, NEUTRAL, PALE, STATE_LOOKS, request_colors, tint
-from minivllm.viz.spans import find_context_lens, sequence_keys, time_origin
+from minivllm.viz.palette import INK, NEUTRAL, PALE, request_colors, tint
+from minivllm.viz.spans import find_context_lens, sequence_keys
 
-_BAR = 0.36
-"""The lower part of a cell, which shows how many of its slots hold tokens."""
-_ALLOCATED = 0.72
-"""Whiteness of a cell's upper part."""
-_MOST_STRIPES = 4
+_HOST = " (host)"
 _MOST_ARROWS = 8
 _COLUMNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128)
+_ROUND_COLUMNS = (5, 10, 20, 50, 100)
 _ROW_HEIGHT = 9.5
 """The least height of a row of the tables, in points."""
-
-
-class Block(NamedTuple):
-    """A physical block in a step.
-
-    Attributes:
-        owners: The sequences that have it in their tables.
-        num_tokens: Slots that hold a token.
-        num_references: How many tables it counts to be in.
-        cached: Whether the prefix cache knows what it holds.
-        written: Whether a copy wrote it just before the step: copy-on-write, or a swap.
-    """
-
-    owners: tuple[SequenceKey, ...] = ()
-    num_tokens: int = 0
-    num_references: int = 0
-    cached: bool = False
-    written: bool = False
-
-
-def find_blocks(trace: EngineTrace, step: int, host: bool = False) -> list[Block]:
-    """All blocks of the device, or of the host, by number, as they are when a step is done.
-
-    Raises:
-        ConfigError: The trace has no such step.
-    """
-    number = _check(trace, step)
-    record, lens, size = trace[number], find_context_lens(trace)[number], trace.config.block_size
-    owners: dict[int, list[SequenceKey]] = {}
-    held: dict[int, int] = {}
-    for key, table in (record.swapped_tables if host else record.block_tables).items():
-        length = lens[key]
-        for place, block in enumerate(table):
-            owners.setdefault(block, []).append(key)
-            held[block] = max(held.get(block, 0), min(size, max(0, length - place * size)))
-    copies = record.blocks_to_swap_out if host else record.blocks_to_copy + record.blocks_to_swap_in
-    written = {destination for _, destination in copies}
-    cached = set() if host else set(record.cached_blocks)
-    counts = {} if host else record.ref_counts
-    return [
-        Block(
-            tuple(owners.get(block, ())),
-            held.get(block, 0),
-            counts.get(block, len(owners.get(block, ()))),
-            block in cached,
-            block in written,
-        )
-        for block in range(trace.config.num_cpu_blocks if host else trace.config.num_gpu_blocks)
-    ]
-
-
-def describe_step(trace: EngineTrace, step: int) -> str:
-    """A step in a line: its number, time, kind and size, and what is free.
-
-    Raises:
-        ConfigError: The trace has no such step.
-    """
-    number = _check(trace, step)
-    record = trace[number]
-    time = record.start - time_origin(trace)
-    count, tokens = len(record.scheduled), record.num_tokens
-    what = f"{record.phase} of {count} sequence{'s' * (count != 1)}, {tokens} token{'s' * (tokens != 1)}"
-    free = f"{record.num_free_blocks} of {trace.config.num_gpu_blocks} blocks free"
-    lost = f"{len(record.preempted)} preempted; " if record.preempted else ""
-    return f"step {number} of {len(trace)}, at {time:.3f} s: {what}; {lost}{free}"
 
 
 def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
@@ -121,12 +52,14 @@ def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
     Raises:
         ConfigError: The trace has no such step.
     """
-    _check(trace, step)
-    num_rows, _ = _table_limits(trace)
+    step_number(trace, step)
+    num_rows, _ = table_limits(trace)
     height = min(max(1.5 + 0.21 * num_rows, 3.4 if trace.config.num_gpu_blocks <= 300 else 4.6), 6.2)
-    figure = new_figure(height, title or describe_step(trace, step), left=0.55, right=0.15, top=0.32)
-    longest = max((len(sequence_name(key)) for key in sequence_keys(trace)), default=0) + 2
-    grid_axes, table_axes = figure.subplots(1, 2, gridspec_kw={"wspace": 0.12 + 0.02 * longest, "width_ratios": (1.05, 1.0)})
+    figure = new_figure(height, title or describe_step(trace, step), left=0.65, right=0.15, top=0.32)
+    between = 0.45 + _label_width(trace) / 72
+    grid_axes, table_axes = figure.subplots(
+        1, 2, gridspec_kw={"wspace": 2 * between / (WIDTH - 0.8 - between), "width_ratios": (1.05, 1.0)}
+    )
     paint_block_map(grid_axes, table_axes, trace, step)
     return figure
 
@@ -139,19 +72,11 @@ def paint_block_map(grid_axes: Axes, table_axes: Axes, trace: EngineTrace, step:
     Raises:
         ConfigError: The trace has no such step.
     """
-    number = _check(trace, step)
+    number = step_number(trace, step)
     colors = request_colors(trace)
     _paint_grid(grid_axes, trace, number, colors)
     _paint_tables(table_axes, trace, number, colors)
     add_legend(grid_axes, _legend(trace))
-
-
-def _check(trace: EngineTrace, step: int) -> int:
-    """The step's number, counted from the beginning."""
-    if not -len(trace) <= step < len(trace):
-        steps = f"steps 0 to {len(trace) - 1}" if len(trace) else "no steps"
-        raise ConfigError(f"There is no step {step} in the trace: it has {steps}.")
-    return step % len(trace)
 
 
 # -- physical blocks ---------------------------------------------------------------------------------------------
@@ -167,7 +92,7 @@ def _paint_grid(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str
         say(axes, "no block")
         return
     ideal = (num_blocks * width / height / 1.5) ** 0.5
-    columns = min(_COLUMNS, key=lambda count: abs(np.log(count / ideal)))
+    columns = min(_COLUMNS, key=lambda count: abs(math.log(count / ideal)) - 0.12 * (count in _ROUND_COLUMNS))
     rows = [-(-len(pool) // columns) for pool in pools]
     num_rows = sum(rows) + 0.9 * (len(pools) - 1)
     cell = (width / columns, height / num_rows)
@@ -180,16 +105,27 @@ def _paint_grid(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str
         ]
         for n, pool in enumerate(pools)
     ]
-    cells = _Cells(colors, cell, num_siblings=count_siblings(sequence_keys(trace)))
-    for pool, boxes in zip(pools, places, strict=True):
-        for i, (block, box) in enumerate(zip(pool, boxes, strict=True)):
-            cells.add(str(i), block, trace.config.block_size, box)
+    longest = str(max(map(len, pools)) - 1)
+    cells = Cells(colors, *cell, longest)
+    names = sequence_names(sequence_keys(trace))
+    with_names = all(cells.fits(longest, name) for name in names.values())
+    for n, pool in enumerate(pools):
+        for i, block in enumerate(pool):
+            name = names[block.owners[0]] if block.owners and with_names else ""
+            cells.add(str(i), name, block, trace.config.block_size, places[n][i], on_host=n > 0)
     cells.paint(axes)
     copies = trace[step].blocks_to_copy
     for source, destination in copies if len(copies) <= _MOST_ARROWS else ():
-        ends = [((box[0] + box[1]) / 2, (box[2] + box[3]) / 2) for box in (places[0][source], places[0][destination])]
+        ends = [((box[0] + box[1]) / 2, 0.85 * box[2] + 0.15 * box[3]) for box in (places[0][source], places[0][destination])]
         arrow = FancyArrowPatch(
-            *ends, arrowstyle="-|>", mutation_scale=12, linewidth=1.8, color="black", connectionstyle="arc3,rad=-0.25", zorder=5
+            *ends,
+            arrowstyle="-|>",
+            mutation_scale=12,
+            linewidth=1.8,
+            color="black",
+            connectionstyle="arc3,rad=0.3",
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+            zorder=5,
         )
         axes.add_patch(arrow)
     axes.set_xlim(0, columns)
@@ -206,126 +142,14 @@ def _paint_grid(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str
         axes.text(0.0, tops[1] - 0.08, "host memory:", fontsize=8, color=INK, va="bottom")
 
 
-class _Cells:
-    """Collects what cells are made of, and draws all of it in a few collections."""
-
-    def __init__(self, colors: dict[str, str], cell: tuple[float, float], num_siblings: dict[str, int]) -> None:
-        self.colors, self.num_siblings = colors, num_siblings
-        self.width, self.height = cell
-        self.size = max(4.5, min(8.0, 0.5 * self.height))
-        self.with_text = self.height >= 9 and self.width >= 11
-        self.boxes: dict[str, list[Box]] = {}
-        self.faces: dict[str, list[str]] = {}
-        self.texts: list[tuple[float, float, str, str]] = []
-
-    def put(self, layer: str, box: Box, color: str = "none") -> None:
-        self.boxes.setdefault(layer, []).append(box)
-        self.faces.setdefault(layer, []).append(color)
-
-    def add(self, name: str, block: Block, block_size: int, box: Box) -> None:
-        """A cell of the grid."""
-        left, right, bottom, top = box
-        requests = list(dict.fromkeys(key.request_id for key in block.owners))[:_MOST_STRIPES]
-        if requests:
-            bar = bottom + (top - bottom) * (_BAR if self.with_text else 1.0)
-            end = left + (right - left) * block.num_tokens / block_size
-            self.put("allocated", box, tint(self.colors[requests[0]], _ALLOCATED))
-            for i, request_id in enumerate(requests):
-                color, low, high = self.colors[request_id], i / len(requests), (i + 1) / len(requests)
-                if i:  # the first one's tint is below all
-                    sides = (left + (right - left) * low, left + (right - left) * high)
-                    self.put("allocated stripes", (*sides, bottom, top), tint(color, _ALLOCATED))
-                self.put("tokens", (left, end, bottom + (bar - bottom) * low, bottom + (bar - bottom) * high), color)
-            self.put("shared" if block.num_references > 1 else "owned", box)
-        else:
-            self.put("remembered" if block.cached else "free", box, tint(NEUTRAL, 0.75) if block.cached else "white")
-        if block.cached and requests:
-            corner = min(0.22 * (right - left), 0.4 * abs(bottom - top))
-            self.put("corner", (right - corner, right, top + (bottom - top) * 0.22, top), INK)
-        if block.written:
-            self.put("written", box)
-        if self.with_text:
-            self._write(name, block, box)
-
-    def _write(self, name: str, block: Block, box: Box) -> None:
-        left, right, bottom, top = box
-        middle = top + (bottom - top) * (0.5 - _BAR / 2 if block.owners else 0.5)
-        margin = 2.0 / self.width
-        self.texts.append((left + margin, middle, name, "left"))
-        if block.num_references > 1:
-            note = f"×{block.num_references}"
-        elif block.owners:
-            key = block.owners[0]
-            note = sequence_name(key, self.num_siblings.get(key.request_id, 1))
-        else:
-            return
-        room = self.width * (right - left) - 6.0 - text_width(name, self.size)
-        if text_width(note, self.size) <= room:
-            self.texts.append((right - margin, middle, note, "right"))
-
-    def paint(self, axes: Axes) -> None:
-        """Draw all layers, from the back to the front."""
-        thin = 0.5 if min(self.width, self.height) > 5 else 0.0
-        thick = 1.8 if min(self.width, self.height) > 12 else 1.0
-        layers = (
-            ("free", PALE, max(thin, 0.2), None),
-            ("remembered", NEUTRAL, thin, "....."),
-            ("swapped", INK, thin, STATE_LOOKS["swapped"].hatch),
-            ("allocated", "none", 0.0, None),
-            ("allocated stripes", "none", 0.0, None),
-            ("tokens", "none", 0.0, None),
-            ("owned", INK, thin, None),
-            ("corner", "none", 0.0, None),
-            ("shared", "black", thick, None),
-        )
-        for i, (layer, edge, line_width, hatch) in enumerate(layers):
-            add_boxes(
-                axes,
-                self.boxes.get(layer, ()),
-                self.faces.get(layer, ()),
-                edge=edge,
-                line_width=line_width,
-                hatch=hatch,
-                label=layer,
-                zorder=2 + 0.1 * i,
-            )
-        if "written" in self.boxes:
-            add_boxes(axes, self.boxes["written"], "none", edge="white", line_width=thick + 1.4, zorder=3.1)
-            add_boxes(
-                axes,
-                self.boxes["written"],
-                "none",
-                edge="black",
-                line_width=thick + 0.4,
-                label="written",
-                zorder=3.2,
-                dashes=(2.0, 1.2),
-            )
-        for side, align in (("left", 0.0), ("right", 1.0), ("middle", 0.5)):
-            texts = [item for item in self.texts if item[3] == side]
-            if texts:
-                labels = Labels(axes, [item[:2] for item in texts], [item[2] for item in texts], self.size, align=(align, 0.5))
-                axes.add_collection(labels, autolim=False)
-
-
 # -- block tables ------------------------------------------------------------------------------------------------
-
-
-def _table_limits(trace: EngineTrace) -> tuple[int, int]:
-    """The most rows that tables take in any step, and the most blocks of any table."""
-    num_rows = num_blocks = 1
-    for record in trace:
-        num_rows = max(num_rows, len(record.block_tables) + len(record.swapped_tables))
-        for tables in (record.block_tables, record.swapped_tables):
-            num_blocks = max(num_blocks, max(map(len, tables.values()), default=0))
-    return num_rows, num_blocks
 
 
 def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str]) -> None:
     record, lens, size = trace[step], find_context_lens(trace)[step], trace.config.block_size
     keys = sequence_keys(trace)
-    siblings = count_siblings(keys)
-    num_rows, num_blocks = _table_limits(trace)
+    names = sequence_names(keys)
+    num_rows, num_blocks = table_limits(trace)
     width, height = _size(axes)
     num_rows = max(min(num_rows, int(height / _ROW_HEIGHT)), 4)
     shown = [key for key in keys if key in record.block_tables or key in record.swapped_tables]
@@ -334,59 +158,65 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
         num_hidden = len(shown) - num_rows + 1
         shown = shown[: num_rows - 1]
     cell = (width / num_blocks, height / num_rows)
-    cells = _Cells(colors, cell, siblings)
-    cells.size = max(
-        4.5, min(8.0, 0.55 * cell[1], (cell[0] - 2.0) / text_width(str(max(trace.config.num_gpu_blocks - 1, 0)), 1.0))
-    )
-    cells.with_text = cell[0] >= text_width("0", cells.size) * len(str(trace.config.num_gpu_blocks - 1)) + 1.0
-    names: list[str] = []
+    cells = Cells(colors, *cell, str(max(trace.config.num_gpu_blocks, trace.config.num_cpu_blocks, 1) - 1))
+    labels: list[str] = []
     for row, key in enumerate(shown):
         table = record.block_tables.get(key)
         on_host = table is None
         table = record.swapped_tables[key] if table is None else table
+        tokens, whiteness = host_look(on_host)
         color, length = colors[key.request_id], min(lens[key], len(table) * size)
-        names.append(sequence_name(key, siblings[key.request_id]) + (" (host)" if on_host else ""))
+        labels.append(names[key] + (_HOST if on_host else ""))
         bottom, top = row + 0.92, row + 0.08
         for place, block in enumerate(table):
             box = (place * size, (place + 1) * size, bottom, top)
-            cells.put("swapped" if on_host else "allocated", box, "white" if on_host else tint(color, _ALLOCATED))
+            cells.put("allocated", box, tint(color, whiteness))
             cells.put("shared" if not on_host and record.ref_counts.get(block, 1) > 1 else "owned", box)
-            if cells.with_text:
-                cells.texts.append(((place + 0.5) * size, row + 0.5 - 0.12, str(block), "middle"))
+            cells.write((place + 0.5) * size, row + 0.38, str(block), "middle")
         if length > 0:
-            cells.put("tokens", (0, length, bottom, bottom + (top - bottom) * 0.3), color)
+            cells.put(tokens, (0, length, bottom, bottom + (top - bottom) * 0.3), color)
     cells.paint(axes)
     axes.set_xlim(0, num_blocks * size)
     axes.set_ylim(num_rows, 0)
     points = [(-0.012, row + 0.5) for row in range(len(shown))]
     if num_hidden:
         points.append((-0.012, len(shown) + 0.5))
-        names.append("…")
+        labels.append("…")
         axes.text(0.0, len(shown) + 0.5, f"and {num_hidden} more sequences", fontsize=8, va="center", color=INK)
-    labels = Labels(axes, points, names, min(8.0, 0.8 * cell[1]), align=(1.0, 0.5), transform=axes.get_yaxis_transform())
-    axes.add_collection(labels, autolim=False)
-    tidy(axes, f"place in the sequence (tokens, {size} in a block)", "")
+    axes.add_collection(
+        Labels(axes, points, labels, min(8.0, 0.8 * cell[1]), align=(1.0, 0.5), transform=axes.get_yaxis_transform()),
+        autolim=False,
+    )
+    tidy(axes, f"place in the sequence (tokens, {size} in a block)", "block tables of the sequences")
     every = max(1, -(-num_blocks // 8)) * size
     axes.set_xticks(range(0, num_blocks * size + 1, every))
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_title("block tables (sequence: its blocks)", fontsize=8, color=INK, loc="right", pad=3)
+    axes.yaxis.labelpad = 8 + _label_width(trace)
     if not shown:
         say(axes, "no sequence has blocks")
+
+
+def _label_width(trace: EngineTrace) -> float:
+    """The width of the longest label that a table has in any step, in points."""
+    suffix = _HOST if any(record.swapped_tables for record in trace) else ""
+    return max((text_width(name + suffix, 8.0) for name in sequence_names(sequence_keys(trace)).values()), default=0.0)
 
 
 def _legend(trace: EngineTrace) -> list:
     """What the signs mean, those that some step of the trace has."""
     handles: list = [
         Patch(facecolor=NEUTRAL, label="tokens"),
-        Patch(facecolor=tint(NEUTRAL, _ALLOCATED), edgecolor=INK, linewidth=0.5, label="allocated"),
+        Patch(facecolor=tint(NEUTRAL, ALLOCATED), edgecolor=INK, linewidth=0.5, label="allocated"),
         Patch(facecolor="white", edgecolor=PALE, label="free"),
     ]
     if any(record.cached_blocks for record in trace):
         handles.append(
-            Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=".....", linewidth=0.5, label="free, remembered")
+            Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=DOTS, linewidth=0.5, label="free, remembered")
         )
-        handles.append(Line2D([], [], marker="s", color=INK, linestyle="none", markersize=4, label="remembered"))
+        handles.append(Line2D([], [], color=INK, linewidth=2.5, label="remembered"))
+    if any(record.swapped_tables for record in trace):
+        handles.append(Patch(facecolor=NEUTRAL, edgecolor=INK, hatch=DOTS, linewidth=0.5, label="on the host"))
     if any(record.ref_counts for record in trace):
         handles.append(Patch(facecolor="white", edgecolor="black", linewidth=1.8, label="shared ×n"))
     if any(record.blocks_to_copy or record.blocks_to_swap_in or record.blocks_to_swap_out for record in trace):

@@ -118,7 +118,7 @@ def draw_cache_use(trace: EngineTrace, title: str = "") -> Figure:
     Returns:
         A figure. Above the dashed line, where there is one, is what sharing blocks saves: so many slots would be used without.
     """
-    figure = new_figure(3.1, title, left=0.75, top=0.32)
+    figure = new_figure(3.1, title, left=0.95, top=0.32)
     paint_cache_use(figure.add_subplot(), trace)
     return figure
 

@@ -199,12 +199,17 @@ def new_figure(
     return figure
 
 
-def sequence_name(key: SequenceKey, num_siblings: int = 1) -> str:
-    """The request's id, shortened; and the sequence's number, where the request has several."""
-    name = key.request_id
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 + 1 :]}"
-    return f"{name}/{key.index}" if num_siblings > 1 else name
+def short_name(request_id: str) -> str:
+    """A request's id, its middle left out if it is long."""
+    if len(request_id) <= _LONGEST_NAME:
+        return request_id
+    return f"{request_id[: _LONGEST_NAME // 2]}…{request_id[-_LONGEST_NAME // 2 + 1 :]}"
+
+
+def sequence_names(keys: Sequence[SequenceKey]) -> dict[SequenceKey, str]:
+    """The short id of each sequence's request; and the sequence's number, where the request has several."""
+    siblings = count_siblings(keys)
+    return {key: short_name(key.request_id) + (f"/{key.index}" if siblings[key.request_id] > 1 else "") for key in keys}
 
 
 def count_siblings(keys: Sequence[SequenceKey]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.engine.trace import EngineTrace, SequenceKey
+from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import (
     Box,
     Labels,
@@ -19,7 +19,7 @@ from minivllm.viz.drawing import (
     look_patch,
     new_figure,
     say,
-    sequence_name,
+    short_name,
     tidy,
 )
 from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
@@ -115,7 +115,7 @@ def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
     keys = sequence_keys(trace)
     siblings = count_siblings(keys)
     num_rows = sum(max(1.0, count / 2) for count in siblings.values())
-    longest = max((len(sequence_name(key)) for key in keys), default=0) if len(siblings) <= _MOST_NAMED_ROWS else 3
+    longest = max((len(short_name(key.request_id)) for key in keys), default=0) if len(siblings) <= _MOST_NAMED_ROWS else 3
     height = min(0.95 + (0.2 if num_rows <= 30 else 0.13) * max(num_rows, 4), 9.0)
     figure = new_figure(height, title, left=0.4 + 0.075 * longest, top=0.3)
     paint_requests(figure.add_subplot(), trace)
@@ -160,7 +160,7 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
     axes.set_ylim(max(top, 1.0), 0.0)
     if len(tops) <= _MOST_NAMED_ROWS:
         middles = [tops[request_id] + max(1.0, siblings[request_id] / 2) / 2 for request_id in tops]
-        names = [sequence_name(SequenceKey(request_id)) for request_id in tops]
+        names = [short_name(request_id) for request_id in tops]
         points = [(-0.006, middle) for middle in middles]
         size = 8.0 if len(tops) <= 30 else 6.5
         axes.add_collection(

@@ -1,0 +1,172 @@
+"""Take a recorded run's decisions again: the real scheduler and block manager, without the model, on the recorded requests.
+
+What a run decides depends on when requests came, on their tokens, and on when they ended; a trace has all of it. So a replay must
+come to the same batches, block tables and preemptions, step by step, and `first_difference` says where it does not. With
+another scheduler or block manager, it says what that one would have done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from minivllm.bench.simulation import make_simulated_engine
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.static_batching import StaticBatchScheduler
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.trace import EngineTrace, RequestRecord, StepRecord
+from minivllm.errors import ConfigError
+from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
+from minivllm.request import Sequence
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+
+KNOWN_SCHEDULERS = {cls.__name__: cls for cls in (Scheduler, StaticBatchScheduler)}
+
+
+def replay(
+    trace: EngineTrace,
+    *,
+    scheduler_cls: type[Scheduler] | None = None,
+    block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
+) -> EngineTrace:
+    """Do what a trace tells of again, without a model.
+
+    Requests come and are given up before the step before which they were, every step takes the time that it took, and every
+    request says what it said.
+
+    Args:
+        trace: Recorded from the engine's first request on.
+        scheduler_cls: The one to use; that of the trace if None.
+        block_space_manager_cls: The one to use.
+
+    Returns:
+        The trace of the replay.
+
+    Raises:
+        ConfigError: The scheduler of the trace is not known here, or the replay does not end.
+    """
+    config = trace.config
+    scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
+    if scheduler is None:
+        raise ConfigError(f"The trace was recorded with {config.scheduler}: give that class as scheduler_cls.")
+    engine = make_simulated_engine(
+        scheduler=scheduler,
+        block_space_manager_cls=block_space_manager_cls,
+        block_size=config.block_size,
+        num_gpu_blocks=config.num_gpu_blocks,
+        num_cpu_blocks=config.num_cpu_blocks,
+        watermark=config.watermark,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size + 1,
+        eos_token_ids=(config.vocab_size,),
+        **config.scheduler_config,
+    )
+    assert isinstance(engine.clock, VirtualClock)
+    engine.executor = _RecordedModel(engine.clock, trace)
+    engine.output_processor = _RecordedStops(trace)
+    for step in trace:
+        engine.clock.advance_to(step.start)
+        _come_and_go(engine, trace, step)
+        if not engine.has_unfinished_requests():
+            break
+        engine.step()
+    replayed = engine.trace
+    assert replayed is not None
+    return replayed
+
+
+def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None:
+    """Where two traces decide differently: the step, the field, and what each has there. None if nowhere.
+
+    Compared is everything but times.
+    """
+    for number, (step, other) in enumerate(zip(recorded, replayed, strict=False)):
+        for item in dataclasses.fields(StepRecord):
+            ours, theirs = getattr(step, item.name), getattr(other, item.name)
+            if item.name == "cached_blocks":
+                ours, theirs = sorted(ours), sorted(theirs)
+            if item.name not in ("start", "end", "error") and ours != theirs:
+                return f"step {number}, {item.name}: {ours} is recorded, {theirs} is replayed"
+    if len(recorded) != len(replayed):
+        return f"{len(recorded)} steps are recorded, {len(replayed)} are replayed"
+    return None
+
+
+def _come_and_go(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> None:
+    """Add and abort what was added and aborted before a step."""
+    for request_id in step.arrived:
+        record = trace.requests[request_id]
+        engine.add_request(
+            request_id,
+            record.prompt_token_ids,
+            _params_of(record),
+            arrival_time=record.arrival_time,
+            priority=record.priority,
+        )
+    for request_id in step.aborted:
+        engine.abort_request(request_id)
+
+
+def _params_of(record: RequestRecord) -> SamplingParams:
+    """The recorded parameters, as far as they decide anything: stops are taken from the record instead."""
+    params = {name: value for name, value in record.params.items() if name in ("n", "prompt_logprobs") or "penalty" in name}
+    return SamplingParams(**params, max_tokens=record.max_num_tokens - record.num_prompt_tokens)
+
+
+class _RecordedModel(SimulatedExecutor):
+    """Says what the recorded model said, and takes as long, and fails when it failed.
+
+    Where a stop token ended a sequence, it says the end-of-sequence token instead. Nobody ever sees the keys and values of a
+    last token, so this changes nothing else.
+    """
+
+    def __init__(self, clock: VirtualClock, trace: EngineTrace) -> None:
+        super().__init__(clock, lambda work: 0.0, trace.config.num_gpu_blocks, trace.config.num_cpu_blocks)
+        self._trace = trace
+        self._steps: Iterator[StepRecord] = iter(trace)
+        self._end_token = trace.config.vocab_size
+
+    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        step = next(self._steps, None)
+        if step is not None:
+            self.clock.advance_to(step.end)
+            if step.error is not None:
+                raise RuntimeError(step.error)
+        return super().execute_model(output)
+
+    def _tokens(self, seq: Sequence, num_drafts: int) -> list[int]:
+        record = self._trace.requests[seq.request.request_id]
+        first, indices = seq.num_output_tokens, range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
+        if num_drafts:
+            return [self._token(record, seq.index, first + i) for i in range(1 + num_drafts)]
+        return [self._token(record, index, first) for index in indices]
+
+    def _token(self, record: RequestRecord, index: int, position: int) -> int:
+        tokens = record.output_token_ids[index] if index < len(record.output_token_ids) else []
+        stopped = record.finish_reasons[index : index + 1] == ["stop"]
+        if stopped and position >= len(tokens) - 1 and not isinstance(record.stop_reasons[index], str):
+            return self._end_token
+        return tokens[position] if position < len(tokens) else 0
+
+
+class _RecordedStops(OutputProcessor):
+    """Ends a sequence where a stop string ended it, which only the text can tell."""
+
+    def __init__(self, trace: EngineTrace) -> None:
+        super().__init__(None)
+        self._requests = trace.requests
+
+    def process(
+        self, output: SchedulerOutput, results: list[SequenceOutput], advanced: list[tuple[Sequence, int]], now: float
+    ) -> list[tuple[Sequence, str]]:
+        stopped = super().process(output, results, advanced, now)
+        for seq, _ in advanced:
+            record = self._requests[seq.request.request_id]
+            stop = record.stop_reasons[seq.index] if seq.index < len(record.stop_reasons) else None
+            if isinstance(stop, str) and seq.num_output_tokens >= len(record.output_token_ids[seq.index]):
+                stopped.append((seq, stop))
+        return stopped

@@ -1,0 +1,163 @@
+"""A model that takes time and gives tokens, without computing any: the real scheduler drives it under a virtual clock.
+
+Above the executor everything is the engine that serves: queues, blocks, preemption, outputs. Below it stands a formula for
+how long a step takes. So a run of minutes is simulated in moments, is the same each time, and needs no machine to be bought
+first. The formula is fitted to a measured run by `bench/calibrate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minivllm.errors import ConfigError
+from minivllm.executor.base import Executor
+from minivllm.request import Sequence
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+
+
+class VirtualClock:
+    """Time that passes only when it is told to. An engine's `clock`.
+
+    Args:
+        now: Seconds to begin with.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self.now += seconds
+
+    def advance_to(self, moment: float) -> None:
+        """Let time pass until a moment; one that has passed already changes nothing."""
+        self.now = max(self.now, moment)
+
+
+class StepWork(NamedTuple):
+    """What a step has to do, as far as it takes time.
+
+    Attributes:
+        prefill_tokens: Tokens of prompts, and those that are recomputed.
+        prefill_pairs: Pairs of such a token and one that it attends to, itself included.
+        decode_seqs: Sequences that decode; a draft token counts as one more.
+        context_tokens: Tokens whose keys and values the decoding sequences read.
+    """
+
+    prefill_tokens: int
+    prefill_pairs: int
+    decode_seqs: int
+    context_tokens: int
+
+
+def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
+    """Sum up a step.
+
+    Args:
+        parts: For each sequence whether it decodes, how many tokens are computed, and how many it has when they are.
+    """
+    prefill_tokens = prefill_pairs = decode_seqs = context_tokens = 0
+    for is_decode, num_tokens, context_len in parts:
+        if is_decode:
+            decode_seqs += num_tokens
+            context_tokens += context_len
+        else:
+            prefill_tokens += num_tokens
+            prefill_pairs += num_tokens * context_len - num_tokens * (num_tokens - 1) // 2
+    return StepWork(prefill_tokens, prefill_pairs, decode_seqs, context_tokens)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a step: a fixed part, and so much for each piece of work (`StepWork`).
+
+    Linear layers cost by token, decode attention by the context it reads, prefill attention by pair. Copies and swaps of blocks
+    cost nothing here.
+    """
+
+    fixed: float
+    per_prefill_token: float
+    per_prefill_pair: float
+    per_decode_seq: float
+    per_context_token: float
+
+    def __call__(self, work: StepWork) -> float:
+        """Seconds that a step with this work takes."""
+        return (
+            self.fixed
+            + self.per_prefill_token * work.prefill_tokens
+            + self.per_prefill_pair * work.prefill_pairs
+            + self.per_decode_seq * work.decode_seqs
+            + self.per_context_token * work.context_tokens
+        )
+
+
+class SimulatedExecutor(Executor):
+    """Advances the clock by what a step would take, and makes up its tokens.
+
+    A request's tokens depend on its seed and their position, so different requests say different things. They are never
+    end-of-sequence tokens: a request ends when it has `max_tokens`.
+
+    Args:
+        clock: The engine's.
+        cost_model: Seconds of a step.
+        num_gpu_blocks, num_cpu_blocks: The cache that the simulated device has.
+        vocab_size: Token ids are below this.
+        watch: Called with each step and its seconds, before they pass.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        cost_model: Callable[[StepWork], float],
+        num_gpu_blocks: int,
+        num_cpu_blocks: int = 0,
+        vocab_size: int = 50_000,
+        watch: Callable[[SchedulerOutput, float], None] | None = None,
+    ) -> None:
+        for name, value, low in (("num_gpu_blocks", num_gpu_blocks, 1), ("num_cpu_blocks", num_cpu_blocks, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
+        self.clock = clock
+        self.cost_model = cost_model
+        self.watch = watch
+        self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
+        self._vocab_size = vocab_size
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return self._num_blocks
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        """There is no memory to allocate."""
+
+    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        seconds = self.cost_model(work_of(output))
+        if self.watch is not None:
+            self.watch(output, seconds)
+        self.clock.advance(seconds)
+        return [
+            SequenceOutput(self._tokens(item.seq, len(item.draft_token_ids))) if item.needs_sampling else SequenceOutput()
+            for item in output.scheduled
+        ]
+
+    def _tokens(self, seq: Sequence, num_drafts: int) -> list[int]:
+        """The next token, one more for each sibling to be forked, and one more for each draft."""
+        first = seq.request.seed + 7919 * seq.index + len(seq.token_ids)
+        return [(first + i) % self._vocab_size for i in range(1 + seq.num_unforked_siblings + num_drafts)]
+
+
+def work_of(output: SchedulerOutput) -> StepWork:
+    """The work of a step that has been scheduled and not yet computed."""
+    return count_work(
+        (
+            len(item.seq.token_ids) > item.seq.num_prompt_tokens and item.num_tokens == 1 + len(item.draft_token_ids),
+            item.num_tokens,
+            item.seq.num_computed_tokens + item.num_tokens,
+        )
+        for item in output.scheduled
+    )
