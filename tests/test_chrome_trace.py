@@ -85,7 +85,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integer
 @settings(max_examples=60)
 @given(
     REQUESTS, st.integers(24, 40), st.booleans(), st.sampled_from(["recompute", "swap"]), st.integers(0, 3), st.booleans(),
-    st.sampled_from([0.1, 1e-6, 1e4 / 3]),
+    st.sampled_from([0.1, 1e-6, 0.1234567, 1e4 / 3]),
 )  # fmt: skip
 def test_slices_do_not_overlap_and_last_as_long_as_the_spans(requests, num_blocks, chunked, mode, drafts, abort, seconds):
     trace = record(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep, StepRecord
+from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep
 from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys, time_origin
 
 ENGINE, REQUESTS = 1, 2
@@ -119,17 +119,15 @@ def _sequence_events(trace: EngineTrace, clock: _Clock, rows: dict[SequenceKey, 
         args: dict[str, Any] = {}
         if span.state in ("prefill", "decode", "stalled"):
             number = next(numbers[span.key])
-            args = {"step": number, "context_len": context_lens[number].get(span.key, 0)} | _work(
-                trace[number], items[number].get(span.key)
-            )
+            args = {"step": number, "context_len": context_lens[number].get(span.key, 0)} | _work(items[number].get(span.key))
         elif span.state == "waiting" and span.request_id in trace.requests:
             args = {"prompt_tokens": trace.requests[span.request_id].num_prompt_tokens}
         yield clock.slice(span.state, REQUESTS, rows[span.key], span.start, span.end, args)
 
 
-def _work(step: StepRecord, item: SequenceStep | None) -> dict[str, int]:
+def _work(item: SequenceStep | None) -> dict[str, int]:
     """What a step computed for a sequence."""
     if item is None:
         return {"tokens": 0}
     drafts = {"drafts": item.num_drafts, "accepted": item.num_accepted} if item.num_drafts else {}
-    return {"tokens": item.num_tokens, "new_tokens": 0 if step.error is not None else item.num_new_tokens} | drafts
+    return {"tokens": item.num_tokens, "new_tokens": item.num_new_tokens} | drafts

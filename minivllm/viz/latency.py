@@ -88,8 +88,6 @@ def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
 
 def won_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
     """Each sequence that got tokens of a step, and how many. The step that completes a prompt gives one to each sibling too."""
-    if step.error is not None:  # nobody got anything
-        return
     for part in step.scheduled:
         if part.num_new_tokens == 0:
             continue
