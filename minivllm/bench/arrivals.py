@@ -13,7 +13,7 @@ from itertools import islice
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest
 from minivllm.errors import ConfigError
 
-ARRIVALS = ("poisson", "bursts", "at once")
+ARRIVALS = ("poisson", "bursts", "at-once")
 
 
 def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int = 0) -> Iterator[float]:
@@ -21,7 +21,7 @@ def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int 
 
     Args:
         arrivals: "poisson": each independently of the others, as those of many users are. "bursts": `burst_size` of them at a
-            time, and the bursts as Poisson arrivals. "at once": all at the start.
+            time, and the bursts as Poisson arrivals. "at-once": all at the start.
         rate: Requests per second, on average.
         burst_size: Requests in a burst.
         seed: The same seed gives the same moments.
@@ -31,7 +31,7 @@ def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int 
     """
     if arrivals not in ARRIVALS:
         raise ConfigError(f"arrivals is {arrivals!r}, but must be one of {', '.join(map(repr, ARRIVALS))}.")
-    if arrivals != "at once" and not (rate > 0 and math.isfinite(rate)):
+    if arrivals != "at-once" and not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"arrival_rate is {rate!r}, but must be a number of requests per second above 0.")
     if burst_size < 1:
         raise ConfigError(f"burst_size is {burst_size}, but must be at least 1.")
@@ -41,7 +41,7 @@ def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int 
 def _times(arrivals: str, rate: float, burst_size: int, rng: random.Random) -> Iterator[float]:
     now = 0.0
     while True:
-        if arrivals != "at once":
+        if arrivals != "at-once":
             now += rng.expovariate(rate / burst_size)
         for _ in range(burst_size):
             yield now

@@ -17,7 +17,7 @@ DEFAULT_COSTS = CostModel(
 
 
 def load_costs(path: Path) -> CostModel:
-    """The cost model in a JSON file that `minivllm bench calibrate --json` wrote, or in one with its fields alone.
+    """The cost model in a JSON file that `minivllm bench calibrate --json` wrote, or in one with its fields alone, in seconds.
 
     Raises:
         ConfigError: The file is missing or has another form.
@@ -28,11 +28,22 @@ def load_costs(path: Path) -> CostModel:
         raise ConfigError(f"There is no cost model {path} that can be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a cost model: it is not valid JSON ({error}).") from None
-    costs = content.get("costs", content) if isinstance(content, dict) else None
+    costs = content.get("calibration", content) if isinstance(content, dict) else None
+    costs = costs.get("costs", costs) if isinstance(costs, dict) else None
     names = [field.name for field in dataclasses.fields(CostModel)]
-    if not isinstance(costs, dict) or set(costs) != set(names):
-        raise ConfigError(f"{path} is not a cost model: it must have {', '.join(names)}, in seconds.")
-    for name, value in costs.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ConfigError(f"{path} is not a cost model: {name} is {value!r}, but must be a number of seconds, 0 or more.")
-    return CostModel(**costs)
+    if not isinstance(costs, dict) or "fixed" not in costs or not set(costs) <= set(names):
+        raise ConfigError(f"{path} is not a cost model: it must have 'fixed', and may have others of {', '.join(names)}.")
+    values = {name: value for name, value in costs.items() if name != "decode_curve"}
+    try:
+        values["decode_curve"] = tuple((size, seconds) for size, seconds in costs.get("decode_curve", []))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{path} is not a cost model: decode_curve must be a list of [sequences, seconds].") from None
+    sizes = [size for size, _ in values["decode_curve"]]
+    numbers = [(name, value) for name, value in values.items() if name != "decode_curve"]
+    numbers += [("a number in decode_curve", number) for point in values["decode_curve"] for number in point]
+    for name, value in numbers:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more.")
+    if sizes != sorted(set(sizes)) or 0 in sizes:
+        raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must grow from one point to the next.")
+    return CostModel(**values)

@@ -1,12 +1,10 @@
-"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep`, `kernels`, `quality` and `scheduler`."""
+"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep`, `quality` and `scheduler`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
-import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +31,6 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
-    kernels = add_command(
-        benches, "kernels", run_bench_kernels, "linear layers and attention on the CPU, against other ways and the machine's limits",
-        "minivllm bench kernels --json kernels.json",
-    )  # fmt: skip
-    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    kernels.add_argument("--plot", type=picture, metavar="FILE", help="draw the roofline of the engine's float32 kernels here")
-    kernels.set_defaults(model="smollm2-135m")
     quality = add_command(
         benches, "quality", run_bench_quality, "what quantized weights do to the choice of tokens, on 2,000 positions of prose",
         "minivllm bench quality --quantization int8",
@@ -158,7 +149,8 @@ def _one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[s
     return next(iter(workloads.items()))
 
 
-def _make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+    """The engine that the options ask for."""
     from minivllm.entrypoints.llm import LLM
 
     return LLM(**engine_args(arguments) | overrides).llm_engine
@@ -172,7 +164,7 @@ def _model_config(arguments: argparse.Namespace) -> ModelConfig:
     return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
 
 
-def _report(
+def report(
     arguments: argparse.Namespace, what: str, table: str, content: dict[str, Any], quantizations: Sequence[str] = ()
 ) -> None:
     """Print a result; as JSON, with --json, it has the same text and what it takes to repeat it: machine, time, command line.
@@ -194,7 +186,12 @@ def _report(
     if arguments.json is not None:
         time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         origin = {"machine": machine, "time": time, "command": arguments.command, "model": arguments.model}
-        arguments.json.write_text(json.dumps(origin | {"text": text.split("\n")} | content, indent=2) + "\n")
+        arguments.json.write_text(to_text(origin | {"text": text.split("\n")} | content))
+
+
+def to_text(content: dict[str, Any]) -> str:
+    """A result as JSON for a file."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _quantizations(arguments: argparse.Namespace) -> list[str]:
@@ -225,14 +222,14 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 def _compare_policies(arguments: argparse.Namespace) -> int:
     from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
 
-    engine = _make_engine(arguments)
+    engine = make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
     runs = [(name, policy) for name in workloads for policy in policies]
     trace_files = _trace_files(arguments.save_trace, runs) if arguments.save_trace else []
     results = [run_offline(engine, policy, name, workloads[name]) for name, policy in runs]
     what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
-    _report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
+    report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.timeline import draw_timelines
 
@@ -266,18 +263,18 @@ def _compare_engines(arguments: argparse.Namespace) -> int:
     )
     content = {"max_num_seqs": arguments.max_num_seqs, "comparison": comparison.to_json()}
     quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engine if engine.startswith("minivllm-")]
-    _report(arguments, what, format_table(comparison), content, quantizations)
+    report(arguments, what, format_table(comparison), content, quantizations)
     return 0
 
 
 def _profile(arguments: argparse.Namespace) -> int:
     from minivllm.bench.profile import format_profile, profile_offline
 
-    engine = _make_engine(arguments)
+    engine = make_engine(arguments)
     name, requests = _one_workload(arguments, engine.model_config)
     profile = profile_offline(engine, name, requests)
     what = f"{arguments.model}, {name}, at most {arguments.max_num_seqs} running"
-    _report(arguments, what, format_profile(profile), {"profile": profile.to_json()}, _quantizations(arguments))
+    report(arguments, what, format_profile(profile), {"profile": profile.to_json()}, _quantizations(arguments))
     return 0
 
 
@@ -298,14 +295,14 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
     largest = max(arguments.batch_sizes)
     if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
         raise ConfigError(f"max_num_seqs is {arguments.max_num_seqs}, so a batch of {largest} would not run at once: raise it.")
-    engine = _make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
+    engine = make_engine(arguments, max_num_seqs=arguments.max_num_seqs or largest)
     lengths = {"prompt_len": arguments.prompt_len, "output_len": arguments.output_len}
     results = measure_latency(engine, arguments.batch_sizes, **lengths, rounds=arguments.rounds)
     what = (
         f"{arguments.model}, prompts of {arguments.prompt_len} and outputs of {arguments.output_len} tokens, all requests at once"
     )
     content = lengths | {"results": [vars(result) for result in results]}
-    _report(arguments, what, format_table(results), content, _quantizations(arguments))
+    report(arguments, what, format_table(results), content, _quantizations(arguments))
     return 0
 
 
@@ -317,10 +314,10 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         check_writable(path)
     name, requests = _one_workload(arguments, _model_config(arguments))
     points = sweep_max_num_seqs(
-        lambda value: _make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
+        lambda value: make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
     )
     what, content = f"{arguments.model}, {name}, {len(requests)} requests", [vars(point) for point in points]
-    _report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))
+    report(arguments, what, format_table(points), {"workload": name, "results": content}, _quantizations(arguments))
     if arguments.plot:
         from minivllm.viz.sweep import draw_sweep
 
@@ -328,37 +325,6 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
         print(f"\nThe curves: {arguments.plot}")
     return 0
-
-
-def run_bench_kernels(arguments: argparse.Namespace) -> int:
-    """Measure linear layers and decode attention on the CPU, and what the machine could do at best."""
-    from minivllm.bench import linear
-
-    linear.check_numba()
-    from minivllm.bench import attention  # which needs it
-
-    for path in (arguments.json, arguments.plot):
-        check_writable(path)
-    print("This takes two minutes ...", file=sys.stderr)
-    floor, layers, rows = linear.measure_floor(), linear.measure_linear(), attention.measure_attention()
-    table = f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n\n{attention.format_table(rows)}"
-    content = {"floor": vars(floor), "linear": layers, "attention": rows}
-    _report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
-    if arguments.plot:
-        _plot_roofline(content, arguments.plot)
-        print(f"\nThe roofline: {arguments.plot}")
-    return 0
-
-
-def _plot_roofline(results: dict[str, Any], path: Path) -> None:
-    """Draw the kernels that were measured under the machine's measured limits."""
-    from minivllm.bench.machine import describe_machine
-    from minivllm.bench.roofline import kernel_points, peaks
-    from minivllm.viz.roofline import RooflinePoint, draw_roofline
-
-    title = textwrap.fill(f"Linear layers and decode attention of SmolLM2-135M in float32; {describe_machine()}", 100)
-    points = [RooflinePoint(**point) for point in kernel_points(results)]
-    draw_roofline(points, *peaks(results), title).savefig(path, dpi=150)
 
 
 def measure_qualities(model: str, quantizations: Sequence[str], num_positions: int = 2000) -> list[Quality]:
@@ -380,7 +346,7 @@ def run_bench_quality(arguments: argparse.Namespace) -> int:
     check_writable(arguments.json)
     results = measure_qualities(arguments.model, arguments.quantization, arguments.positions)
     what = f"{arguments.model} against itself in float32, {arguments.positions} positions"
-    _report(arguments, what, format_table(results), {"results": [vars(result) for result in results]})
+    report(arguments, what, format_table(results), {"results": [vars(result) for result in results]})
     return 0
 
 

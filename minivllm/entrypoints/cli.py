@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `trace`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
+from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
+from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
 from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
@@ -63,7 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
     add_engine_options(chat)
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
-    add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
+    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    add_benchmarks(benches)
+    add_kernels(benches)
+    add_calibrate(benches)
+
+    add_simulate(commands)
 
     trace = commands.add_parser("trace", help="draw or export a saved trace", description="Draw or export a saved trace.")
     add_trace_commands(trace.add_subparsers(title="commands", required=True, metavar="COMMAND"))

@@ -7,6 +7,7 @@ first. The formula is fitted to a measured run by `bench/calibrate.py`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,23 +79,41 @@ class CostModel:
 
     Linear layers cost by token, decode attention by the context it reads, prefill attention by pair. Copies and swaps of blocks
     cost nothing here.
+
+    Attributes:
+        fixed: For any step.
+        per_prefill_step: On top, for a step that computes prompts.
+        per_prefill_token, per_prefill_pair, per_decode_seq, per_context_token: For each of them.
+        decode_curve: The first sequences of a batch do not cost as much as the next ones. So where this is given, it has
+            (sequences, seconds) points, with a straight line between two of them, and `per_decode_seq` holds after the last.
     """
 
     fixed: float
-    per_prefill_token: float
-    per_prefill_pair: float
-    per_decode_seq: float
-    per_context_token: float
+    per_prefill_step: float = 0.0
+    per_prefill_token: float = 0.0
+    per_prefill_pair: float = 0.0
+    per_decode_seq: float = 0.0
+    per_context_token: float = 0.0
+    decode_curve: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, work: StepWork) -> float:
         """Seconds that a step with this work takes."""
-        return (
-            self.fixed
-            + self.per_prefill_token * work.prefill_tokens
-            + self.per_prefill_pair * work.prefill_pairs
-            + self.per_decode_seq * work.decode_seqs
-            + self.per_context_token * work.context_tokens
-        )
+        seconds = self.fixed + self.decode_seconds(work.decode_seqs) + self.per_context_token * work.context_tokens
+        if work.prefill_tokens:
+            seconds += self.per_prefill_step
+            seconds += self.per_prefill_token * work.prefill_tokens + self.per_prefill_pair * work.prefill_pairs
+        return seconds
+
+    def decode_seconds(self, num_seqs: int) -> float:
+        """What so many decoding sequences cost, without their contexts."""
+        curve = self.decode_curve
+        right = bisect_left(curve, (num_seqs,))
+        if right == len(curve):
+            last, seconds = curve[-1] if curve else (0, 0.0)
+            return seconds + self.per_decode_seq * (num_seqs - last)
+        left_seqs, left = curve[right - 1] if right else (0, 0.0)
+        right_seqs, seconds = curve[right]
+        return left + (seconds - left) * (num_seqs - left_seqs) / (right_seqs - left_seqs)
 
 
 class SimulatedExecutor(Executor):

@@ -1,0 +1,286 @@
+"""From a traced run to a cost model, and how well that one predicts runs that it has not seen."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minivllm.bench.offline import SCHEDULERS, OfflineResult, run_offline
+from minivllm.bench.simulation import simulate
+from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.trace import EngineTrace
+from minivllm.errors import ConfigError
+from minivllm.executor.simulated import CostModel, StepWork, count_work
+
+INTERRUPTED = 1.5
+"""A step that took so many times what it should have was interrupted by something outside the engine."""
+STEPS_PER_POINT = 12
+"""So many steps at least stand behind each point of a decode curve."""
+
+
+def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
+    """The work of each step of a trace, and the seconds from its beginning to the next one's.
+
+    So what the engine does between two computations counts too. It does not where the engine had nothing to do in between, after the
+    last step, and with a step that failed.
+    """
+    costs = []
+    for number, step in enumerate(trace):
+        after = trace[number + 1] if number + 1 < len(trace) else None
+        is_idle_after = after is None or (step.num_waiting + step.num_swapped == 0 and len(step.finished) >= step.num_running)
+        end = step.end if is_idle_after or after is None else after.start
+        if step.error is None:
+            work = count_work((part.action == "decode", part.num_tokens, part.context_len) for part in step.scheduled)
+            costs.append((work, end - step.start))
+    return costs
+
+
+def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
+    """The cost model that comes nearest to the steps of some runs: least squares of relative errors, no coefficient below 0.
+
+    Errors are relative because a long step is not a better witness than a short one.
+
+    Raises:
+        ConfigError: The runs have too few steps.
+    """
+    costs = [cost for trace in traces for cost in step_costs(trace)]
+    points = _curve_points([work.decode_seqs for work, _ in costs])
+    num_coefficients = 5 + len(points)
+    if len(costs) < 2 * num_coefficients:
+        raise ConfigError(f"{len(costs)} steps are too few to fit a cost model to: trace a longer run.")
+    rows = []
+    for work, _ in costs:
+        row = [1.0, work.prefill_tokens > 0, work.prefill_tokens, work.prefill_pairs, work.context_tokens]
+        rows.append(row + _hats(points, work.decode_seqs))
+    matrix, seconds = np.array(rows), np.array([time for _, time in costs])
+    # Weighed by what was measured, steps that something interrupted hardly count, but neither do slow ones quite enough. So
+    # the first fit shows which were interrupted, and the second goes without them, weighed by what the first predicts.
+    predicted = matrix @ _least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
+    kept = (predicted > 0) & (seconds < INTERRUPTED * predicted)
+    matrix, seconds, predicted = matrix[kept], seconds[kept], predicted[kept]
+    coefficients = _least_squares(matrix / predicted[:, None], seconds / predicted)
+    fixed, prefill_step, prefill_token, prefill_pair, context_token, *heights = coefficients.tolist()
+    slope = max(0.0, (heights[-1] - heights[0]) / (points[-1] - points[0])) if len(points) > 1 else 0.0
+    return CostModel(
+        fixed=fixed,
+        per_prefill_step=prefill_step,
+        per_prefill_token=prefill_token,
+        per_prefill_pair=prefill_pair,
+        per_decode_seq=slope,
+        per_context_token=context_token,
+        decode_curve=tuple(zip(points, heights, strict=True)),
+    )
+
+
+def _curve_points(batches: list[int]) -> list[int]:
+    """Batch sizes at which the curve bends: those of `batch_sizes` with enough steps from the one before up to them."""
+    points = [0]
+    for size in batch_sizes(max(batches, default=0)):
+        if sum(points[-1] < other <= size for other in batches) >= STEPS_PER_POINT:
+            points.append(size)
+    return points[1:]
+
+
+def _hats(points: list[int], num_seqs: int) -> list[float]:
+    """How much of each point's height a batch gets: all at the point, less and less towards its neighbours."""
+    return [
+        float(np.interp(num_seqs, [0, *points], [0, *(float(i == j) for j in range(len(points)))])) for i in range(len(points))
+    ]
+
+
+def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Coefficients that come nearest, none below 0: a column that would get a negative one counts for nothing."""
+    scale = np.abs(matrix).max(axis=0)
+    used = np.flatnonzero(scale)
+    while True:
+        solution = np.linalg.lstsq(matrix[:, used] / scale[used], wanted, rcond=None)[0]
+        if (solution >= 0).all():
+            break
+        used = np.delete(used, np.argmin(solution))
+    coefficients = np.zeros(matrix.shape[1])
+    coefficients[used] = solution / scale[used]
+    return coefficients
+
+
+def explained(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[float, float]:
+    """How well a model fits steps: coefficient of determination (R²), and the median relative error of a step."""
+    pairs = [(costs(work), time) for work, time in steps]
+    mean = statistics.mean(time for _, time in pairs)
+    residual = sum((time - predicted) ** 2 for predicted, time in pairs)
+    total = sum((time - mean) ** 2 for _, time in pairs)
+    return 1 - residual / total, statistics.median(abs(predicted - time) / time for predicted, time in pairs)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a workload."""
+
+    workload: str
+    requests: list[WorkloadRequest]
+    scheduler: str
+    max_num_seqs: int
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and the middles between them, and the largest."""
+    sizes = {size for power in range(largest.bit_length() + 1) for size in (2**power, 3 * 2**power // 2)}
+    return sorted({size for size in sizes if size < largest} | {largest} - {0})
+
+
+def calibration_settings(max_num_seqs: int, vocab_size: int, max_model_len: int, seed: int = 0) -> list[Setting]:
+    """A run for each batch size, with prompts of many lengths: all that a cost model asks about occurs, and in many combinations."""
+    settings = []
+    for size in batch_sizes(max_num_seqs):
+        rng = random.Random(seed + size)
+        requests = []
+        for i in range(size + max(5, size // 2)):
+            prompt_len = min((8, 32, 96, 256)[i % 4] + rng.randrange(8), max_model_len // 2)
+            prompt = [rng.randrange(vocab_size) for _ in range(prompt_len)]
+            requests.append(WorkloadRequest(prompt, min(rng.randrange(16, 49), max_model_len - prompt_len)))
+        rng.shuffle(requests)
+        settings.append(Setting("calibration", requests, "continuous", size))
+    return settings
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run, as it was predicted and as it was measured. Throughput in output tokens per second, times in seconds."""
+
+    workload: str
+    scheduler: str
+    max_num_seqs: int
+    predicted_throughput: float
+    measured_throughput: float
+    predicted_ttft: float
+    measured_ttft: float
+
+    @property
+    def throughput_error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted_throughput / self.measured_throughput - 1
+
+    @property
+    def ttft_error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted_ttft / self.measured_ttft - 1
+
+
+def run_setting(engine: LLMEngine, setting: Setting) -> OfflineResult:
+    """Run a setting on the real engine."""
+    engine.scheduler_config = replace(engine.scheduler_config, max_num_seqs=setting.max_num_seqs)
+    return run_offline(engine, setting.scheduler, f"{setting.workload} {setting.max_num_seqs}", setting.requests)
+
+
+def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[OfflineResult]) -> Prediction:
+    """Simulate a setting in an engine with the same cache, beside the medians of what was measured."""
+    simulated = simulate(
+        setting.requests,
+        cost_model=costs,
+        scheduler=setting.scheduler,
+        block_size=engine.cache_config.block_size,
+        num_gpu_blocks=engine.block_manager.num_gpu_blocks,
+        max_model_len=engine.model_config.max_model_len,
+        trace=False,
+        **asdict(engine.scheduler_config) | {"max_num_seqs": setting.max_num_seqs},
+    )
+    return Prediction(
+        setting.workload,
+        setting.scheduler,
+        setting.max_num_seqs,
+        simulated.output_tokens_per_second,
+        statistics.median(result.output_tokens_per_second for result in measured),
+        simulated.ttft.mean,
+        statistics.median(result.mean_ttft for result in measured),
+    )
+
+
+def unseen_settings(max_num_seqs: int, vocab_size: int, max_model_len: int) -> list[Setting]:
+    """Runs that a calibration does not have: other lengths, other distributions, other batch sizes, static batching too."""
+    lengths = {"uniform": (24, 32, 48), "longtail": (32, 64, 40)}
+    values = sorted({max(1, max_num_seqs // 8), max(1, max_num_seqs // 3), max(1, 5 * max_num_seqs // 8), max_num_seqs})
+    settings = []
+    for distribution, (count, mean_prompt_len, mean_output_len) in lengths.items():
+        requests = make_workload(
+            distribution, count, mean_prompt_len=mean_prompt_len, mean_output_len=mean_output_len, vocab_size=vocab_size,
+            max_len=max_model_len, seed=1,
+        )  # fmt: skip
+        settings += [Setting(distribution, requests, scheduler, value) for scheduler in SCHEDULERS for value in values]
+    return settings
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A cost model, how well it fits the steps that it was fitted to, and how well it predicts other runs."""
+
+    costs: CostModel
+    num_steps: int
+    r_squared: float
+    median_step_error: float
+    predictions: list[Prediction]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `bench.costs.load_costs` reads the costs in it."""
+        predictions = [vars(p) | {"throughput_error": p.throughput_error, "ttft_error": p.ttft_error} for p in self.predictions]
+        return asdict(self) | {"predictions": predictions}
+
+
+def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
+    """Measure calibration runs and runs that are not used for it, in turns; fit the first and predict the second.
+
+    Args:
+        engine: With nothing to do, whose `max_num_seqs` is the largest that shall be simulated.
+        rounds: How often each is run. What is measured of an unseen run is its median.
+    """
+    config, largest = engine.model_config, engine.scheduler_config.max_num_seqs
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}, but must be at least 1.")
+    calibration = calibration_settings(largest, config.vocab_size, config.max_model_len)
+    unseen = unseen_settings(largest, config.vocab_size, config.max_model_len)
+    run_setting(engine, Setting("warm-up", warm_up_requests(calibration[-1].requests, largest), "continuous", largest))
+    traces: list[EngineTrace] = []
+    measured: list[list[OfflineResult]] = [[] for _ in unseen]
+    for _ in range(rounds):
+        traces += [run_setting(engine, setting).trace for setting in calibration]
+        for results, setting in zip(measured, unseen, strict=True):
+            results.append(run_setting(engine, setting))
+    engine.scheduler_config = replace(engine.scheduler_config, max_num_seqs=largest)
+    costs = fit_costs(traces)
+    steps = [cost for trace in traces for cost in step_costs(trace)]
+    predictions = [predict(costs, engine, setting, results) for setting, results in zip(unseen, measured, strict=True)]
+    return Calibration(costs, len(steps), *explained(costs, steps), predictions)
+
+
+def format_report(calibration: Calibration) -> str:
+    """The cost model in words, and the predictions as a table."""
+    costs = calibration.costs
+    curve = ", ".join(f"{size}: {seconds * 1e3:.1f}" for size, seconds in costs.decode_curve)
+    lines = [
+        f"A step takes {costs.fixed * 1e3:.1f} ms, and",
+        f"  for decoding sequences (number: ms)  {curve}, then {costs.per_decode_seq * 1e3:.2f} each",
+        f"  for each token of their contexts     {costs.per_context_token * 1e6:.2f} µs",
+        f"  for prompts                          {costs.per_prefill_step * 1e3:.1f} ms",
+        f"  for each token of a prompt           {costs.per_prefill_token * 1e3:.3f} ms",
+        f"  for each pair that attends           {costs.per_prefill_pair * 1e6:.3f} µs",
+        f"fitted to {calibration.num_steps} steps: R² {calibration.r_squared:.4f}, median error of a step "
+        f"{calibration.median_step_error:.1%}",
+        "",
+    ]
+    header = (
+        f"{'unseen run':<12}{'batching':<12}{'max_num_seqs':>12}{'tokens/s predicted':>20}{'measured':>10}{'error':>8}"
+        f"{'TTFT predicted':>16}{'measured':>10}{'error':>8}"
+    )
+    lines += [header, "-" * len(header)]
+    lines += [
+        f"{p.workload:<12}{p.scheduler:<12}{p.max_num_seqs:>12}{p.predicted_throughput:>20.1f}{p.measured_throughput:>10.1f}"
+        f"{p.throughput_error:>+8.1%}{p.predicted_ttft:>14.2f} s{p.measured_ttft:>8.2f} s{p.ttft_error:>+8.1%}"
+        for p in calibration.predictions
+    ]
+    worst = [max(abs(getattr(p, name)) for p in calibration.predictions) for name in ("throughput_error", "ttft_error")]
+    lines.append(f"largest error: throughput {worst[0]:.1%}, mean TTFT {worst[1]:.1%}")
+    return "\n".join(lines)
