@@ -165,7 +165,7 @@ def test_there_is_no_percentile_of_nothing():
 def two_traces() -> dict[str, EngineTrace]:
     return {
         name: drive(timed_engine(40, seconds=seconds)[0], [(0.0, 5, 9, 1), (-1.0, 9, 3, 2), (-2.0, 3, 12, 1)])[0]
-        for name, seconds in (("slow", 0.25), ("fast", 0.01))
+        for name, seconds in (("slow", 0.25), ("fast", 0.04))
     }
 
 
@@ -186,6 +186,24 @@ def test_the_figure_shows_the_shares_and_writes_the_percentiles():
         assert written == pytest.approx([bench_percentile(values, percent) for percent in (50, 95, 99)], rel=5e-3)
     styles = [line.get_linestyle() for line in panels[0].lines if len(line.get_xdata()) > 1]
     assert len(set(styles)) == 2, "told apart without colours"
+
+
+def test_a_long_tail_gets_a_logarithmic_axis():
+    engine, executor = timed_engine(100, seconds=0.01)
+    execute = executor.execute_model
+    tick = engine.clock
+    late = [0.0]
+    engine.clock = lambda: tick() + late[0]
+
+    def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
+        late[0] += 3.0 if executor.num_steps == 8 else 0.0
+        return execute(output)
+
+    executor.execute_model = stumble
+    trace, _ = drive(engine, [(0.0, 8, 20, 1)])
+    panels = draw_latencies({"stumbling": trace}).axes[:3]
+    assert [axes.get_xscale() for axes in panels] == ["linear", "log", "linear"]
+    assert panels[1].get_xlabel() == "between tokens (ITL), ms (log)"
 
 
 def test_a_trace_in_which_nothing_ended_is_drawn_too():

@@ -20,6 +20,8 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 PERCENTILES = {50: "o", 95: "s", 99: "D"}
 """Those that are written, each with the shape of its mark on the curve."""
+LONG_TAIL = 20
+"""The axis is logarithmic if the longest wait is so many times the median: most of the curve would be a line on the left else."""
 LINE_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
@@ -149,8 +151,14 @@ def _draw_distributions(axes: Axes, values: list[np.ndarray], label: str) -> Non
             )  # fmt: skip
     if not any(map(len, values)):
         axes.text(0.5, 0.5, "nothing to show", ha="center", va="center", transform=axes.transAxes, color="#555555")
+    everything = np.concatenate(values) if values else np.zeros(0)
+    if len(everything) and everything.min() > 0 and everything.max() > LONG_TAIL * percentile(everything, 50):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        label += " (log)"
+    else:
+        axes.set_xlim(left=0)
     axes.set_xlabel(label)
-    axes.set_xlim(left=0)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.grid(color="#DDDDDD", linewidth=0.8)
@@ -171,7 +179,7 @@ def _write_percentiles(axes: Axes, values: list[np.ndarray], unit: str) -> None:
         style = _line(i)
         axes.plot([0, 0.13], [-1 - i] * 2, color=style.get_color(), linestyle=style.get_linestyle(), linewidth=1.8)
         for percent, place in places.items():
-            text = f"{percentile(ordered, percent):#.3g}".rstrip(".") if len(ordered) else "–"
+            text = _number(percentile(ordered, percent)) if len(ordered) else "–"
             axes.text(place, -1 - i, text, ha="right", va="center", fontsize=8)
 
 
@@ -182,8 +190,13 @@ def _line(number: int) -> Line2D:
 
 
 def _unit(seconds: Sequence[float]) -> tuple[float, str]:
-    """Milliseconds where nothing takes a second."""
-    return (1.0, "s") if max(seconds, default=0.0) >= 1 else (1e3, "ms")
+    """Milliseconds where nothing takes a second, or where most is far below one."""
+    return (1.0, "s") if max(seconds, default=0.0) >= 1 and percentile(seconds, 50) >= 0.1 else (1e3, "ms")
+
+
+def _number(value: float) -> str:
+    """With three digits at least."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _count(trace: EngineTrace, num_complete: int) -> str:
