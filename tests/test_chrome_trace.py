@@ -17,15 +17,24 @@ from minivllm.viz.spans import STATES, find_spans, time_origin
 
 
 def record(
-    requests: list[tuple[int, int, int]], num_blocks: int = 24, *, seconds: float = 0.1, abort: bool = False, **options: object
+    requests: list[tuple[int, int, int]],
+    num_blocks: int = 24,
+    *,
+    seconds: float = 0.1,
+    pause: float = 0.001,
+    abort: bool = False,
+    **options: object,
 ) -> EngineTrace:
-    """The trace of requests (prompt length, max_tokens, n), one of which comes with every other step."""
+    """The trace of requests (prompt length, max_tokens, n), one of which comes with every other step.
+
+    A step takes so many seconds, and whoever asks the clock has to pause.
+    """
     engine, executor = shadow_engine(num_blocks, 30, max_num_seqs=5, max_num_batched_tokens=64, **options)
     executor.execute_model, execute = lambda output: (clock(seconds), execute(output))[1], executor.execute_model
     now = [5.0]
 
-    def clock(pause: float = 0.001) -> float:
-        now[0] += pause
+    def clock(passing: float = pause) -> float:
+        now[0] += passing
         return now[0]
 
     engine.clock = clock
@@ -85,11 +94,11 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integer
 @settings(max_examples=60)
 @given(
     REQUESTS, st.integers(24, 40), st.booleans(), st.sampled_from(["recompute", "swap"]), st.integers(0, 3), st.booleans(),
-    st.sampled_from([0.1, 1e-6, 0.1234567, 1e4 / 3]),
+    st.sampled_from([0.1, 1e-6, 0.1234567, 1e4 / 3]), st.sampled_from([0.0, 0.001]),
 )  # fmt: skip
-def test_slices_do_not_overlap_and_last_as_long_as_the_spans(requests, num_blocks, chunked, mode, drafts, abort, seconds):
+def test_slices_do_not_overlap_and_last_as_long_as_the_spans(requests, num_blocks, chunked, mode, drafts, abort, seconds, pause):
     trace = record(
-        requests, num_blocks, seconds=seconds, abort=abort, enable_chunked_prefill=chunked, preemption_mode=mode,
+        requests, num_blocks, seconds=seconds, pause=pause, abort=abort, enable_chunked_prefill=chunked, preemption_mode=mode,
         num_speculative_tokens=drafts, enable_prefix_caching=True,
     )  # fmt: skip
     content = json.loads(json.dumps(to_chrome(trace), allow_nan=False))
