@@ -20,7 +20,7 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 PERCENTILES = {50: "o", 95: "s", 99: "D"}
 """Those that are written, each with the shape of its mark on the curve."""
-LONG_TAIL = 20
+LONG_TAIL = 15
 """The axis is logarithmic if the longest wait is so many times the median: most of the curve would be a line on the left else."""
 LINE_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
