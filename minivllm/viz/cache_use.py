@@ -73,14 +73,12 @@ def _use_of_step(
             block = table[place]
             held = then = max(0, length - place * size)
             if following is None:
-                then = held if key in ended else size
+                then = held if key in ended or _is_over(trace, key) else size
             elif place < len(next_table) and next_table[place] == block:
                 then = max(held, later[key, place] if (key, place) in later else min(size, lens[1][key] - place * size))
             fills[key, place] = then
             now_held[block] = max(now_held.get(block, 0), held)
             then_held[block] = max(then_held.get(block, 0), then)
-    # A block may be the full one of a sharer whose table is longer: then it is not in `fills` for that one, but full it is not
-    # for any, because sharers have the same tokens in it.
     num_allocated = trace.config.num_gpu_blocks - step.num_free_blocks
     empty = sum(size - held for held in now_held.values())
     wasted = sum(size - held for held in then_held.values())
@@ -96,6 +94,12 @@ def _use_of_step(
         unshared=unshared,
     )
     return use, fills
+
+
+def _is_over(trace: EngineTrace, key: SequenceKey) -> bool:
+    """Whether a sequence's request has ended by the end of the trace."""
+    request = trace.requests.get(key.request_id)
+    return request is not None and request.finished_time is not None
 
 
 _BANDS = (

@@ -42,7 +42,7 @@ class Cells:
         room = 0.95 * width - 0.5
         self.size = max(4.5, min(8.0, 0.5 * height, room / text_width(longest_number, 1.0)))
         """Of the texts, in points."""
-        self.with_text = height >= 9 and text_width(longest_number, self.size) <= room
+        self.with_text = height >= 9 and text_width(longest_number, self.size) <= room + 1e-6
         self.boxes: dict[str, list[Box]] = {}
         self.faces: dict[str, list[str]] = {}
         self.texts: list[tuple[float, float, str, str]] = []

@@ -111,7 +111,7 @@ def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
     """
     origin = time_origin(trace)
     times: list[tuple[float, float]] = []
-    for step, following in zip(trace, [*trace.steps[1:], None], strict=True):
+    for step, following in zip(trace, [*trace.steps[1:], None], strict=False):
         ended = {(finish.request_id, finish.index) for finish in step.finished}
         idles = (
             not step.num_waiting
