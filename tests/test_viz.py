@@ -26,7 +26,7 @@ from minivllm.viz.blocks import describe_step, find_blocks
 from minivllm.viz.cache_use import draw_cache_use, find_cache_use
 from minivllm.viz.curves import draw_curves
 from minivllm.viz.drawing import Labels, short_name
-from minivllm.viz.palette import REQUEST_COLORS, STATE_LOOKS, request_colors, tint
+from minivllm.viz.palette import REQUEST_COLORS, STATE_LOOKS, request_color, request_colors, tint
 from minivllm.viz.spans import STATES, Span, find_context_lens, find_spans, step_times, time_origin
 from minivllm.viz.timeline import draw_requests, draw_timelines
 
@@ -212,6 +212,13 @@ def test_context_lengths_are_what_the_steps_compute(trace):
             ]
             assert not before or length == before[-1]
             assert 0 < length <= len(step.block_tables.get(key) or step.swapped_tables[key]) * trace.config.block_size
+
+
+def test_a_sibling_that_stalls_has_what_its_parent_had_computed():
+    requests = [("a", 0.0, prompt(6, 1), params(4, n=2)), ("b", 0.001, prompt(3, 2), params(2))]
+    trace = record(requests, num_gpu_blocks=20)
+    assert [item.request_id for item in trace[1].scheduled] == ["b"]
+    assert find_context_lens(trace)[1] == {("a", 0): 6, ("a", 1): 6, ("b", 0): 3}
 
 
 # -- the use of the cache ----------------------------------------------------------------------------------------
@@ -512,14 +519,20 @@ def test_a_request_has_one_colour_in_all_figures(traces):
         trace = traces[name]
         colors = request_colors(trace)
         assert list(colors) == list(trace.requests)
-        assert list(colors.values()) == [REQUEST_COLORS[i % 8] for i in range(len(colors))]
+        assert list(colors.values()) == list(REQUEST_COLORS[: len(colors)])
         wanted = {color.upper() for color in colors.values()}
         assert set(colors_of(draw_requests(trace).axes[0], "decode")) == wanted
         assert set(colors_of(draw_batches(trace).axes[0], "decode")) == wanted
-        bars = {color for step in range(len(trace)) for color in colors_of(draw_block_map(trace, step).axes[1], "tokens")}
+        bars = {color for step in range(0, len(trace), 3) for color in colors_of(draw_block_map(trace, step).axes[1], "tokens")}
         assert bars == wanted
         in_timeline = {to_hex(bar.get_facecolor()).upper() for bar in draw_timelines({"": trace}).axes[0].patches}
         assert wanted <= in_timeline
+
+
+def test_two_dozen_requests_have_different_colours():
+    colors = [request_color(number) for number in range(25)]
+    assert len(set(colors[:24])) == 24
+    assert colors[24] == colors[0] == REQUEST_COLORS[0]
 
 
 def test_states_differ_without_their_colours():
@@ -527,7 +540,7 @@ def test_states_differ_without_their_colours():
     assert len(set(looks)) == len(STATES)
     assert tint("#000000", 0.0) == "#000000"
     assert tint("#000000", 1.0) == "#ffffff"
-    light = [sum(to_rgb(tint(color, 0.72))) for color in REQUEST_COLORS]
+    light = [sum(to_rgb(tint(request_color(number), 0.72))) for number in range(24)]
     assert min(light) > 2.1, "black numbers must be readable on the light part of every block"
 
 

@@ -1,18 +1,24 @@
-"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep`, `kernels`, `quality` and `scheduler`."""
+"""The command line of the measurements: `minivllm bench offline`, `latency`, `sweep`, `quality` and `scheduler`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest, load_workload, make_workload
 from minivllm.config import QUANTIZATIONS, EngineArgs, ModelConfig
-from minivllm.entrypoints.options import add_command, add_engine_options, check_writable, engine_args, picture
+from minivllm.entrypoints.options import (
+    add_command,
+    add_engine_options,
+    add_save_trace_option,
+    check_writable,
+    engine_args,
+    picture,
+)
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,12 +31,6 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
-    kernels = add_command(
-        benches, "kernels", run_bench_kernels, "linear layers and attention on the CPU, against other ways and the machine's limits",
-        "minivllm bench kernels --json kernels.json",
-    )  # fmt: skip
-    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    kernels.set_defaults(model="smollm2-135m")
     quality = add_command(
         benches, "quality", run_bench_quality, "what quantized weights do to the choice of tokens, on 2,000 positions of prose",
         "minivllm bench quality --quantization int8",
@@ -61,6 +61,7 @@ def _add_offline(benches) -> None:  # noqa: ANN001
     group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
+    add_save_trace_option(group, "; of several runs, each has a file of its own, FILE with workload and policy in its name")
     group.add_argument("--profile", action="store_true", help="instead of comparing, say where the time of a step goes")
     group = parser.add_argument_group("other engines")
     group.add_argument(
@@ -199,8 +200,10 @@ def _quantizations(arguments: argparse.Namespace) -> list[str]:
 
 def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Compare policies on each workload, or engines on one, in turn, and print a table."""
-    for path in (arguments.json, arguments.plot):  # before the work, not after it
+    for path in (arguments.json, arguments.plot, arguments.save_trace):  # before the work, not after it
         check_writable(path)
+    if arguments.save_trace and (arguments.profile or arguments.engine):
+        raise ConfigError("--save-trace records runs of this engine's policies: leave it out, or --profile and --engine.")
     if arguments.profile:
         if arguments.engine or arguments.scheduler or arguments.plot or arguments.rounds:
             raise ConfigError("--profile compares nothing: leave out --engine, --scheduler, --plot and --rounds.")
@@ -222,7 +225,9 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
     engine = make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
     workloads = _workloads(arguments, engine.model_config)
-    results = [run_offline(engine, policy, name, requests) for name, requests in workloads.items() for policy in policies]
+    runs = [(name, policy) for name in workloads for policy in policies]
+    trace_files = _trace_files(arguments.save_trace, runs) if arguments.save_trace else []
+    results = [run_offline(engine, policy, name, workloads[name]) for name, policy in runs]
     what, content = f"{arguments.model}, at most {arguments.max_num_seqs} running", [result.to_json() for result in results]
     report(arguments, what, format_table(results), {"results": content}, _quantizations(arguments))
     if arguments.plot:
@@ -231,7 +236,15 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
         last = results[-len(policies) :]
         draw_timelines({result.scheduler: result.trace for result in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
+    for path, result in zip(trace_files, results, strict=False):
+        result.trace.save(path)
+        print(f"\nTrace of the {result.workload} workload, {result.scheduler}: {path}")
     return 0
+
+
+def _trace_files(path: Path, runs: Sequence[tuple[str, str]]) -> list[Path]:
+    """The file of each run: the one that was named, or, of several runs, one beside it with the run in its name."""
+    return [path] if len(runs) == 1 else [path.with_name(f"{path.stem}.{name}.{policy}{path.suffix}") for name, policy in runs]
 
 
 def _compare_engines(arguments: argparse.Namespace) -> int:
@@ -311,22 +324,6 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
         print(f"\nThe curves: {arguments.plot}")
-    return 0
-
-
-def run_bench_kernels(arguments: argparse.Namespace) -> int:
-    """Measure linear layers and decode attention on the CPU, and what the machine could do at best."""
-    from minivllm.bench import linear
-
-    linear.check_numba()
-    from minivllm.bench import attention  # which needs it
-
-    check_writable(arguments.json)
-    print("This takes two minutes ...", file=sys.stderr)
-    floor, layers, rows = linear.measure_floor(), linear.measure_linear(), attention.measure_attention()
-    table = f"{linear.format_table(layers, floor)}\n\nAttention of a decode step, 30 layers\n\n{attention.format_table(rows)}"
-    content = {"floor": vars(floor), "linear": layers, "attention": rows}
-    report(arguments, "All linear layers of a step of SmolLM2-135M, by rows in the batch", table, content)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
-from minivllm.entrypoints.options import add_command, add_engine_options, engine_args
+from minivllm.entrypoints.kernels_cli import add_kernels
+from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
+from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Returns the exit status; what a person did wrong is told in one sentence."""
-    arguments = make_parser().parse_args(argv)
-    arguments.command = shlex.join(["minivllm", *(sys.argv[1:] if argv is None else argv)])
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = make_parser().parse_args(with_trace_command(argv))
+    arguments.command = shlex.join(["minivllm", *argv])
     try:
         return arguments.run(arguments) or 0
     except MinivllmError as error:
@@ -52,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to complete; - reads one prompt from standard input")
     generate.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_save_trace_option(generate)
     _add_sampling_options(generate, max_tokens=64)
     add_engine_options(generate)
 
@@ -63,9 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_benchmarks(benches)
+    add_kernels(benches)
     add_calibrate(benches)
 
     add_simulate(commands)
+
+    trace = commands.add_parser("trace", help="draw or export a saved trace", description="Draw or export a saved trace.")
+    add_trace_commands(trace.add_subparsers(title="commands", required=True, metavar="COMMAND"))
 
     add_command(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
 
@@ -114,11 +122,14 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete the prompts and print them with their continuations."""
     params = _sampling_params(arguments)
+    check_writable(arguments.save_trace)
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
-    llm = LLM(**engine_args(arguments))
+    llm = LLM(**engine_args(arguments), trace=arguments.save_trace is not None)
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    if llm.llm_engine.trace is not None:
+        llm.llm_engine.trace.save(arguments.save_trace)
     for output in outputs:
         if arguments.json:
             completions = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in output.outputs]

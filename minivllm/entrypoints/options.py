@@ -48,6 +48,15 @@ def add_engine_options(parser: argparse.ArgumentParser, leave_out: frozenset[str
         group.add_argument(option, type=kind, default=field.default, choices=_CHOICES.get(field.name), help=help_text)
 
 
+def add_save_trace_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, more: str = "") -> None:
+    """The option that has an engine's trace recorded and saved, with what a command has to add to its help."""
+    parser.add_argument(
+        "--save-trace", type=Path, metavar="FILE",
+        help="record every step and request, and write them here as JSON, the tokens of the prompts included; "
+        f"`minivllm trace show FILE` draws them{more}",
+    )  # fmt: skip
+
+
 def engine_args(arguments: argparse.Namespace) -> dict:
     """The keyword arguments for `LLM` that were given on the command line."""
     return {name: getattr(arguments, name) for name in EngineArgs.names() if hasattr(arguments, name)}

@@ -57,8 +57,14 @@ STATE_LOOKS = {
 
 
 def request_color(number: int) -> str:
-    """The colour of a request, by its number in the order of arrival."""
-    return REQUEST_COLORS[number % len(REQUEST_COLORS)]
+    """The colour of a request, by its number in the order of arrival: one of the palette's eight; for the next eight requests
+    one of them darkened, for the next lightened, and so on in turn.
+    """
+    color = REQUEST_COLORS[number % len(REQUEST_COLORS)]
+    shade = number // len(REQUEST_COLORS) % 3
+    if shade == 1:
+        return to_hex([0.6 * part for part in to_rgb(color)]).upper()
+    return tint(color, 0.4).upper() if shade == 2 else color
 
 
 @remembered

@@ -133,6 +133,7 @@ def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
         keys.update(dict.fromkeys(step.block_tables))
         keys.update(dict.fromkeys(step.swapped_tables))
         keys.update(dict.fromkeys(item.key for item in step.scheduled))
+        keys.update(dict.fromkeys(SequenceKey(item.request_id, item.index) for item in step.preempted))
     order = {request_id: i for i, request_id in enumerate(dict.fromkeys(key.request_id for key in keys))}
     return sorted(keys, key=lambda key: (order[key.request_id], key.index))
 

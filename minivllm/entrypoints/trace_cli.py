@@ -1,0 +1,161 @@
+"""The command line of traces: `minivllm trace show FILE` draws a saved one, `minivllm trace --to chrome FILE` exports it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from minivllm.engine.trace import EngineTrace
+from minivllm.entrypoints.options import add_command, check_writable
+from minivllm.errors import ConfigError
+
+_COMMANDS = ("show", "export")
+
+
+def add_trace_commands(commands) -> None:  # noqa: ANN001
+    """Both commands and their options."""
+    show = add_command(
+        commands,
+        "show",
+        run_trace_show,
+        "draw all figures of a saved trace and print its numbers",
+        "minivllm trace show trace.json",
+    )
+    show.add_argument("file", type=Path, metavar="FILE", help="what `minivllm generate --save-trace FILE` wrote")
+    show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/ and the file's name)")
+    show.add_argument("--step", type=int, metavar="N", help="of the block map (default: the one with the most blocks in use)")
+    export = add_command(
+        commands, "export", run_trace_export, "write a saved trace in the form that https://ui.perfetto.dev opens",
+        "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
+    )  # fmt: skip
+    export.add_argument("file", type=Path, metavar="FILE", help="what `minivllm generate --save-trace FILE` wrote")
+    export.add_argument("--to", choices=("chrome",), default="chrome", help="the form (default: %(default)s)")
+    export.add_argument(
+        "--output", type=Path, metavar="FILE", help="where it goes (default: beside the trace, as NAME.chrome.json)"
+    )
+
+
+def with_trace_command(argv: Sequence[str]) -> list[str]:
+    """A command line in which `minivllm trace` is followed by the command that was left out: "export" with --to, else "show"."""
+    words = list(argv)
+    if words[:1] == ["trace"] and len(words) > 1 and words[1] not in (*_COMMANDS, "-h", "--help"):
+        words.insert(1, "export" if any(word.split("=")[0] == "--to" for word in words) else "show")
+    return words
+
+
+def run_trace_show(arguments: argparse.Namespace) -> int:
+    """Draw every figure of a trace into a folder, and print what it adds up to."""
+    trace = _load(arguments.file)
+    step = max(range(len(trace)), key=lambda number: -trace[number].num_free_blocks) if arguments.step is None else arguments.step
+    if not 0 <= step < len(trace):
+        raise ConfigError(f"--step is {step}, but the trace has the steps 0 to {len(trace) - 1}.")
+    name = _name(arguments.file)
+    folder = Path("out") / name if arguments.output is None else arguments.output
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, but the figures need a folder: name another with --output.")
+    try:
+        from minivllm.viz.batches import draw_batches
+        from minivllm.viz.block_map import draw_block_map
+        from minivllm.viz.cache_use import draw_cache_use
+        from minivllm.viz.curves import draw_curves
+        from minivllm.viz.latency import draw_latencies
+        from minivllm.viz.timeline import draw_requests
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ConfigError("Figures need matplotlib: `pip install matplotlib`.") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{name}: {trace.config.model}, {trace.config.scheduler}\n\n{format_summary(trace)}\n\nFigures")
+    figures = {
+        "requests": lambda: draw_requests(trace, name),
+        "batches": lambda: draw_batches(trace),
+        "curves": lambda: draw_curves(trace),
+        "latencies": lambda: draw_latencies({name: trace}),
+        "cache_use": lambda: draw_cache_use(trace),
+        f"block_map_{step}": lambda: draw_block_map(trace, step),
+    }
+    for figure, draw in figures.items():
+        path = folder / f"{figure}.png"
+        draw().savefig(path, dpi=150)
+        print(f"  {path}")
+    return 0
+
+
+def run_trace_export(arguments: argparse.Namespace) -> int:
+    """Write a trace for Perfetto."""
+    from minivllm.viz.chrome import to_chrome
+
+    trace = _load(arguments.file)
+    path = arguments.output
+    if path is None:
+        path = arguments.file.with_name(f"{_name(arguments.file)}.chrome.json")
+    if path.exists() and path.samefile(arguments.file):
+        raise ConfigError(f"{path} is the trace itself: name another file with --output.")
+    check_writable(path)
+    content = to_chrome(trace)
+    path.write_text(json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+    print(f"{path}: {len(content['traceEvents'])} events. Open it at https://ui.perfetto.dev or chrome://tracing.")
+    return 0
+
+
+def format_summary(trace: EngineTrace) -> str:
+    """What a trace adds up to, as text: counts, speed, and the percentiles of what its users waited.
+
+    Seconds are from the first arrival to the end of the last step, so they have the times in which there was nothing to do. The use of
+    the cache is the mean over the time of the steps.
+    """
+    from minivllm.viz.latency import is_complete, percentile, request_latencies
+    from minivllm.viz.spans import time_origin
+
+    seconds = trace[-1].end - time_origin(trace)
+    prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests.values())
+    output_tokens = count_output_tokens(trace)
+    busy = sum(step.end - step.start for step in trace)
+    used = sum((trace.config.num_gpu_blocks - step.num_free_blocks) * (step.end - step.start) for step in trace)
+    num_complete = sum(map(is_complete, trace.requests.values()))
+    left_out = len(trace.requests) - num_complete
+    rows = {
+        "requests": f"{len(trace.requests)}" + (f" ({left_out} unfinished, aborted or failed)" if left_out else ""),
+        "steps": f"{len(trace)}",
+        "tokens": f"{prompt_tokens} of prompts, {output_tokens} generated",
+        "time": f"{seconds:.3f} s",
+        "speed": f"{output_tokens / seconds:.1f} generated tokens/s" if seconds > 0 else "–",
+        "preemptions": f"{sum(len(step.preempted) for step in trace)}",
+        "mean cache use": f"{used / busy / trace.config.num_gpu_blocks:.1%}" if busy > 0 else "–",
+    }
+    latencies = request_latencies(trace)
+    waits = {
+        "TTFT": [item.ttft for item in latencies],
+        "ITL": [itl for item in latencies for itl in item.itls],
+        "latency": [item.latency for item in latencies],
+    }
+    lines = [f"{name:<16}{value}" for name, value in rows.items()]
+    lines += ["", f"{'':<16}{'p50':>12}{'p95':>12}{'p99':>12}"]
+    for name, values in waits.items():
+        cells = [f"{percentile(values, percent) * 1e3:>9.1f} ms" if values else f"{'–':>12}" for percent in (50, 95, 99)]
+        lines.append(f"{name:<16}{''.join(cells)}")
+    return "\n".join(lines)
+
+
+def count_output_tokens(trace: EngineTrace) -> int:
+    """Tokens that were generated: all of the requests that ended, and what the steps won for the others."""
+    from minivllm.viz.latency import won_tokens
+
+    ended = {name for name, request in trace.requests.items() if request.finish_reasons}
+    kept = sum(len(token_ids) for name in ended for token_ids in trace.requests[name].output_token_ids)
+    won = (count for step in trace for key, count in won_tokens(trace, step) if key.request_id not in ended)
+    return kept + sum(won)
+
+
+def _load(path: Path) -> EngineTrace:
+    trace = EngineTrace.load(path)
+    if not len(trace):
+        raise ConfigError(f"{path} is a trace without any step: there is nothing to show.")
+    return trace
+
+
+def _name(path: Path) -> str:
+    """A file's name without its endings."""
+    return path.name.removesuffix(".json").removesuffix(".trace") or "trace"
