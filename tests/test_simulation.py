@@ -7,6 +7,7 @@ import itertools
 import json
 import statistics
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from minivllm import SamplingParams
 from minivllm.bench.arrivals import ARRIVALS, arrival_times, generate_requests
-from minivllm.bench.costs import load_costs
+from minivllm.bench.costs import DEFAULT_COSTS, load_costs
 from minivllm.bench.simulation import Quantiles, format_table, make_simulated_engine, simulate
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest
 from minivllm.entrypoints.cli import main
@@ -272,6 +273,18 @@ def test_a_file_that_is_no_cost_model_is_refused_in_a_sentence(tmp_path, content
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_costs(file)
+
+
+def test_the_default_costs_are_those_that_were_measured():
+    """Rounded to four digits."""
+    measured = load_costs(next((Path(__file__).parents[1] / "benchmarks" / "results").glob("calibrate_*.json")))
+    assert (
+        CostModel(
+            **{name: float(f"{value:.4g}") for name, value in vars(measured).items() if name != "decode_curve"},
+            decode_curve=tuple((size, float(f"{seconds:.4g}")) for size, seconds in measured.decode_curve),
+        )
+        == DEFAULT_COSTS
+    )
 
 
 def test_a_cost_model_is_read_alone_or_from_a_calibration(tmp_path):

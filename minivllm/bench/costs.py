@@ -11,9 +11,28 @@ from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel
 
 DEFAULT_COSTS = CostModel(
-    fixed=20.5e-3, per_prefill_token=0.68e-3, per_prefill_pair=0.0, per_decode_seq=0.6e-3, per_context_token=2.3e-6
+    fixed=0.01973,
+    per_prefill_step=0.003806,
+    per_prefill_token=0.0007197,
+    per_prefill_pair=0.0,
+    per_decode_seq=0.001103,
+    per_context_token=2.146e-06,
+    decode_curve=(
+        (1, 0.0),
+        (2, 0.0004936),
+        (3, 0.003906),
+        (4, 0.003512),
+        (6, 0.006179),
+        (8, 0.006313),
+        (12, 0.008426),
+        (16, 0.01058),
+        (24, 0.01179),
+        (32, 0.03418),
+    ),
 )
-"""PLACEHOLDER until calibrated"""
+"""SmolLM2-135M in float32 on 2 cores with AVX-512, as benchmarks/results/calibrate_2026-11-21.json has it: the costs of an engine
+that has a quick way for up to 24 sequences, and reads its weights from memory in every step.
+"""
 
 
 def load_costs(path: Path) -> CostModel:
