@@ -8,11 +8,14 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "EngineTrace",
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",
+    "SimulatedExecutor",
     "StaticBatchScheduler",
+    "VirtualClock",
 ]
 
 if TYPE_CHECKING:
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     from minivllm.core.scheduler import Scheduler
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.engine.trace import EngineTrace
     from minivllm.entrypoints.llm import LLM
+    from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
     from minivllm.outputs import CompletionOutput, RequestOutput
     from minivllm.sampling_params import SamplingParams
 
@@ -28,11 +33,14 @@ _MODULES = {
     "LLM": "entrypoints.llm",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
+    "EngineTrace": "engine.trace",
     "LLMEngine": "engine.llm_engine",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Scheduler": "core.scheduler",
+    "SimulatedExecutor": "executor.simulated",
     "StaticBatchScheduler": "core.static_batching",
+    "VirtualClock": "executor.simulated",
 }
 
 

@@ -149,7 +149,7 @@ class EngineArgs:
             sequences at a time (it is slow with long prompts and many sequences). None computes with the weights as they are.
         low_memory: On a CPU, keep the weights as they are instead of packing them for small batches: slower, but the head has no
             copy beside the embedding, and loading needs no second copy of anything.
-        trace: Keep one `StepRecord` for each step.
+        trace: Record what the engine does in each step, in `llm.llm_engine.trace`.
     """
 
     model: str = "smollm2-135m"

@@ -17,7 +17,8 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_its_python_runs(code, capsys):
+def test_its_python_runs(code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 
@@ -47,7 +48,7 @@ def test_its_measurements_are_as_they_were_written():
 
 def test_its_commands_exist():
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL))
-    commands = re.findall(r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels))?)", shell, flags=re.MULTILINE)
+    commands = re.findall(r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels|calibrate))?)", shell, flags=re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
         with pytest.raises(SystemExit) as stopped:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import logging
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from matplotlib.figure import Figure
 from test_invariants import run, workloads
 from viz_traces import TRACES, forking, params, preempting, prompt, record, tiny
 
+from minivllm.bench.roofline import kernel_points, peaks
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
 from minivllm.viz.batches import draw_batches
@@ -26,8 +29,12 @@ from minivllm.viz.blocks import describe_step, find_blocks
 from minivllm.viz.cache_use import draw_cache_use, find_cache_use
 from minivllm.viz.curves import draw_curves
 from minivllm.viz.drawing import Labels, short_name
+from minivllm.viz.latency import draw_latencies
 from minivllm.viz.palette import REQUEST_COLORS, STATE_LOOKS, request_color, request_colors, tint
+from minivllm.viz.roofline import RooflinePoint, draw_roofline
+from minivllm.viz.run import draw_run
 from minivllm.viz.spans import STATES, Span, find_context_lens, find_spans, step_times, time_origin
+from minivllm.viz.step import draw_step
 from minivllm.viz.timeline import draw_requests, draw_timelines
 
 FIGURES = {
@@ -36,6 +43,12 @@ FIGURES = {
     "curves": draw_curves,
     "cache use": draw_cache_use,
     "block map": lambda trace: draw_block_map(trace, len(trace) // 2),
+}
+COMPOSED = {
+    "latencies": lambda trace: draw_latencies({"a run": trace, "the same": trace}),
+    "timelines": lambda trace: draw_timelines({"a run": trace}),
+    "run": draw_run,
+    "step": lambda trace: draw_step(trace, len(trace) // 2),
 }
 FEW = settings(max_examples=25)
 
@@ -557,21 +570,38 @@ HASHES = {
     "tiny, curves": "5bcf5aec39",
     "tiny, cache use": "e469fe3751",
     "tiny, block map": "9cd6c18daf",
+    "tiny, latencies": "2dffe37558",
+    "tiny, timelines": "fe3c564f4b",
+    "tiny, run": "f30e5a360c",
+    "tiny, step": "a666901f9a",
     "swap, requests": "8431f8a5f9",
     "swap, batches": "25673ef9f5",
     "swap, curves": "9a6509c6b9",
     "swap, cache use": "70a00c2444",
     "swap, block map": "26f1f16e3d",
+    "swap, latencies": "a83731128f",
+    "swap, timelines": "11d7db06b7",
+    "swap, run": "c1b290e5dd",
+    "swap, step": "caec0bb456",
     "forks, requests": "eb19839e99",
     "forks, batches": "8c3b060339",
     "forks, curves": "d758429e20",
     "forks, cache use": "900feafeef",
     "forks, block map": "ab8662bca6",
+    "forks, latencies": "348dffdf14",
+    "forks, timelines": "f73f00b6e9",
+    "forks, run": "2aea2aa2fa",
+    "forks, step": "eb0b3f3ebf",
     "prefixes, requests": "3c2ecbec86",
     "prefixes, batches": "b19c85871e",
     "prefixes, curves": "edbb5b7210",
     "prefixes, cache use": "540f041d10",
     "prefixes, block map": "3e8a0e83fc",
+    "prefixes, latencies": "9205e31b5b",
+    "prefixes, timelines": "6bb285211f",
+    "prefixes, run": "8ea5774de1",
+    "prefixes, step": "e1dbbb9004",
+    "roofline": "21c47f0f4b",
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts. Print `drawn_hash` to renew one, and look at the figure."""
 
@@ -589,6 +619,9 @@ def drawn_hash(figure: Figure) -> str:
             parts.append(collection.get_label() if not collection.get_label().startswith("_") else "")
             parts += [str(np.rint(path.vertices / scale * 1000).astype(int).tolist()) for path in collection.get_paths()]
             parts += [to_hex(color) for color in collection.get_facecolor()]
+        for patch in axes.patches:
+            vertices = patch.get_patch_transform().transform(patch.get_path().vertices)
+            parts += [str(np.rint(vertices / scale * 1000).astype(int).tolist()), to_hex(patch.get_facecolor())]
         for line in axes.lines:
             data = np.column_stack(line.get_data()).astype(float) / scale
             parts.append(str(np.rint(data * 1000).astype(int).tolist()))
@@ -596,7 +629,13 @@ def drawn_hash(figure: Figure) -> str:
     return hashlib.md5("|".join(parts).encode()).hexdigest()[:10]
 
 
-@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("figure", FIGURES | COMPOSED)
 @pytest.mark.parametrize("name", ["tiny", "swap", "forks", "prefixes"])
 def test_figures_are_those_that_were_looked_at(traces, name, figure):
-    assert drawn_hash(FIGURES[figure](traces[name])) == HASHES[f"{name}, {figure}"]
+    assert drawn_hash((FIGURES | COMPOSED)[figure](traces[name])) == HASHES[f"{name}, {figure}"]
+
+
+def test_the_roofline_is_the_one_that_was_looked_at():
+    results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
+    points = [RooflinePoint(**point) for point in kernel_points(results)]
+    assert drawn_hash(draw_roofline(points, *peaks(results), "kernels")) == HASHES["roofline"]

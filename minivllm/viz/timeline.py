@@ -44,13 +44,16 @@ def find_stays(trace: EngineTrace) -> list[Stay]:
     """The stays that a trace tells of, from each request's first step to its last. Each takes the lowest free place."""
     first: dict[str, float] = {}
     decode_start: dict[str, float] = {}
+    decoding: set[str] = set()
     last: dict[str, float] = {}
     origin = trace[0].start if len(trace) else 0.0
     for step in trace:
         for part in step.scheduled:
             request_id = part.request_id
             first.setdefault(request_id, step.start - origin)
-            if part.action == "prefill":
+            if part.action == "decode":
+                decoding.add(request_id)
+            elif request_id not in decoding:  # what preemption makes it compute again is told by draw_requests
                 decode_start[request_id] = step.end - origin
             last[request_id] = step.end - origin
     stays: list[Stay] = []
