@@ -35,7 +35,12 @@ def measure(num_requests: int) -> dict[str, float]:
 
     start = time.perf_counter()
     result = simulate(
-        watched(), max_concurrency=2 * RUNNING, num_requests=num_requests, max_num_seqs=RUNNING, num_gpu_blocks=2000, trace=False
+        watched(),
+        max_concurrency=2 * RUNNING,
+        progress_total=num_requests,
+        max_num_seqs=RUNNING,
+        num_gpu_blocks=2000,
+        trace=False,
     )
     return {
         "requests": num_requests,

@@ -22,6 +22,12 @@ class ScheduledSequence:
     draft_token_ids: tuple[int, ...] = ()
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it computes its newest token, and drafts after it: no prompt, and nothing that preemption lost."""
+        seq = self.seq
+        return len(seq.token_ids) > seq.num_prompt_tokens and self.num_tokens == 1 + len(self.draft_token_ids)
+
+    @property
     def needs_sampling(self) -> bool:
         """Whether the step computes the last known token, so that the next one must be sampled."""
         return self.seq.num_computed_tokens + self.num_tokens >= len(self.seq.token_ids)

@@ -146,7 +146,8 @@ def page(server):
             yield page
         finally:
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=SCREENSHOTS / "last.png")
+            with contextlib.suppress(sync_api.Error):  # what went wrong before it is what must be told
+                page.screenshot(path=SCREENSHOTS / "last.png")
             browser.close()
 
 
@@ -180,9 +181,10 @@ def shown_step(page):
 
 
 def test_the_slider_moves_the_picture(page):
-    first = picture(page, PLAYER)
-    assert first.startswith(b"\x89PNG")
     handle = output(page, PLAYER).locator(".noUi-handle")
+    handle.press("Home")
+    first = wait_until_still(page, PLAYER)
+    assert first.startswith(b"\x89PNG")
     handle.press("ArrowRight")
     second = wait_for_another(page, PLAYER, first)
     assert shown_step(page) == 1
@@ -217,7 +219,9 @@ def test_it_plays_and_pauses(page):
 
 
 def test_it_goes_one_step_back_and_forward(page):
-    start, old = shown_step(page), picture(page, PLAYER)
+    output(page, PLAYER).locator(".noUi-handle").press("ArrowRight")
+    old = wait_until_still(page, PLAYER)
+    start = shown_step(page)
     output(page, PLAYER).locator("button[title='one step back']").click()
     before = wait_for_another(page, PLAYER, old)
     assert shown_step(page) == start - 1
@@ -227,7 +231,8 @@ def test_it_goes_one_step_back_and_forward(page):
 
 
 def test_a_knob_runs_again(page):
-    old = picture(page, KNOBS)
+    knob(page, "scheduler").get_by_text("continuous").click()
+    old = wait_until_still(page, KNOBS)
     knob(page, "max_num_seqs").locator(".noUi-handle").press("ArrowLeft")
     new = wait_for_another(page, KNOBS, old)
     knob(page, "scheduler").get_by_text("static").click()
@@ -239,12 +244,12 @@ def test_what_cannot_be_run_is_told_and_the_picture_stays(page):
     old = wait_until_still(page, KNOBS)
     handle = knob(page, "num_gpu_blocks").locator(".noUi-handle")
     handle.press("Home")
-    output(page, KNOBS).get_by_text("cannot be served").wait_for()
+    output(page, KNOBS).get_by_text("the whole cache holds only").wait_for()
     assert picture(page, KNOBS) == old
     screenshot(page, KNOBS, "knobs_error")
     handle.press("End")
     wait_for_another(page, KNOBS, old)
-    output(page, KNOBS).get_by_text("cannot be served").wait_for(state="detached")
+    output(page, KNOBS).get_by_text("the whole cache holds only").wait_for(state="detached")
 
 
 def test_a_trace_of_one_step_is_a_picture(page):

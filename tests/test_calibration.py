@@ -130,7 +130,14 @@ def test_too_few_steps_are_told():
 
 def test_the_calibrated_engine_keeps_its_config_when_a_run_fails(monkeypatch):
     engine = engine_with(TRUE_COSTS)
-    monkeypatch.setattr(calibration, "run_offline", lambda *args: 1 / 0)
+    run, calls = calibration.run_offline, []
+
+    def fail_at_the_third(*args):
+        calls.append(engine.scheduler_config.max_num_seqs)
+        return 1 / 0 if len(calls) == 3 else run(*args)
+
+    monkeypatch.setattr(calibration, "run_offline", fail_at_the_third)
     with pytest.raises(ZeroDivisionError):
         calibrate(engine, rounds=1)
+    assert calls == [12, 1, 2]
     assert engine.scheduler_config.max_num_seqs == 12

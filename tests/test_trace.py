@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
+import sys
 from collections import Counter
 
 import pytest
@@ -14,7 +14,9 @@ from shadow import shadow_engine
 from test_invariants import run, workloads
 
 from minivllm import LLM, SamplingParams, Scheduler
-from minivllm.bench.replay import first_difference, replay
+from minivllm.bench.replay import first_difference, recorded_requests, replay
+from minivllm.bench.simulation import make_simulated_engine, simulate
+from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord
 from minivllm.errors import ConfigError
 
@@ -24,12 +26,6 @@ def traced(workload):
     engine, _, jobs = workload
     trace = engine.start_trace()
     return trace, run(engine, jobs)
-
-
-def same_order(trace: EngineTrace) -> EngineTrace:
-    """The trace with its cached blocks, which stand in no order, sorted."""
-    steps = [dataclasses.replace(step, cached_blocks=tuple(sorted(step.cached_blocks))) for step in trace]
-    return EngineTrace(trace.config, steps, trace.requests)
 
 
 @given(workloads(with_failures=True))
@@ -86,7 +82,7 @@ def test_it_tells_what_became_of_each_request(workload):
 def test_saved_and_loaded_it_is_the_same(workload):
     trace, _ = traced(workload)
     loaded = EngineTrace.from_json(json.loads(json.dumps(trace.to_json())))
-    assert same_order(loaded) == same_order(trace)
+    assert loaded == trace
 
 
 @given(workloads(with_failures=True))
@@ -129,6 +125,71 @@ def test_a_replay_with_another_scheduler_shows_where_it_differs(crowded_trace):
     assert any(step.preempted for step in crowded_trace)
     difference = first_difference(crowded_trace, replay(crowded_trace, scheduler_cls=Lifo))
     assert difference.startswith("step 0, scheduled: ")
+
+
+def test_the_requests_of_a_trace_are_simulated_under_another_scheduler(crowded_trace):
+    requests = recorded_requests(crowded_trace)
+    result = simulate(requests, scheduler="static", block_size=4, num_gpu_blocks=12, max_num_seqs=4)
+    assert (result.num_requests, result.output_tokens) == (6, 6 * 14)
+
+
+def test_a_run_on_an_engine_that_has_run_before_is_replayed():
+    """Its free blocks are in another order than in a new one."""
+    engine, _ = shadow_engine(20, 10, block_size=2, max_num_seqs=3, preemption_mode="swap")
+    for i in range(2):
+        trace = engine.start_trace()
+        for j in range(4):
+            engine.add_request(f"{i}{j}", [1 + j] * (3 + j), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert trace.config.free_gpu_blocks is not None
+    assert first_difference(trace, replay(EngineTrace.from_json(json.loads(json.dumps(trace.to_json()))))) is None
+
+
+def test_what_came_before_the_trace_cannot_be_replayed():
+    engine, _ = shadow_engine(20, block_size=2, max_num_seqs=3, enable_prefix_caching=True)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    trace = engine.start_trace()
+    with pytest.raises(ConfigError, match="1 requests in the engine"):
+        replay(trace)
+    while engine.has_unfinished_requests():
+        engine.step()
+    trace = engine.start_trace()
+    with pytest.raises(ConfigError, match="blocks in its prefix cache"):
+        replay(trace)
+    engine.block_manager.reset_prefix_cache()
+    assert len(replay(engine.start_trace())) == 0
+
+
+class OwnManager(BlockSpaceManager):
+    """Keeps its pools to itself, as one that was written in a lesson may."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._own = self.gpu_allocator
+        self.__dict__.pop("gpu_allocator")
+
+    def __getattr__(self, name):
+        own = self.__dict__.get("_own")
+        if (
+            name == "gpu_allocator"
+            and own is not None
+            and sys._getframe(1).f_globals["__name__"] != "minivllm.engine.trace_recorder"
+        ):
+            return own
+        raise AttributeError(name)
+
+
+def test_references_are_counted_in_the_tables_where_the_manager_has_no_counts():
+    traces = []
+    for manager in (BlockSpaceManager, OwnManager):
+        engine = make_simulated_engine(block_space_manager_cls=manager, block_size=4)
+        engine.add_request("a", [1] * 9, SamplingParams(n=3, max_tokens=6, ignore_eos=True, seed=0))
+        while engine.has_unfinished_requests():
+            engine.step()
+        traces.append(engine.trace)
+    assert any(step.ref_counts for step in traces[0])
+    assert [step.ref_counts for step in traces[1]] == [step.ref_counts for step in traces[0]]
 
 
 def test_an_unknown_scheduler_must_be_given(crowded_trace):

@@ -243,10 +243,10 @@ def test_the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
     for number, (step, use) in enumerate(zip(trace, find_cache_use(trace), strict=True)):
         assert min(use) >= 0
         assert sum(use[:5]) == trace.config.num_gpu_blocks * size
-        assert use.free + use.remembered == step.num_free_blocks * size
+        assert use.free + use.cached == step.num_free_blocks * size
         blocks = find_blocks(trace, number)
         assert use.used == sum(block.num_tokens for block in blocks)
-        assert use.remembered == size * sum(block.cached and not block.owners for block in blocks)
+        assert use.cached == size * sum(block.cached and not block.owners for block in blocks)
         assert use.unshared >= use.used
 
 
@@ -392,7 +392,7 @@ def test_maps_of_four_and_of_two_thousand_blocks():
 def test_steps_are_counted_from_either_end_and_others_refused():
     trace = tiny()
     assert describe_step(trace, -1) == describe_step(trace, len(trace) - 1)
-    assert describe_step(trace, 0) == "step 0 of 13, at 0.000 s: prefill of 2 sequences, 9 tokens; 9 of 12 blocks free"
+    assert describe_step(trace, 0) == "step 0 / 12, at 0.000 s: prefill of 2 sequences, 9 tokens; 9 of 12 blocks free"
     for figure_of, text in (
         (lambda: draw_block_map(trace, 13), "no step 13 in the trace: it has steps 0 to 12"),
         (lambda: paint_block_map(*Figure().subplots(1, 2), trace, -14), "no step -14"),

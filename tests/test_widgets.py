@@ -277,7 +277,7 @@ def test_a_cache_too_small_is_told_by_the_widget():
     box = knobs(what_if)
     good = box.picture.value
     box.knobs["num_gpu_blocks"].value = 16
-    assert "cannot be served" in box.message.value
+    assert "the whole cache holds only" in box.message.value
     assert box.picture.value == good
 
 

@@ -87,7 +87,7 @@ def forking() -> EngineTrace:
 
 
 def prefix_sharing() -> EngineTrace:
-    """Questions about one document, some at the same time: its blocks are shared, and remembered when nobody uses them."""
+    """Questions about one document, some at the same time: its blocks are shared, and cached when nobody uses them."""
     document = prompt(16, 1)
     requests = [(f"q{i}", 0.06 * i, document + prompt(3 + i, 10 + i), params(5 + 2 * i)) for i in range(6)]
     requests.append(("other", 0.4, prompt(7, 99), params(4)))

@@ -33,8 +33,7 @@ def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
     costs = []
     for number, step in enumerate(trace):
         after = trace[number + 1] if number + 1 < len(trace) else None
-        is_idle_after = after is None or (step.num_waiting + step.num_swapped == 0 and len(step.finished) >= step.num_running)
-        end = step.end if is_idle_after or after is None else after.start
+        end = step.end if after is None or trace.is_idle_after(number) else after.start
         if step.error is None:
             work = count_work((part.action == "decode", part.num_tokens, part.context_len) for part in step.scheduled)
             costs.append((work, end - step.start))
@@ -108,13 +107,13 @@ def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return coefficients
 
 
-def explained(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[float, float]:
+def fit_quality(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[float, float]:
     """How well a model fits steps: coefficient of determination (R²), and the median relative error of a step."""
     pairs = [(costs(work), time) for work, time in steps]
     mean = statistics.mean(time for _, time in pairs)
     residual = sum((time - predicted) ** 2 for predicted, time in pairs)
     total = sum((time - mean) ** 2 for _, time in pairs)
-    return 1 - residual / total, statistics.median(abs(predicted - time) / time for predicted, time in pairs)
+    return 1 - residual / total if total else 1.0, statistics.median(abs(predicted - time) / time for predicted, time in pairs)
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,9 @@ def calibration_settings(max_num_seqs: int, vocab_size: int, max_model_len: int,
         rng = random.Random(seed + size)
         requests = []
         for i in range(size + max(5, size // 2)):
-            prompt_len = min((8, 32, 96, 256)[i % 4] + rng.randrange(8), max_model_len // 2)
+            prompt_len = max(1, min((8, 32, 96, 256)[i % 4] + rng.randrange(8), max_model_len // 2))
             prompt = [rng.randrange(vocab_size) for _ in range(prompt_len)]
-            requests.append(WorkloadRequest(prompt, min(rng.randrange(16, 49), max_model_len - prompt_len)))
+            requests.append(WorkloadRequest(prompt, max(1, min(rng.randrange(16, 49), max_model_len - prompt_len))))
         rng.shuffle(requests)
         settings.append(Setting("calibration", requests, "continuous", size))
     return settings
@@ -173,8 +172,12 @@ class Prediction:
 
 def run_setting(engine: LLMEngine, setting: Setting) -> OfflineResult:
     """Run a setting on the real engine."""
-    engine.scheduler_config = replace(engine.scheduler_config, max_num_seqs=setting.max_num_seqs)
-    return run_offline(engine, setting.scheduler, f"{setting.workload} {setting.max_num_seqs}", setting.requests)
+    config = engine.scheduler_config
+    engine.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
+    try:
+        return run_offline(engine, setting.scheduler, f"{setting.workload} {setting.max_num_seqs}", setting.requests)
+    finally:
+        engine.scheduler_config = config
 
 
 def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[OfflineResult]) -> Prediction:
@@ -242,6 +245,13 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
         raise ConfigError(f"rounds is {rounds}, but must be at least 1.")
     calibration = calibration_settings(largest, config.vocab_size, config.max_model_len)
     unseen = unseen_settings(largest, config.vocab_size, config.max_model_len)
+    room = min(config.max_model_len, engine.cache_tokens)
+    needed = max(len(request.prompt_token_ids) + request.output_len for s in calibration + unseen for request in s.requests)
+    if room < needed:
+        raise ConfigError(
+            f"A calibration has requests of up to {needed} tokens, but the engine takes {room}: raise max_model_len, or give the "
+            f"cache more memory (kv_cache_memory_bytes)."
+        )
     run_setting(engine, Setting("warm-up", warm_up_requests(calibration[-1].requests, largest), "continuous", largest))
     traces: list[EngineTrace] = []
     measured: list[list[OfflineResult]] = [[] for _ in unseen]
@@ -249,11 +259,10 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
         traces += [run_setting(engine, setting).trace for setting in calibration]
         for results, setting in zip(measured, unseen, strict=True):
             results.append(run_setting(engine, setting))
-    engine.scheduler_config = replace(engine.scheduler_config, max_num_seqs=largest)
     costs = fit_costs(traces)
     steps = [cost for trace in traces for cost in step_costs(trace)]
     predictions = [predict(costs, engine, setting, results) for setting, results in zip(unseen, measured, strict=True)]
-    return Calibration(costs, len(steps), *explained(costs, steps), predictions)
+    return Calibration(costs, len(steps), *fit_quality(costs, steps), predictions)
 
 
 def format_report(calibration: Calibration) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 from minivllm.errors import ConfigError
@@ -35,6 +34,10 @@ that has a quick way for up to 24 sequences, and reads its weights from memory i
 """
 
 
+LONGEST = 1e9
+"""No number of a cost model is as large."""
+
+
 def load_costs(path: Path) -> CostModel:
     """The cost model in a JSON file that `minivllm bench calibrate --json` wrote, or in one with its fields alone, in seconds.
 
@@ -61,8 +64,8 @@ def load_costs(path: Path) -> CostModel:
     numbers = [(name, value) for name, value in values.items() if name != "decode_curve"]
     numbers += [("a number in decode_curve", number) for point in values["decode_curve"] for number in point]
     for name, value in numbers:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LONGEST:
+            raise ConfigError(f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more and below {LONGEST:g}.")
     if sizes != sorted(set(sizes)) or 0 in sizes:
         raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must grow from one point to the next.")
     return CostModel(**values)

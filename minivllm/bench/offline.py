@@ -57,7 +57,7 @@ def run_offline(
     """Run all requests of a workload, all there from the start, greedy and without regard to the end-of-sequence token.
 
     Args:
-        engine: With nothing to do. It begins a new trace.
+        engine: With nothing to do. The run is recorded in a trace of its own.
         scheduler: "static" or "continuous": the policy that the engine gets for this run.
         name: Name of the workload, for the report.
         requests: The workload.
@@ -76,6 +76,7 @@ def run_offline(
             raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: leave it out.")
     engine.scheduler = SCHEDULERS[scheduler](engine.scheduler_config, engine.block_manager)
     engine.block_manager.reset_prefix_cache()
+    was_traced = engine.trace is not None
     trace = engine.start_trace()
     arrival = engine.clock()
     finished: list[RequestOutput] = []
@@ -99,6 +100,9 @@ def run_offline(
         for i in range(len(requests)):
             engine.abort_request(f"{i}")
         raise
+    finally:
+        if not was_traced:
+            engine.stop_trace()
     return _summarize(name, scheduler, finished, trace)
 
 

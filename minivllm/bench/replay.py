@@ -1,8 +1,10 @@
 """Take a recorded run's decisions again: the real scheduler and block manager, without the model, on the recorded requests.
 
 What a run decides depends on when requests came, on their tokens, and on when they ended; a trace has all of it. So a replay must
-come to the same batches, block tables and preemptions, step by step, and `first_difference` says where it does not. With
-another scheduler or block manager, it says what that one would have done.
+come to the same batches, block tables and preemptions, step by step, and `first_difference` says where it does not.
+
+What another scheduler, or an engine of another shape, would have made of the same requests is a question for the simulator:
+`simulate(recorded_requests(trace), scheduler=..., max_num_seqs=...)`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from minivllm.bench.simulation import make_simulated_engine
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
@@ -35,23 +39,29 @@ def replay(
     """Do what a trace tells of again, without a model.
 
     Requests come and are given up before the step before which they were, every step takes the time that it took, and every
-    request says what it said.
+    request says what it said. When another class decides something else, the replay means nothing from there on.
 
     Args:
-        trace: Recorded from the engine's first request on.
-        scheduler_cls: The one to use; that of the trace if None.
-        block_space_manager_cls: The one to use.
+        trace: Of an engine that had no requests, and nothing in its prefix cache, when the trace began.
+        scheduler_cls: The scheduler's class; found by its name in the trace if None.
+        block_space_manager_cls: The block manager's class.
 
     Returns:
         The trace of the replay.
 
     Raises:
-        ConfigError: The scheduler of the trace is not known here, or the replay does not end.
+        ConfigError: The trace began too late, or its scheduler is not known here.
     """
     config = trace.config
     scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
     if scheduler is None:
         raise ConfigError(f"The trace was recorded with {config.scheduler}: give that class as scheduler_cls.")
+    for count, what in (
+        (config.num_earlier_requests, "requests in the engine"),
+        (config.num_cached_blocks, "blocks in its prefix cache"),
+    ):
+        if count:
+            raise ConfigError(f"There were {count} {what} when the trace began, of which it does not tell: begin it before them.")
     engine = make_simulated_engine(
         scheduler=scheduler,
         block_space_manager_cls=block_space_manager_cls,
@@ -66,17 +76,40 @@ def replay(
         **config.scheduler_config,
     )
     assert isinstance(engine.clock, VirtualClock)
+    _put_in_order(engine.block_manager.gpu_allocator, config.free_gpu_blocks)
+    _put_in_order(engine.block_manager.cpu_allocator, config.free_cpu_blocks)
     engine.executor = _RecordedModel(engine.clock, trace)
     engine.output_processor = _RecordedStops(trace)
+    replayed = engine.start_trace()
     for step in trace:
         engine.clock.advance_to(step.start)
         _come_and_go(engine, trace, step)
         if not engine.has_unfinished_requests():
-            break
+            break  # where something was recorded, nothing is left to do: the two have come apart
         engine.step()
-    replayed = engine.trace
-    assert replayed is not None
     return replayed
+
+
+def recorded_requests(trace: EngineTrace) -> list[WorkloadRequest]:
+    """The requests of a trace that came to their end, with their arrivals and lengths, for the simulator.
+
+    Each continuation of a request with n > 1 becomes a request of its own.
+    """
+    return [
+        WorkloadRequest(request.prompt_token_ids, len(token_ids), request.arrival_time)
+        for request in sorted(trace.requests.values(), key=lambda request: request.arrival_time)
+        for token_ids, reason in zip(request.output_token_ids, request.finish_reasons, strict=True)
+        if reason in ("stop", "length")
+    ]
+
+
+def _put_in_order(allocator: BlockAllocator, blocks: list[int] | None) -> None:
+    """Let the allocator hand out its blocks in this order."""
+    if blocks is not None:
+        for _ in blocks:
+            allocator.allocate()
+        for block in blocks:
+            allocator.release(block)
 
 
 def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None:
@@ -87,8 +120,6 @@ def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None
     for number, (step, other) in enumerate(zip(recorded, replayed, strict=False)):
         for item in dataclasses.fields(StepRecord):
             ours, theirs = getattr(step, item.name), getattr(other, item.name)
-            if item.name == "cached_blocks":
-                ours, theirs = sorted(ours), sorted(theirs)
             if item.name not in ("start", "end", "error") and ours != theirs:
                 return f"step {number}, {item.name}: {ours} is recorded, {theirs} is replayed"
     if len(recorded) != len(replayed):
@@ -131,11 +162,10 @@ class _RecordedModel(SimulatedExecutor):
         self._end_token = trace.config.vocab_size
 
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        step = next(self._steps, None)
-        if step is not None:
-            self.clock.advance_to(step.end)
-            if step.error is not None:
-                raise RuntimeError(step.error)
+        step = next(self._steps)
+        self.clock.advance_to(step.end)
+        if step.error is not None:
+            raise RuntimeError(step.error)
         return super().execute_model(output)
 
     def _tokens(self, seq: Sequence, num_drafts: int) -> list[int]:

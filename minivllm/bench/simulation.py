@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError, RequestError
-from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
+from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 
@@ -66,8 +66,8 @@ class Quantiles:
 class Simulation:
     """What a simulated workload came to. Times are in (virtual) seconds, of requests that ended.
 
-    `ttft` is from arrival to the first token, `latency` to the last one, `itl` between two tokens of a request, averaged over
-    the request. `mean_running` and the cache's use are averages over the time in which the engine was busy.
+    `ttft` is from arrival to the first token, `latency` to the last one, `tpot` per output token after the first. `mean_running` and
+    the cache's use are averages over the time in which the engine was busy.
     """
 
     scheduler: str
@@ -83,7 +83,7 @@ class Simulation:
     peak_cache_use: float = 0.0
     ttft: Quantiles = field(default_factory=Quantiles)
     latency: Quantiles = field(default_factory=Quantiles)
-    itl: Quantiles = field(default_factory=Quantiles)
+    tpot: Quantiles = field(default_factory=Quantiles)
     trace: EngineTrace | None = field(default=None, repr=False)
 
     @property
@@ -98,17 +98,18 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:
         """All but the trace, with means and percentiles for the distributions."""
-        content = {name: value for name, value in vars(self).items() if name not in ("trace", "ttft", "latency", "itl")}
-        for name in ("ttft", "latency", "itl"):
+        content = {name: value for name, value in vars(self).items() if name not in ("trace", "ttft", "latency", "tpot")}
+        for name in ("ttft", "latency", "tpot"):
             values = getattr(self, name)
-            content[name] = {"mean": values.mean} | {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
+            numbers = {"mean": values.mean} | {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
+            content[name] = {key: value if values.count else None for key, value in numbers.items()}
         return content | {"output_tokens_per_second": self.output_tokens_per_second}
 
 
 def make_simulated_engine(
     *,
     clock: VirtualClock | None = None,
-    cost_model: Any = DEFAULT_COSTS,
+    cost_model: Callable[[StepWork], float] = DEFAULT_COSTS,
     scheduler: str | type[Scheduler] = "continuous",
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
     block_size: int = 16,
@@ -143,18 +144,25 @@ def make_simulated_engine(
     """
     if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
         raise ConfigError(f"scheduler is {scheduler!r}, but must be one of {', '.join(map(repr, SCHEDULERS))}, or a class.")
-    for name, value in (("block_size", block_size), ("max_model_len", max_model_len)):
+    for name, value in (("block_size", block_size), ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least 1.")
+    if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
+        raise ConfigError(f"watermark is {watermark!r}, but is a fraction of the blocks: use a value in [0, 1).")
     clock = clock or VirtualClock()
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(8192, max_model_len, max_num_seqs)
     try:
         scheduler_config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or max(8192, max_model_len, max_num_seqs),
-            **scheduler_options,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler_options
         )
     except TypeError as error:
         raise ConfigError(f"The scheduler has no such option: {error}.") from None
+    if not scheduler_config.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = {max_model_len} tokens "
+            f"and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
+        )
     return LLMEngine(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
@@ -175,7 +183,7 @@ def simulate(
     requests: Iterable[WorkloadRequest],
     *,
     max_concurrency: int | None = None,
-    num_requests: int | None = None,
+    progress_total: int | None = None,
     **engine_options: Any,
 ) -> Simulation:
     """Run requests, in the order of their arrival, to their end.
@@ -186,34 +194,32 @@ def simulate(
         requests: As `generate_requests` draws them; or any list, with arrival times that do not go back.
         max_concurrency: At most so many requests are in the engine at a time; who would be one more arrives when another has
             ended.
-        num_requests: Show progress towards so many.
-        **engine_options: See `make_simulated_engine`.
+        progress_total: Show progress towards so many requests.
+        **engine_options: See `make_simulated_engine`. Time begins with the first arrival.
 
     Raises:
         ConfigError: There are no requests, they are not in order, one does not fit, or an option is out of range.
     """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency is {max_concurrency}, but must be at least 1.")
-    clock = engine_options.setdefault("clock", VirtualClock())
-    engine = make_simulated_engine(**engine_options)
-    result = Simulation(scheduler=type(engine.scheduler).__name__, trace=engine.trace)
-    _watch(engine, result)
-    queue = iter(requests)
+    if max_concurrency is not None and (not isinstance(max_concurrency, int) or max_concurrency < 1):
+        raise ConfigError(f"max_concurrency is {max_concurrency!r}, but must be a whole number of at least 1.")
+    if "clock" in engine_options:
+        raise ConfigError("A simulation has a clock of its own, which begins with the first arrival: leave out clock.")
+    queue = _in_order(requests)
     upcoming = next(queue, None)
     if upcoming is None:
         raise ConfigError("There are no requests to simulate.")
-    start = last = upcoming.arrival_time
+    start = upcoming.arrival_time
+    clock = VirtualClock(start)
+    engine = make_simulated_engine(clock=clock, **engine_options)
+    name = engine_options.get("scheduler", "continuous")
+    result = Simulation(scheduler=name if isinstance(name, str) else name.__name__, trace=engine.trace)
+    _watch(engine, result)
     num_added = 0
     room = math.inf if max_concurrency is None else max_concurrency
-    with tqdm(total=num_requests, unit="request", disable=num_requests is None, dynamic_ncols=True) as bar:
+    with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
         while True:
             while upcoming is not None and upcoming.arrival_time <= clock.now and result.num_requests + room > num_added:
-                if upcoming.arrival_time < last:
-                    raise ConfigError(
-                        f"Request {num_added} arrives at {upcoming.arrival_time} s, before the one before it: sort them."
-                    )
                 _add(engine, num_added, upcoming, upcoming.arrival_time if max_concurrency is None else clock.now)
-                last = upcoming.arrival_time
                 num_added += 1
                 upcoming = next(queue, None)
             if engine.has_unfinished_requests():
@@ -225,16 +231,35 @@ def simulate(
             else:
                 clock.advance_to(upcoming.arrival_time)
     result.seconds = clock.now - start
-    result.mean_running /= result.busy_seconds
-    result.mean_cache_use /= result.busy_seconds
+    if result.busy_seconds:
+        result.mean_running /= result.busy_seconds
+        result.mean_cache_use /= result.busy_seconds
     return result
 
 
+def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    """The same requests; one whose arrival is no moment, or goes back, is an error."""
+    last = -math.inf
+    for number, request in enumerate(requests):
+        if not math.isfinite(request.arrival_time):
+            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s: arrival times must be finite.")
+        if request.arrival_time < last:
+            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s, before the one before it: sort them.")
+        last = request.arrival_time
+        yield request
+
+
 def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time: float) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
+    num_tokens = len(request.prompt_token_ids) + request.output_len
+    if num_tokens > engine.cache_tokens + 1:  # the last token needs no place
+        raise ConfigError(
+            f"Request {number} grows to {num_tokens} tokens, but the whole cache holds only {engine.cache_tokens}: raise "
+            f"num_gpu_blocks, or make requests shorter."
+        )
     try:
+        params = SamplingParams(
+            temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         engine.add_request(str(number), request.prompt_token_ids, params, arrival_time=arrival_time)
     except RequestError as error:
         raise ConfigError(f"Request {number} cannot be served. {error}") from None
@@ -253,6 +278,7 @@ def _watch(engine: LLMEngine, result: Simulation) -> None:
         result.peak_cache_use = max(result.peak_cache_use, use)
         result.num_preemptions += len(output.preempted)
 
+    assert isinstance(engine.executor, SimulatedExecutor)
     engine.executor.watch = watch
 
 
@@ -266,20 +292,20 @@ def _take_in(result: Simulation, output: Any) -> None:
     result.ttft.add(metrics.time_to_first_token)
     result.latency.add(metrics.latency)
     if num_tokens > 1:
-        result.itl.add((metrics.finished_time - metrics.first_token_time) / (num_tokens - 1))
+        result.tpot.add((metrics.finished_time - metrics.first_token_time) / (num_tokens - 1))
 
 
 def format_table(results: list[Simulation]) -> str:
     """The simulations as a table of text."""
     header = (
         f"{'scheduler':<22}{'requests/s':>11}{'tokens/s':>10}{'TTFT':>9}{'p95':>9}{'latency':>9}{'p95':>9}"
-        f"{'ITL':>9}{'running':>9}{'cache use':>11}{'peak':>6}{'preempted':>11}"
+        f"{'TPOT':>9}{'running':>9}{'cache use':>11}{'peak':>6}{'preempted':>11}"
     )
     lines = [header, "-" * len(header)]
     lines += [
         f"{result.scheduler:<22}{result.requests_per_second:>11.2f}{result.output_tokens_per_second:>10.1f}"
         f"{result.ttft.mean:>8.2f}s{result.ttft.percentile(95):>8.2f}s{result.latency.mean:>8.2f}s"
-        f"{result.latency.percentile(95):>8.2f}s{result.itl.mean * 1e3:>7.1f}ms{result.mean_running:>9.1f}"
+        f"{result.latency.percentile(95):>8.2f}s{result.tpot.mean * 1e3:>7.1f}ms{result.mean_running:>9.1f}"
         f"{result.mean_cache_use:>11.0%}{result.peak_cache_use:>6.0%}{result.num_preemptions:>11}"
         for result in results
     ]

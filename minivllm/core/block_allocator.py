@@ -77,9 +77,13 @@ class BlockAllocator:
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 
-    def get_cached_blocks(self) -> tuple[int, ...]:
-        """The blocks, free or not, whose contents are known, in no order."""
-        return tuple(self._block_of.values())
+    def get_cached_blocks(self) -> frozenset[int]:
+        """The blocks, free or not, whose contents are known."""
+        return frozenset(self._block_of.values())
+
+    def get_free_blocks(self) -> list[int]:
+        """The blocks that nobody references, in the order in which they are handed out."""
+        return list(self._free)
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]

@@ -154,7 +154,7 @@ class LLMEngine:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be a whole number, not {priority!r}.")
-        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and math.isfinite(arrival_time)):
+        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and -math.inf < arrival_time < math.inf):
             raise RequestError(f"arrival_time must be a finite number of seconds, not {arrival_time!r}.")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -182,8 +182,10 @@ class LLMEngine:
         """End a request and free its blocks. Unknown and finished ids are ignored."""
         self.scheduler.abort_request(request_id)
         state = self.output_processor.states.pop(request_id, None)
-        if state is not None and self._recorder is not None:
-            self._recorder.abort_request(state.request)
+        if state is not None:
+            state.request.metrics.finished_time = self.clock()
+            if self._recorder is not None:
+                self._recorder.abort_request(state.request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do."""
@@ -205,6 +207,7 @@ class LLMEngine:
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
             return outputs
+        recorder = self._recorder
         start = self.clock()
         output = self.scheduler.schedule()
         if not output.scheduled and not output.preempted:
@@ -218,7 +221,7 @@ class LLMEngine:
             metrics = scheduled.seq.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = start
-        record = None if self._recorder is None else self._recorder.begin_step(output, start)
+        record = None if recorder is None else recorder.begin_step(output, start)
         try:
             results = self.executor.execute_model(output)
             if len(results) != len(output.scheduled):
@@ -241,8 +244,8 @@ class LLMEngine:
             for request in requests
             if request.finished or request.sampling_params.output_kind is RequestOutputKind.CUMULATIVE
         ]
-        if record is not None and self._recorder is not None:
-            self._recorder.end_step(record, output, results, requests, now)
+        if recorder is not None and record is not None:
+            recorder.end_step(record, output, results, requests, now)
         return outputs
 
     def _fail_step(self, output: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[RequestOutput]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from minivllm.errors import ConfigError
 
@@ -111,7 +111,7 @@ class StepRecord:
     block_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
     swapped_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
     ref_counts: dict[int, int] = field(default_factory=dict)
-    cached_blocks: tuple[int, ...] = ()
+    cached_blocks: frozenset[int] = frozenset()
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -127,10 +127,12 @@ class StepRecord:
 class RequestRecord:
     """A request of a trace: what it asked for, when things happened to it (seconds of the engine's clock), what it got.
 
+    What it got is what it has so far; the time, and the reasons, of its end are there when it has ended.
+
     Attributes:
         params: Its sampling parameters, those that differ from the defaults.
         max_num_tokens: Prompt and output together never grow beyond this.
-        output_token_ids, finish_reasons, stop_reasons: One for each of its sequences, filled when the request ends.
+        output_token_ids, finish_reasons, stop_reasons: One for each of its sequences.
         num_preemptions: How often one of its sequences lost its blocks.
         num_cached_tokens: Prompt tokens that the prefix cache spared it.
     """
@@ -161,6 +163,9 @@ class TraceConfig:
     """The engine that a trace was recorded of.
 
     `scheduler` and `block_space_manager` are the names of classes; `scheduler_config` has the fields of `SchedulerConfig`.
+    `free_gpu_blocks` and `free_cpu_blocks` are the free blocks when the trace began, in the order in which they are handed out: None
+    where that is the order of their numbers. `num_earlier_requests` were in the engine already, and `num_cached_blocks` blocks in
+    its prefix cache.
     """
 
     model: str
@@ -174,6 +179,10 @@ class TraceConfig:
     max_model_len: int
     vocab_size: int
     scheduler_config: dict[str, Any]
+    free_gpu_blocks: list[int] | None = None
+    free_cpu_blocks: list[int] | None = None
+    num_earlier_requests: int = 0
+    num_cached_blocks: int = 0
 
 
 @dataclass
@@ -193,8 +202,21 @@ class EngineTrace:
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.steps)
 
-    def __getitem__(self, index: int) -> StepRecord:
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
         return self.steps[index]
+
+    def is_idle_after(self, number: int) -> bool:
+        """Whether the engine had nothing left to do when a step had ended."""
+        step = self.steps[number]
+        ended = {(finish.request_id, finish.index) for finish in step.finished}
+        queues_are_empty = step.num_waiting + step.num_swapped == 0
+        return queues_are_empty and len(ended) >= step.num_running and ended.issuperset(step.block_tables)
 
     # -- JSON ----------------------------------------------------------------------------------------------------
 
@@ -276,8 +298,8 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
         elif item.name == "ref_counts":
             value = list(value.items())
         elif item.name == "cached_blocks":
-            old_blocks = set(before.cached_blocks) if before else set()
-            value = [sorted(set(value) - old_blocks), sorted(old_blocks - set(value))]
+            old_blocks = before.cached_blocks if before else frozenset()
+            value = [sorted(value - old_blocks), sorted(old_blocks - value)]
             value = value if any(value) else []
         if value or value == 0:
             content[item.name] = value
@@ -301,6 +323,6 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
         fields[name] = [(source, destination) for source, destination in fields.get(name, [])]
     fields["ref_counts"] = dict(fields.get("ref_counts", []))
     added, gone = fields.get("cached_blocks") or ([], [])
-    old_blocks = before.cached_blocks if before else ()
-    fields["cached_blocks"] = tuple(sorted((set(old_blocks) | set(added)) - set(gone))) if added or gone else old_blocks
+    old_blocks = before.cached_blocks if before else frozenset()
+    fields["cached_blocks"] = (old_blocks | frozenset(added)) - frozenset(gone) if added or gone else old_blocks
     return StepRecord(**fields)

@@ -7,6 +7,8 @@ tokens have been taken in. It only reads; an engine without a recorder does the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +30,35 @@ if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
 
 
+def _free_blocks(manager: Any, name: str) -> list[int] | None:
+    """The free blocks of one of the manager's pools; None if they are in order, or if it has no such pool."""
+    allocator = getattr(manager, name, None)
+    free = allocator.get_free_blocks() if allocator is not None else []
+    return None if free == sorted(free) else free
+
+
+def _num_cached_blocks(manager: Any) -> int:
+    allocator = getattr(manager, "gpu_allocator", None)
+    return len(allocator.get_cached_blocks()) if allocator is not None else 0
+
+
 def _given(params: SamplingParams) -> dict[str, Any]:
     """The parameters that differ from the defaults, as JSON has them."""
     given: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name == "output_kind" or value in (field.default, ()):
-            continue
-        if isinstance(value, tuple):
-            value = list(value)
-        given[field.name] = {str(token_id): bias for token_id, bias in value.items()} if isinstance(value, dict) else value
+        value = _plain(getattr(params, field.name))
+        if field.name != "output_kind" and value != field.default and value != []:
+            given[field.name] = value
     return given
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: lists, dicts with text for keys, and no numbers of numpy."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value.item() if hasattr(value, "item") else value
 
 
 class TraceRecorder:
@@ -64,6 +84,10 @@ class TraceRecorder:
                 max_model_len=engine.model_config.max_model_len,
                 vocab_size=engine.model_config.vocab_size,
                 scheduler_config=dataclasses.asdict(engine.scheduler_config),
+                free_gpu_blocks=_free_blocks(engine.block_manager, "gpu_allocator"),
+                free_cpu_blocks=_free_blocks(engine.block_manager, "cpu_allocator"),
+                num_earlier_requests=len(engine.scheduler.requests),
+                num_cached_blocks=_num_cached_blocks(engine.block_manager),
             )
         )
         self._arrived: list[str] = []
@@ -96,7 +120,6 @@ class TraceRecorder:
     def abort_request(self, request: Request) -> None:
         """A request has been ended from outside, between two steps."""
         self._aborted.append(self._names.get(request.request_id, request.request_id))
-        request.metrics.finished_time = self._engine.clock()
         self._finish_request(request)
 
     def begin_step(self, output: SchedulerOutput, start: float) -> StepRecord:
@@ -104,7 +127,7 @@ class TraceRecorder:
         scheduler, manager = self._engine.scheduler, self._engine.block_manager
         tables = {}
         for seq in scheduler.running:
-            key, table = self._key(seq), tuple(manager.get_block_table(seq))
+            key, table = self._key(seq), tuple(map(int, manager.get_block_table(seq)))
             known = self._tables.get(key)
             tables[key] = known if known == table else table
         self._tables = tables
@@ -130,13 +153,14 @@ class TraceRecorder:
             mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
             record.preempted.append(Preemption(*self._key(seq), mode))
         if record.num_swapped:
-            record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
-        allocator = getattr(manager, "gpu_allocator", None)  # a manager written in a lesson may have none
-        if allocator is not None:
-            counts = allocator.ref_counts
-            record.ref_counts = {block: counts[block] for table in tables.values() for block in table if counts[block] != 1}
-            if self.trace.config.enable_prefix_caching:
-                record.cached_blocks = allocator.get_cached_blocks()
+            host_tables = getattr(manager, "swapped_tables", {})
+            record.swapped_tables = {self._key(seq): tuple(host_tables.get(seq.seq_id, ())) for seq in scheduler.swapped}
+        allocator = getattr(manager, "gpu_allocator", None)
+        # A manager written in a lesson may have no allocator: references are then counted in the tables.
+        counts = allocator.ref_counts if allocator is not None else Counter(itertools.chain.from_iterable(tables.values()))
+        record.ref_counts = {block: counts[block] for table in tables.values() for block in table if counts[block] != 1}
+        if allocator is not None and self.trace.config.enable_prefix_caching:
+            record.cached_blocks = allocator.get_cached_blocks()
         return record
 
     def end_step(
@@ -169,6 +193,7 @@ class TraceRecorder:
                 if seq.finished and (key := self._key(seq)) not in self._ended:
                     self._ended.add(key)
                     record.finished.append(Finish(*key, seq.finish_reason or ""))
+            self._update_request(request)
             if request.finished:
                 self._finish_request(request)
         self.trace.steps.append(record)
@@ -179,17 +204,26 @@ class TraceRecorder:
 
     def _sequence_step(self, item: ScheduledSequence) -> SequenceStep:
         seq = item.seq
-        is_decode = seq.num_output_tokens > 0 and item.num_tokens == 1 + len(item.draft_token_ids)
-        action = "decode" if is_decode else "prefill"
+        action = "decode" if item.is_decode else "prefill"
         return SequenceStep(*self._key(seq), action, item.num_tokens, seq.num_computed_tokens + item.num_tokens)
+
+    def _update_request(self, request: Request) -> None:
+        """Note how far a request has come."""
+        record, metrics = self.trace.requests[self._names.get(request.request_id, request.request_id)], request.metrics
+        for field in ("first_scheduled_time", "first_token_time", "num_preemptions", "num_cached_tokens"):
+            setattr(record, field, getattr(metrics, field))
+        for seq in request.sequences:
+            if seq.index == len(record.output_token_ids):
+                record.output_token_ids.append([])
+            tokens = record.output_token_ids[seq.index]
+            tokens += seq.token_ids[seq.num_prompt_tokens + len(tokens) :]
 
     def _finish_request(self, request: Request) -> None:
         """Note what a request has come to."""
+        self._update_request(request)
         name = self._names.pop(request.request_id, request.request_id)
-        record, metrics = self.trace.requests[name], request.metrics
-        for field in ("first_scheduled_time", "first_token_time", "finished_time", "num_preemptions", "num_cached_tokens"):
-            setattr(record, field, getattr(metrics, field))
-        record.output_token_ids = [seq.output_token_ids for seq in request.sequences]
+        record = self.trace.requests[name]
+        record.finished_time = request.metrics.finished_time
         record.finish_reasons = [seq.finish_reason for seq in request.sequences]
         record.stop_reasons = [seq.stop_reason for seq in request.sequences]
         self._ended.difference_update(SequenceKey(name, seq.index) for seq in request.sequences)

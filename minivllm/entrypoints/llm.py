@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import uuid
 from collections import abc
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -129,7 +129,8 @@ class LLM:
                     if isinstance(prompt, RequestError):
                         raise prompt
                     if isinstance(param, SamplingParams):  # if not, the engine says so
-                        param = replace(param, output_kind=RequestOutputKind.FINAL_ONLY)
+                        param = copy.copy(param)
+                        object.__setattr__(param, "output_kind", RequestOutputKind.FINAL_ONLY)
                     self.llm_engine.add_request(request_id, prompt, param)
                 except RequestError as error:
                     errors.append(error)

@@ -10,13 +10,15 @@ from pathlib import Path
 from minivllm.bench.arrivals import ARRIVALS
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import DISTRIBUTIONS
-from minivllm.config import POLICIES, PREEMPTION_MODES
+from minivllm.config import PREEMPTION_MODES
 from minivllm.entrypoints import bench_cli
 from minivllm.entrypoints.options import add_command, add_engine_options, check_writable
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
 """Requests whose trace is still of a size to draw."""
+PROGRESS_FROM = 2_000
+"""Requests that take seconds, so that progress is shown."""
 
 
 def add_simulate(commands) -> None:  # noqa: ANN001
@@ -57,10 +59,9 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     group.add_argument("--enable-chunked-prefill", action="store_true", help="decodes and chunks of prompts in one step")
     group.add_argument("--enable-prefix-caching", action="store_true", help="reuse the computed beginnings of earlier prompts")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="recompute", help="(default: %(default)s)")
-    group.add_argument("--policy", choices=POLICIES, default="fcfs", help="who goes first (default: %(default)s)")
     group.add_argument(
         "--cost-model", type=Path, metavar="FILE",
-        help="what steps cost, from `minivllm bench calibrate --json` (default: SmolLM2-135M as measured for the README)",
+        help="what steps cost, from `minivllm bench calibrate --json` (default: SmolLM2-135M with up to 32 sequences, as measured for the README)",
     )  # fmt: skip
     group = parser.add_argument_group("results")
     group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace of the last scheduler here")
@@ -76,7 +77,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     for path in (arguments.save_trace, arguments.json):
         check_writable(path)
     if arguments.save_trace and arguments.num_requests > MOST_TRACED:
-        raise ConfigError(f"A trace of more than {MOST_TRACED} requests would fill memory and disk: lower --num-requests.")
+        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too much to look at: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     workload = {
         name: getattr(arguments, name)
@@ -89,21 +90,20 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         name: getattr(arguments, name)
         for name in (
             "max_num_seqs", "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_model_len", "max_num_batched_tokens",
-            "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode", "policy",
+            "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode",
         )
     }  # fmt: skip
     results = []
-    for scheduler in arguments.scheduler:
+    for scheduler in dict.fromkeys(arguments.scheduler):
         result = simulate(
             generate_requests(arguments.num_requests, **workload),
             max_concurrency=arguments.max_concurrency,
-            num_requests=arguments.num_requests if arguments.num_requests > MOST_TRACED else None,
+            progress_total=arguments.num_requests if arguments.num_requests >= PROGRESS_FROM else None,
             scheduler=scheduler,
             cost_model=costs,
             trace=arguments.save_trace is not None,
             **options,
         )
-        result.scheduler = scheduler
         results.append(result)
     print(f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated\n\n{format_table(results)}")
     if arguments.json:

@@ -23,14 +23,24 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         "draw all figures of a saved trace and print its numbers",
         "minivllm trace show trace.json",
     )
-    show.add_argument("file", type=Path, metavar="FILE", help="what `minivllm generate --save-trace FILE` wrote")
+    show.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
+    )
     show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/ and the file's name)")
     show.add_argument("--step", type=int, metavar="N", help="of the block map (default: the one with the most blocks in use)")
     export = add_command(
         commands, "export", run_trace_export, "write a saved trace in the form that https://ui.perfetto.dev opens",
         "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
     )  # fmt: skip
-    export.add_argument("file", type=Path, metavar="FILE", help="what `minivllm generate --save-trace FILE` wrote")
+    export.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
+    )
     export.add_argument("--to", choices=("chrome",), default="chrome", help="the form (default: %(default)s)")
     export.add_argument(
         "--output", type=Path, metavar="FILE", help="where it goes (default: beside the trace, as NAME.chrome.json)"
@@ -69,7 +79,7 @@ def run_trace_show(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{name}: {trace.config.model}, {trace.config.scheduler}\n\n{format_summary(trace)}\n\nFigures")
     figures = {
-        "requests": lambda: draw_requests(trace, name),
+        "requests": lambda: draw_requests(trace),
         "batches": lambda: draw_batches(trace),
         "curves": lambda: draw_curves(trace),
         "latencies": lambda: draw_latencies({name: trace}),

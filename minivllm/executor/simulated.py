@@ -7,6 +7,7 @@ first. The formula is fitted to a measured run by `bench/calibrate.py`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -119,15 +120,14 @@ class CostModel:
 class SimulatedExecutor(Executor):
     """Advances the clock by what a step would take, and makes up its tokens.
 
-    A request's tokens depend on its seed and their position, so different requests say different things. They are never
-    end-of-sequence tokens: a request ends when it has `max_tokens`.
+    A request's tokens depend on its seed and their position, so different requests say different things, and mean nothing: let
+    them end by `max_tokens`, with `ignore_eos`.
 
     Args:
         clock: The engine's.
         cost_model: Seconds of a step.
         num_gpu_blocks, num_cpu_blocks: The cache that the simulated device has.
         vocab_size: Token ids are below this.
-        watch: Called with each step and its seconds, before they pass.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class SimulatedExecutor(Executor):
         num_gpu_blocks: int,
         num_cpu_blocks: int = 0,
         vocab_size: int = 50_000,
-        watch: Callable[[SchedulerOutput, float], None] | None = None,
     ) -> None:
         for name, value, low in (("num_gpu_blocks", num_gpu_blocks, 1), ("num_cpu_blocks", num_cpu_blocks, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
         self.clock = clock
         self.cost_model = cost_model
-        self.watch = watch
+        self.watch: Callable[[SchedulerOutput, float], None] | None = None
+        """Called with each step and its seconds, before they pass."""
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self._vocab_size = vocab_size
 
@@ -156,6 +156,8 @@ class SimulatedExecutor(Executor):
 
     def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
         seconds = self.cost_model(work_of(output))
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"The cost model says that a step takes {seconds} seconds, but it must take 0 or more, and end.")
         if self.watch is not None:
             self.watch(output, seconds)
         self.clock.advance(seconds)
@@ -173,10 +175,5 @@ class SimulatedExecutor(Executor):
 def work_of(output: SchedulerOutput) -> StepWork:
     """The work of a step that has been scheduled and not yet computed."""
     return count_work(
-        (
-            len(item.seq.token_ids) > item.seq.num_prompt_tokens and item.num_tokens == 1 + len(item.draft_token_ids),
-            item.num_tokens,
-            item.seq.num_computed_tokens + item.num_tokens,
-        )
-        for item in output.scheduled
+        (item.is_decode, item.num_tokens, item.seq.num_computed_tokens + item.num_tokens) for item in output.scheduled
     )

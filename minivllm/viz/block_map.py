@@ -213,9 +213,9 @@ def _legend(trace: EngineTrace) -> list:
     ]
     if any(record.cached_blocks for record in trace):
         handles.append(
-            Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=DOTS, linewidth=0.5, label="free, remembered")
+            Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=DOTS, linewidth=0.5, label="free, cached")
         )
-        handles.append(Line2D([], [], color=INK, linewidth=2.5, label="remembered"))
+        handles.append(Line2D([], [], color=INK, linewidth=2.5, label="cached"))
     if any(record.swapped_tables for record in trace):
         handles.append(Patch(facecolor=NEUTRAL, edgecolor=INK, hatch=DOTS, linewidth=0.5, label="on the host"))
     if any(record.ref_counts for record in trace):

@@ -72,7 +72,7 @@ def describe_step(trace: EngineTrace, step: int) -> str:
     what = f"{record.phase} of {count} sequence{'s' * (count != 1)}, {tokens} token{'s' * (tokens != 1)}"
     free = f"{record.num_free_blocks} of {trace.config.num_gpu_blocks} blocks free"
     lost = f"{len(record.preempted)} preempted; " if record.preempted else ""
-    return f"step {number} of {len(trace)}, at {time:.3f} s: {what}; {lost}{free}"
+    return f"step {number} / {len(trace) - 1}, at {time:.3f} s: {what}; {lost}{free}"
 
 
 @remembered

@@ -22,7 +22,7 @@ class CacheUse(NamedTuple):
         used: Slots that hold a token of a running sequence. A block that several share counts once.
         reserved: Slots allocated and empty, which a token will fill before the block is given back.
         wasted: Slots allocated and empty, which nothing will ever fill.
-        remembered: Slots of free blocks whose contents the prefix cache knows.
+        cached: Slots of free blocks whose contents the prefix cache knows.
         free: Other slots of free blocks.
         unshared: Slots that would be used if no block were shared.
     """
@@ -30,7 +30,7 @@ class CacheUse(NamedTuple):
     used: int
     reserved: int
     wasted: int
-    remembered: int
+    cached: int
     free: int
     unshared: int
 
@@ -82,15 +82,15 @@ def _use_of_step(
     num_allocated = trace.config.num_gpu_blocks - step.num_free_blocks
     empty = sum(size - held for held in now_held.values())
     wasted = sum(size - held for held in then_held.values())
-    remembered = 0
+    cached = 0
     if step.cached_blocks:
-        remembered = size * len(set(step.cached_blocks).difference(*step.block_tables.values()))
+        cached = size * len(set(step.cached_blocks).difference(*step.block_tables.values()))
     use = CacheUse(
         used=num_allocated * size - empty,
         reserved=empty - wasted,
         wasted=wasted,
-        remembered=remembered,
-        free=step.num_free_blocks * size - remembered,
+        cached=cached,
+        free=step.num_free_blocks * size - cached,
         unshared=unshared,
     )
     return use, fills
@@ -106,7 +106,7 @@ _BANDS = (
     ("used", "used", REQUEST_COLORS[0], None),
     ("reserved", "reserved, filled later", tint(REQUEST_COLORS[0], 0.6), "////"),
     ("wasted", "wasted, never filled", "white", "xxxx"),
-    ("remembered", "remembered", tint(NEUTRAL, 0.7), "...."),
+    ("cached", "cached", tint(NEUTRAL, 0.7), "...."),
     ("free", "free", "white", None),
 )
 """Field of `CacheUse`, words in the legend, colour and hatch, from the bottom to the top."""
@@ -134,9 +134,9 @@ def paint_cache_use(axes: Axes, trace: EngineTrace) -> None:
     stays: list[tuple[float, float, CacheUse]] = []
     for number, (start, end) in enumerate(times):
         stays.append((start, end, uses[number]))
-        if number + 1 < len(times) and end < times[number + 1][0]:  # nothing to do: all is free, some of it remembered
-            remembered = len(trace[number].cached_blocks) * trace.config.block_size
-            stays.append((end, times[number + 1][0], CacheUse(0, 0, 0, remembered, num_slots - remembered, 0)))
+        if number + 1 < len(times) and end < times[number + 1][0]:  # nothing to do: all is free, some of it cached
+            cached = len(trace[number].cached_blocks) * trace.config.block_size
+            stays.append((end, times[number + 1][0], CacheUse(0, 0, 0, cached, num_slots - cached, 0)))
     total = sum(end - start for start, end, _ in stays) * num_slots
     handles: list = []
     bottoms = [0] * len(stays)

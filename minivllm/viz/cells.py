@@ -17,7 +17,7 @@ BAR = 0.36
 ALLOCATED = 0.72
 """Whiteness of what is above it, in the device's cells."""
 DOTS = "....."
-"""The hatch of what no running sequence can use: remembered in free blocks, or on the host."""
+"""The hatch of what no running sequence can use: cached in free blocks, or on the host."""
 _LID = 0.1
 """The dark top of a block that the prefix cache knows."""
 _MOST_STRIPES = 4
@@ -87,7 +87,7 @@ class Cells:
             self.put("shared" if block.num_references > 1 else "owned", box)
         elif block.cached:
             self.put("free", box, tint(NEUTRAL, 0.88))
-            self.put("remembered", (left, right, bottom, bar), tint(NEUTRAL, 0.65))
+            self.put("cached", (left, right, bottom, bar), tint(NEUTRAL, 0.65))
         else:
             self.put("free", box, "white")
         if block.cached:
@@ -107,7 +107,7 @@ class Cells:
         thick = 1.8 if min(self.width, self.height) > 12 else 1.0
         layers = (
             ("free", PALE, max(thin, 0.2), None),
-            ("remembered", NEUTRAL, thin, DOTS),
+            ("cached", NEUTRAL, thin, DOTS),
             ("allocated", "none", 0.0, None),
             ("allocated stripes", "none", 0.0, None),
             ("tokens", "none", 0.0, None),

@@ -11,6 +11,7 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.viz.curves import paint_curves
 from minivllm.viz.drawing import WIDTH
+from minivllm.viz.latency import is_complete
 from minivllm.viz.timeline import paint_requests
 
 
@@ -48,11 +49,7 @@ def summarize(trace: EngineTrace) -> RunSummary:
     Raises:
         ConfigError: No request has ended in it.
     """
-    ended = [
-        request
-        for request in trace.requests.values()
-        if request.finished_time is not None and request.first_token_time is not None and "abort" not in request.finish_reasons
-    ]
+    ended = [request for request in trace.requests.values() if is_complete(request)]
     if not ended:
         raise ConfigError("In this trace no request comes to its end, so there is nothing to sum up.")
     seconds = trace[-1].end - min(request.arrival_time for request in trace.requests.values())

@@ -112,15 +112,8 @@ def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
     """
     origin = time_origin(trace)
     times: list[tuple[float, float]] = []
-    for step, following in zip(trace, [*trace.steps[1:], None], strict=False):
-        ended = {(finish.request_id, finish.index) for finish in step.finished}
-        idles = (
-            not step.num_waiting
-            and not step.num_swapped
-            and len(ended) >= step.num_running
-            and ended.issuperset(step.block_tables)
-        )
-        end = step.end if following is None or idles else following.start
+    for number, (step, following) in enumerate(zip(trace, [*trace.steps[1:], None], strict=False)):
+        end = step.end if following is None or trace.is_idle_after(number) else following.start
         times.append((step.start - origin, end - origin))
     return times
 
