@@ -271,10 +271,21 @@ def test_a_file_that_was_cut_or_changed_is_refused(tmp_path, crowded_trace):
     content = json.loads(file.read_text())
     for change in (
         lambda c: c["steps"][0].pop("start"),
-        lambda c: c["steps"][0].update(colour="red"),
         lambda c: c["steps"][0].update(scheduled=[["0"]]),
+        lambda c: c["steps"][0].update(start=float("nan")),
+        lambda c: c["steps"][0].update(num_running=-1),
+        lambda c: c["steps"][0].update(arrived=["nobody"]),
+        lambda c: c["steps"][1].update(end=c["steps"][1]["start"] - 1e-3),
+        lambda c: c["steps"][2].update(start=c["steps"][1]["start"]),
+        lambda c: c["steps"][1].update(block_tables=[["0", 0, [c["config"]["num_gpu_blocks"]]]]),
+        lambda c: c["steps"][1].update(block_tables=[["0", 0]]),
+        lambda c: c["steps"][1].update(swapped_tables=[["0", 0, [c["config"]["num_cpu_blocks"]]]]),
         lambda c: c["steps"].__setitem__(0, 5),
         lambda c: c["config"].pop("block_size"),
+        lambda c: c["config"].update(block_size=0),
+        lambda c: c["config"]["scheduler_config"].update(max_num_seqs="many"),
+        lambda c: c["requests"][0]["params"].update(n=None),
+        lambda c: c["requests"][0].update(arrival_time="today"),
         lambda c: c.update(requests=5),
     ):
         damaged = json.loads(json.dumps(content))

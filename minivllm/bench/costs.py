@@ -65,7 +65,9 @@ def load_costs(path: Path) -> CostModel:
     numbers += [("a number in decode_curve", number) for point in values["decode_curve"] for number in point]
     for name, value in numbers:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LONGEST:
-            raise ConfigError(f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more and below {LONGEST:g}.")
+            raise ConfigError(
+                f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more and below {LONGEST:g}."
+            )
     if sizes != sorted(set(sizes)) or 0 in sizes:
         raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must grow from one point to the next.")
     return CostModel(**values)

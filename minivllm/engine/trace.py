@@ -7,23 +7,34 @@ refers to a living engine.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
+import msgspec
+
+from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
+from minivllm.sampling_params import SamplingParams
 
 VERSION = 1
 """Of the JSON form. It changes when a reader of the old form would read the new one wrongly."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""A moment of the engine's clock."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number of things, or the number of one."""
 
 
 class SequenceKey(NamedTuple):
     """Names a sequence: its request, and which of the request's `n` continuations it is."""
 
     request_id: str
-    index: int = 0
+    index: Count = 0
 
 
 class SequenceStep(NamedTuple):
@@ -41,13 +52,13 @@ class SequenceStep(NamedTuple):
     """
 
     request_id: str
-    index: int
-    action: str
-    num_tokens: int
-    context_len: int
-    num_new_tokens: int = 1
-    num_drafts: int = 0
-    num_accepted: int = 0
+    index: Count
+    action: Literal["prefill", "decode"]
+    num_tokens: Count
+    context_len: Count
+    num_new_tokens: Count = 1
+    num_drafts: Count = 0
+    num_accepted: Count = 0
 
     @property
     def key(self) -> SequenceKey:
@@ -59,7 +70,7 @@ class Preemption(NamedTuple):
     """A sequence that lost its blocks, by "recompute" or by "swap"."""
 
     request_id: str
-    index: int
+    index: Count
     mode: str
 
 
@@ -67,7 +78,7 @@ class Finish(NamedTuple):
     """A sequence that ended, and its finish reason: "stop", "length", "abort" or "error"."""
 
     request_id: str
-    index: int
+    index: Count
     reason: str
 
 
@@ -95,26 +106,26 @@ class StepRecord:
         error: Why the model failed, if it did.
     """
 
-    start: float
-    end: float
-    phase: str
+    start: Seconds
+    end: Seconds
+    phase: Literal["prefill", "decode", "mixed"]
     scheduled: list[SequenceStep]
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    num_free_blocks: int
+    num_running: Count
+    num_waiting: Count
+    num_swapped: Count
+    num_free_blocks: Count
     preempted: list[Preemption] = field(default_factory=list)
     swapped_in: list[SequenceKey] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     arrived: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    block_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
-    swapped_tables: dict[SequenceKey, tuple[int, ...]] = field(default_factory=dict)
-    ref_counts: dict[int, int] = field(default_factory=dict)
-    cached_blocks: frozenset[int] = frozenset()
-    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    block_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
+    swapped_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
+    ref_counts: dict[Count, Count] = field(default_factory=dict)
+    cached_blocks: frozenset[Count] = frozenset()
+    blocks_to_copy: list[tuple[Count, Count]] = field(default_factory=list)
+    blocks_to_swap_out: list[tuple[Count, Count]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[Count, Count]] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -138,17 +149,17 @@ class RequestRecord:
     """
 
     request_id: str
-    arrival_time: float
-    prompt_token_ids: list[int]
-    max_num_tokens: int
+    arrival_time: Seconds
+    prompt_token_ids: list[Count]
+    max_num_tokens: Count
     params: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    output_token_ids: list[list[int]] = field(default_factory=list)
+    first_scheduled_time: Seconds | None = None
+    first_token_time: Seconds | None = None
+    finished_time: Seconds | None = None
+    num_preemptions: Count = 0
+    num_cached_tokens: Count = 0
+    output_token_ids: list[list[Count]] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
     stop_reasons: list[int | str | None] = field(default_factory=list)
 
@@ -171,18 +182,18 @@ class TraceConfig:
     model: str
     scheduler: str
     block_space_manager: str
-    block_size: int
-    num_gpu_blocks: int
-    num_cpu_blocks: int
+    block_size: Count
+    num_gpu_blocks: Count
+    num_cpu_blocks: Count
     watermark: float
     enable_prefix_caching: bool
-    max_model_len: int
-    vocab_size: int
+    max_model_len: Count
+    vocab_size: Count
     scheduler_config: dict[str, Any]
-    free_gpu_blocks: list[int] | None = None
-    free_cpu_blocks: list[int] | None = None
-    num_earlier_requests: int = 0
-    num_cached_blocks: int = 0
+    free_gpu_blocks: list[Count] | None = None
+    free_cpu_blocks: list[Count] | None = None
+    num_earlier_requests: Count = 0
+    num_cached_blocks: Count = 0
 
 
 @dataclass
@@ -260,7 +271,7 @@ class EngineTrace:
         """The trace that `to_json` gave.
 
         Raises:
-            ConfigError: It is no trace, or one of another version.
+            ConfigError: It is no trace, one of another version, or says what cannot have been.
         """
         version = content.get("minivllm_trace") if isinstance(content, dict) else None
         if version is None:
@@ -270,20 +281,24 @@ class EngineTrace:
                 f"It is a trace of version {version!r}, and this minivllm reads version {VERSION}: record it again."
             )
         try:
-            requests = [RequestRecord(**request) for request in content["requests"]]
-            trace = cls(TraceConfig(**content["config"]), requests={request.request_id: request for request in requests})
+            requests = msgspec.convert(content["requests"], list[RequestRecord])
+            config = msgspec.convert(content["config"], TraceConfig)
+            trace = cls(config, requests={request.request_id: request for request in requests})
             before = None
             for item in content["steps"]:
                 before = _step_from_json(item, before)
                 trace.steps.append(before)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"It is a damaged trace ({type(error).__name__}: {error}): record it again.") from None
+            _check(trace)
+        except KeyError as error:
+            raise ConfigError(f"It is a damaged trace, without {error}: record it again.") from None
+        except (AttributeError, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+            raise ConfigError(f"It is a damaged trace ({error}): record it again.") from None
         return trace
 
 
 _TABLES = ("block_tables", "swapped_tables")
-_LISTS = {"scheduled": SequenceStep, "preempted": Preemption, "swapped_in": SequenceKey, "finished": Finish}
-_PAIRS = ("blocks_to_copy", "blocks_to_swap_out", "blocks_to_swap_in")
+_TableRow = tuple[str, Count, tuple[Count, ...] | None]
+"""The request and index of a sequence, and its blocks, or None where it has no more."""
 
 
 def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
@@ -310,19 +325,37 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
     fields = dict(content)
     for name in _TABLES:
         tables = dict(getattr(before, name)) if before else {}
-        for request_id, index, blocks in fields.get(name, []):
+        for request_id, index, blocks in msgspec.convert(fields.get(name, []), list[_TableRow]):
             key = SequenceKey(request_id, index)
             if blocks is None:
                 del tables[key]
             else:
-                tables[key] = tuple(blocks)
+                tables[key] = blocks
         fields[name] = tables
-    for name, kind in _LISTS.items():
-        fields[name] = [kind(*item) for item in fields.get(name, [])]
-    for name in _PAIRS:
-        fields[name] = [(source, destination) for source, destination in fields.get(name, [])]
     fields["ref_counts"] = dict(fields.get("ref_counts", []))
     added, gone = fields.get("cached_blocks") or ([], [])
     old_blocks = before.cached_blocks if before else frozenset()
     fields["cached_blocks"] = (old_blocks | frozenset(added)) - frozenset(gone) if added or gone else old_blocks
-    return StepRecord(**fields)
+    return msgspec.convert(fields, StepRecord)
+
+
+def _check(trace: EngineTrace) -> None:
+    """Raise a ValueError if blocks, requests or times are not those of a run."""
+    config, now = trace.config, -math.inf
+    msgspec.convert(config.scheduler_config, SchedulerConfig)
+    for request in trace.requests.values():
+        SamplingParams(**{name: value for name, value in request.params.items() if name != "logit_bias"})
+    if config.block_size < 1 or config.num_gpu_blocks < 1:
+        raise ValueError("a cache without blocks")
+    for number, step in enumerate(trace):
+        if not now <= step.start <= step.end:
+            raise ValueError(f"step {number} begins before the last one ended, or ends before it began")
+        now = step.end
+        named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
+        named.update(item.request_id for item in (*step.scheduled, *step.preempted, *step.finished, *step.swapped_in))
+        if not named <= trace.requests.keys():
+            raise ValueError(f"step {number} has a request {min(named - trace.requests.keys())!r} that is nowhere described")
+        gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
+        for tables, num_blocks in ((gpu_blocks, config.num_gpu_blocks), (step.swapped_tables.values(), config.num_cpu_blocks)):
+            if max(itertools.chain.from_iterable(tables), default=-1) >= num_blocks:
+                raise ValueError(f"step {number} has a block beyond the {num_blocks} that there are")

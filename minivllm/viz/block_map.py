@@ -212,9 +212,7 @@ def _legend(trace: EngineTrace) -> list:
         Patch(facecolor="white", edgecolor=PALE, label="free"),
     ]
     if any(record.cached_blocks for record in trace):
-        handles.append(
-            Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=DOTS, linewidth=0.5, label="free, cached")
-        )
+        handles.append(Patch(facecolor=tint(NEUTRAL, 0.75), edgecolor=NEUTRAL, hatch=DOTS, linewidth=0.5, label="free, cached"))
         handles.append(Line2D([], [], color=INK, linewidth=2.5, label="cached"))
     if any(record.swapped_tables for record in trace):
         handles.append(Patch(facecolor=NEUTRAL, edgecolor=INK, hatch=DOTS, linewidth=0.5, label="on the host"))

@@ -76,7 +76,8 @@ def request_latencies(trace: EngineTrace) -> list[RequestLatency]:
 def is_complete(request: RequestRecord) -> bool:
     """Whether all of a request's sequences came to an end of their own ("stop" or "length")."""
     reasons = request.finish_reasons
-    return bool(reasons) and all(reason in ("stop", "length") for reason in reasons) and request.first_token_time is not None
+    has_times = request.first_token_time is not None and request.finished_time is not None
+    return has_times and bool(reasons) and all(reason in ("stop", "length") for reason in reasons)
 
 
 def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
