@@ -167,8 +167,9 @@ def test_two_requests_cannot_have_one_name(small_cache_llm):
     engine.add_request("same", "hi", GREEDY)
     with pytest.raises(RequestError, match="There is a request 'same' already"):
         engine.add_request("same", "hi", GREEDY)
-    with pytest.raises(RequestError, match="request_id must be a non-empty string"):
-        engine.add_request("", "hi", GREEDY)
+    for request_id in ("", "half \ud800", "two\nlines", None):
+        with pytest.raises(RequestError, match="request_id must be a non-empty string"):
+            engine.add_request(request_id, "hi", GREEDY)
     engine.abort_request("same")
     assert engine.block_manager.get_num_free_gpu_blocks() == 384
 

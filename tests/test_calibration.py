@@ -128,6 +128,18 @@ def test_too_few_steps_are_told():
         calibrate(engine_with(TRUE_COSTS), rounds=0)
 
 
+def test_a_cache_too_small_for_the_runs_is_told_before_them():
+    engine = make_simulated_engine(max_num_seqs=12, max_model_len=512, num_gpu_blocks=4)
+    with pytest.raises(ConfigError, match="requests of up to .* tokens, but the cache holds 64"):
+        calibrate(engine, rounds=1)
+    assert not engine.trace.steps
+
+
+def test_a_model_of_short_texts_is_calibrated_with_short_ones():
+    engine = make_simulated_engine(max_num_seqs=4, max_model_len=24, num_gpu_blocks=100)
+    assert calibrate(engine, rounds=1).num_steps > 50
+
+
 def test_the_calibrated_engine_keeps_its_config_when_a_run_fails(monkeypatch):
     engine = engine_with(TRUE_COSTS)
     run, calls = calibration.run_offline, []

@@ -204,6 +204,12 @@ def test_work_that_costs_nothing_takes_no_time():
     assert (result.seconds, result.output_tokens, result.output_tokens_per_second) == (0.0, 2, 0.0)
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_a_step_must_end_after_it_began(seconds):
+    with pytest.raises(ConfigError, match="must take 0 or more, and end"):
+        simulate(requests_of((1, 2, 0.0)), cost_model=lambda work: seconds)
+
+
 def test_clocks_do_not_go_back():
     clock = VirtualClock(5.0)
     clock.advance_to(3.0)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -192,6 +193,32 @@ def test_references_are_counted_in_the_tables_where_the_manager_has_no_counts():
     assert [step.ref_counts for step in traces[1]] == [step.ref_counts for step in traces[0]]
 
 
+def test_requests_that_are_not_done_are_replayed_as_far_as_they_came():
+    engine, _ = shadow_engine(12, block_size=2, max_num_seqs=3)
+    trace = engine.start_trace()
+    for i in range(5):
+        engine.add_request(f"{i}", [1 + i] * 4, SamplingParams(n=1 + i % 2, max_tokens=9, ignore_eos=True, seed=i))
+    for num_steps in range(1, 15):
+        engine.step()
+        assert len(replay(trace)) == num_steps
+        assert first_difference(trace, replay(trace)) is None
+    assert {bool(request.finish_reasons) for request in trace.requests.values()} == {True, False}
+
+
+def test_params_of_numpy_are_saved_as_plain_numbers(tmp_path):
+    engine, _ = shadow_engine(12)
+    trace = engine.start_trace()
+    given = SamplingParams(
+        seed=np.int64(3), max_tokens=np.int32(2), stop_token_ids=list(np.arange(2)), logit_bias={np.int64(4): 1.0}
+    )
+    engine.add_request("a", [1, 2], given)
+    while engine.has_unfinished_requests():
+        engine.step()
+    trace.save(tmp_path / "trace.json")
+    params = EngineTrace.load(tmp_path / "trace.json").requests["a"].params
+    assert params == {"seed": 3, "max_tokens": 2, "stop_token_ids": [0, 1], "logit_bias": {"4": 1.0}}
+
+
 def test_an_unknown_scheduler_must_be_given(crowded_trace):
     crowded_trace.config.scheduler = "Mine"
     with pytest.raises(ConfigError, match=r"recorded with Mine: give that class"):
@@ -286,6 +313,7 @@ def test_a_file_that_was_cut_or_changed_is_refused(tmp_path, crowded_trace):
         lambda c: c["config"]["scheduler_config"].update(max_num_seqs="many"),
         lambda c: c["requests"][0]["params"].update(n=None),
         lambda c: c["requests"][0].update(arrival_time="today"),
+        lambda c: c["requests"][0]["output_token_ids"].pop(),
         lambda c: c.update(requests=5),
     ):
         damaged = json.loads(json.dumps(content))

@@ -558,7 +558,7 @@ def test_states_differ_without_their_colours():
 
 
 def test_names_may_have_what_a_formula_has(traces):
-    requests = [("$x_1$ and $\\frac", 0.0, prompt(5, 1), params(4, n=2)), ("\n<b>é日", 0.0, prompt(5, 2), params(4))]
+    requests = [("$x_1$ and $\\frac", 0.0, prompt(5, 1), params(4, n=2)), ("<b>é日", 0.0, prompt(5, 2), params(4))]
     trace = record(requests, num_gpu_blocks=20)
     for figure_of in FIGURES.values():
         render(figure_of(trace))
@@ -595,15 +595,18 @@ HASHES = {
     "prefixes, requests": "3c2ecbec86",
     "prefixes, batches": "b19c85871e",
     "prefixes, curves": "edbb5b7210",
-    "prefixes, cache use": "540f041d10",
-    "prefixes, block map": "3e8a0e83fc",
+    "prefixes, cache use": "8e70fb35c7",
+    "prefixes, block map": "ad5e67df36",
     "prefixes, latencies": "9205e31b5b",
     "prefixes, timelines": "6bb285211f",
     "prefixes, run": "8ea5774de1",
-    "prefixes, step": "e1dbbb9004",
+    "prefixes, step": "9382c95c0a",
     "roofline": "21c47f0f4b",
 }
-"""Of what is drawn, not of pixels: those depend on the machine's fonts. Print `drawn_hash` to renew one, and look at the figure."""
+"""Of what is drawn, not of pixels: those depend on the machine's fonts.
+
+To renew them, `python tests/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
+"""
 
 
 def drawn_hash(figure: Figure) -> str:
@@ -629,13 +632,26 @@ def drawn_hash(figure: Figure) -> str:
     return hashlib.md5("|".join(parts).encode()).hexdigest()[:10]
 
 
-@pytest.mark.parametrize("figure", FIGURES | COMPOSED)
-@pytest.mark.parametrize("name", ["tiny", "swap", "forks", "prefixes"])
-def test_figures_are_those_that_were_looked_at(traces, name, figure):
-    assert drawn_hash((FIGURES | COMPOSED)[figure](traces[name])) == HASHES[f"{name}, {figure}"]
-
-
-def test_the_roofline_is_the_one_that_was_looked_at():
+def guarded_figures():
+    """The figures whose drawn data is compared, by the names that they have in HASHES."""
+    for name in ("tiny", "swap", "forks", "prefixes"):
+        trace = TRACES[name]()
+        for figure, draw in (FIGURES | COMPOSED).items():
+            yield f"{name}, {figure}", lambda draw=draw, trace=trace: draw(trace)
     results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
     points = [RooflinePoint(**point) for point in kernel_points(results)]
-    assert drawn_hash(draw_roofline(points, *peaks(results), "kernels")) == HASHES["roofline"]
+    yield "roofline", lambda: draw_roofline(points, *peaks(results), "kernels")
+
+
+def test_figures_are_those_that_were_looked_at():
+    hashes = {name: drawn_hash(draw()) for name, draw in guarded_figures()}
+    assert hashes == HASHES, "see the words below HASHES"
+
+
+if __name__ == "__main__":
+    folder = Path("out/figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in guarded_figures():
+        figure = draw()
+        figure.savefig(folder / f"{name.replace(', ', '_').replace(' ', '_')}.png", dpi=100)
+        print(f'    "{name}": "{drawn_hash(figure)}",')

@@ -245,12 +245,11 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
         raise ConfigError(f"rounds is {rounds}, but must be at least 1.")
     calibration = calibration_settings(largest, config.vocab_size, config.max_model_len)
     unseen = unseen_settings(largest, config.vocab_size, config.max_model_len)
-    room = min(config.max_model_len, engine.cache_tokens)
     needed = max(len(request.prompt_token_ids) + request.output_len for s in calibration + unseen for request in s.requests)
-    if room < needed:
+    if engine.cache_tokens < needed:
         raise ConfigError(
-            f"A calibration has requests of up to {needed} tokens, but the engine takes {room}: raise max_model_len, or give the "
-            f"cache more memory (kv_cache_memory_bytes)."
+            f"A calibration has requests of up to {needed} tokens, but the cache holds {engine.cache_tokens}: give it more memory "
+            f"(kv_cache_memory_bytes), or lower max_model_len."
         )
     run_setting(engine, Setting("warm-up", warm_up_requests(calibration[-1].requests, largest), "continuous", largest))
     traces: list[EngineTrace] = []

@@ -148,8 +148,8 @@ class LLMEngine:
         Raises:
             RequestError: It cannot be served. Nothing has been allocated for it, and no other request is affected.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, not {request_id!r}.")
+        if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
+            raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
         if request_id in self.output_processor.states:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
         if isinstance(priority, bool) or not isinstance(priority, int):

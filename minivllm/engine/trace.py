@@ -345,6 +345,10 @@ def _check(trace: EngineTrace) -> None:
     msgspec.convert(config.scheduler_config, SchedulerConfig)
     for request in trace.requests.values():
         SamplingParams(**{name: value for name, value in request.params.items() if name != "logit_bias"})
+        if not request.request_id.isprintable():
+            raise ValueError(f"request {request.request_id!r} has an id that cannot be printed")
+        if len(request.finish_reasons) not in (0, len(request.output_token_ids)):
+            raise ValueError(f"request {request.request_id!r} has another number of endings than of sequences")
     if config.block_size < 1 or config.num_gpu_blocks < 1:
         raise ValueError("a cache without blocks")
     for number, step in enumerate(trace):

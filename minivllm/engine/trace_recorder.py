@@ -112,7 +112,7 @@ class TraceRecorder:
             request_id=name,
             arrival_time=request.metrics.arrival_time,
             prompt_token_ids=request.prompt_token_ids,
-            max_num_tokens=request.max_num_tokens,
+            max_num_tokens=int(request.max_num_tokens),
             params=_given(request.sampling_params),
             priority=request.priority,
         )

@@ -217,8 +217,7 @@ def new_figure(
 
 
 def short_name(request_id: str) -> str:
-    """A request's id, its middle left out if it is long, and what fonts and files cannot show replaced by question marks."""
-    request_id = request_id.encode("utf-8", "replace").decode()
+    """A request's id, its middle left out if it is long."""
     if len(request_id) <= _LONGEST_NAME:
         return request_id
     return f"{request_id[: _LONGEST_NAME // 2]}…{request_id[-_LONGEST_NAME // 2 + 1 :]}"
