@@ -17,7 +17,8 @@ from types import FrameType
 
 _COURSE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
+"""Where Python and packages are; site-packages is often a folder in that of the standard library, so it comes first."""
 _MOST_FRAMES = 6
 _Place = tuple[FrameType, int]
 """One entry of a traceback: the frame, and the line that it had come to."""
