@@ -87,9 +87,9 @@ def grade_all(
         unwritable: folders in which none can write.
     """
     closed = (*unreadable, *(submission.path for submission in submissions))
-    open_to_reading = (*unwritable, *{submission.path.parent for submission in submissions})
+    guarded = (*unwritable, *{submission.path.parent for submission in submissions})
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(grade, item, limits, closed, open_to_reading) for item in submissions]
+        futures = [pool.submit(grade, item, limits, closed, guarded) for item in submissions]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -189,7 +189,7 @@ def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits
         remarks.insert(0, _check_text(cell, name, text))
     elif run.status == "error" and name == "SystemExit":
         remarks.insert(0, f"{what} called exit or sys.exit and ended there.")
-    elif run.status == "error":
+    elif run.status == "error" and not (name == "PermissionError" and run.refused):
         remarks.insert(0, f"{what} ended with an error, {_error(name, text)}")
     elif run.status == "ok" and cell.kind == "check" and not run.passed:
         remarks.insert(0, "This check did not run to its end.")

@@ -111,6 +111,7 @@ class Kernel:
         # A short path: the sockets lie below it, and the system allows them about a hundred characters.
         folder = tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True)
         self._folder = Path(self._stack.enter_context(folder)).resolve()
+        self._workplace = self._folder / "work"
         context = zmq.Context()
         context.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE)
         context.setsockopt(zmq.LINGER, 0)
@@ -134,7 +135,7 @@ class Kernel:
         self._stack.close()
 
     def _start(self) -> None:
-        workplace = self._folder / "work"
+        workplace = self._workplace
         workplace.mkdir()
         settings = {
             "workplace": str(workplace),
@@ -299,7 +300,18 @@ class Kernel:
         family = self._family()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in family:
+        for process in (*family, *self._strays()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
+
+    def _strays(self) -> list:
+        """Processes that left the kernel's family: they still have the name of its folder in their environment."""
+        import psutil
+
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("TMPDIR") == str(self._workplace):
+                    found.append(process)
+        return found

@@ -89,7 +89,8 @@ def run_grade(arguments: argparse.Namespace) -> int:
     limits = Limits(arguments.cell_timeout, arguments.timeout, int(arguments.memory * 1024**3))
     for remark in remarks:
         print(remark, file=sys.stderr)
-    unreadable, unwritable = [solutions, arguments.output], project
+    unreadable = [solutions, arguments.output]
+    unwritable = [*project, *(path for path in arguments.submissions if path.is_dir())]
     grades = []
     writer = FeedbackWriter(feedback)
     running = grade_all(submissions, limits, arguments.jobs, unreadable, unwritable)
