@@ -89,11 +89,11 @@ def cases(solutions, project):
         "crash": case(
             5, "Your cell 2 ended Python", own="import ctypes, faulthandler\nfaulthandler.disable()\nctypes.string_at(0)"
         ),
-        "edited_checks": case(0, "This cell was changed; the original was graded.", answer=STUB, **FAKE_CHECKS),
+        "edited_checks": case(0, "This check was changed; the original was graded.", answer=STUB, **FAKE_CHECKS),
         "edited_checks_good": case(5, answer=GOOD, check_add="1 / 0", check_twice="### nothing"),
         "deleted_checks": Case(written(without(notebook(STUB), *checks)), 0, "the original was put back"),
         "deleted_checks_good": Case(written(without(notebook(), "imports", *checks)), 5, "were changed or deleted"),
-        "deleted_answer": Case(written(without(notebook(), "answer")), 0, "This answer was deleted."),
+        "deleted_answer": Case(written(without(notebook(), "answer")), 0, "The answer above was deleted."),
         "duplicated_checks": Case(written(twice(notebook(), *checks)), 5, "there twice was graded once"),
         "duplicated_checks_bad": Case(written(twice(notebook(in_check("result = 0")), *checks)), 2, "Expected 16"),
         "broken_json": Case(written(notebook())[:500], 0, "it is not valid JSON"),

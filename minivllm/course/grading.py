@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from minivllm.course.cells import GradedCell
 from minivllm.course.limits import CellRun, Limits
@@ -45,13 +46,15 @@ class Grade:
         notes: what else is to be said, as sentences.
         cells: the notebook as it was graded; empty when it could not be read.
         runs: what came of its cells, by index.
+        remarks: what went wrong in its cells, by index, as sentences.
     """
 
     submission: Submission
     results: tuple[CheckResult, ...]
     notes: tuple[str, ...] = ()
     cells: tuple[Cell, ...] = ()
-    runs: dict[int, CellRun] | None = None
+    runs: dict[int, CellRun] = field(default_factory=dict)
+    remarks: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def score(self) -> float:
@@ -88,20 +91,23 @@ def grade_all(
     """
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
+    stopped = Event()
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(grade, item, limits, closed, guarded) for item in submissions]
+        futures = [pool.submit(grade, item, limits, closed, guarded, stopped) for item in submissions]
         try:
             for future in as_completed(futures):
                 yield future.result()
-        except BaseException:
+        finally:  # an interrupted teacher does not wait for what still runs
+            stopped.set()
             pool.shutdown(cancel_futures=True)
-            raise
 
 
-def grade(submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Grade:
-    """Grade one submission. Nothing that is in it raises."""
+def grade(
+    submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path], stopped: Event | None = None
+) -> Grade:
+    """Grade one submission. Nothing that is in it raises; `stopped` ends it before its time."""
     try:
-        return _grade(submission, limits, unreadable, unwritable)
+        return _grade(submission, limits, surroundings_of(submission.lesson, unreadable, unwritable), stopped or Event())
     except DamagedNotebook as error:
         return _nothing(submission, str(error))
     except Exception as error:
@@ -115,33 +121,33 @@ def _nothing(submission: Submission, reason: str) -> Grade:
     return Grade(submission, results, (*submission.notes, reason))
 
 
-def _grade(submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Grade:
+def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event) -> Grade:
     restored = restore(submission.path, submission.lesson)
     cells = restored.cells
-    surroundings = surroundings_of(submission.lesson, unreadable, unwritable)
-    runs = run_cells(cells, surroundings, limits)
+    runs = run_cells(cells, surroundings, limits, stopped)
     numbers = _numbers(cells)
-    results, since_last = [], []
+    results, since_last, remarks = [], [], {}
     late = next((index for index, run in runs.items() if run.status == "late"), None)
     notes = [*submission.notes, *restored.notes]
     if late is not None:
         notes.append(f"The notebook ran longer than {limits.total_seconds:g} s in all and was stopped at cell {numbers[late]}.")
     for index, cell in enumerate(cells):
         run = runs.get(index)
-        said = [*([cell.note] if cell.note and cell.kind != "given" else []), *_remarks(cell, run, numbers.get(index), limits)]
+        remarks[index] = _remarks(cell, run, numbers.get(index), limits)
+        said = [*([cell.note] if cell.note and cell.kind != "given" else []), *remarks[index]]
         if cell.check is None:
             since_last += said
             continue
         if run is not None and run.passed:
             reasons = [cell.note]
         elif run is None or run.status == "late":
-            reasons = ["This check was not reached.", *said, *since_last]
+            reasons = ["This check was not reached.", *since_last, *said]
         else:
-            reasons = [*said, *since_last]
+            reasons = [*since_last, *said]
         results.append(CheckResult(cell.check, run is not None and run.passed, _shortened(" ".join(filter(None, reasons)))))
         notes += [remark for remark in since_last if remark not in reasons]
         since_last = []
-    return Grade(submission, tuple(results), tuple(dict.fromkeys([*notes, *since_last])), cells, runs)
+    return Grade(submission, tuple(results), tuple(dict.fromkeys([*notes, *since_last])), cells, runs, remarks)
 
 
 def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:
@@ -206,7 +212,7 @@ def _check_text(cell: Cell, name: str, text: str) -> str:
 
 
 def _error(name: str, text: str) -> str:
-    first = text.strip().split("\n")[0][:200]
+    first = re.sub(r" ?\(<string>[^)]*\)|\d+\.py, (?=line \d+\))", "", text.strip().split("\n")[0])[:200]  # a made-up file name
     return f"{name}: {first}." if first else f"{name}."
 
 

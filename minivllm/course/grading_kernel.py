@@ -85,7 +85,10 @@ class GradingKernel(IPythonKernel):
         if order.get("kind") == "check":
             reply = self._run_check(code, order)
         else:
-            reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
+            try:
+                reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
+            except Exception as error:  # a cell broke IPython itself; without a reply it would be waited for
+                reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         reply["refused"] = list(self.fence.refused)
         return reply
 

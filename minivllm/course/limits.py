@@ -30,7 +30,7 @@ class Limits:
 
     cell_seconds: float = 60
     total_seconds: float = 300
-    memory_bytes: int = 4 * 1024**3
+    memory_bytes: float = 4 * 1024**3
     kept_output: int = 1_000_000
     most_output: int = 8_000_000
     most_file_bytes: int = 2 * 1024**3

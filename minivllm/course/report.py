@@ -26,6 +26,7 @@ _TAGS = frozenset(
     ["b", "br", "code", "div", "em", "hr", "i", "li", "ol", "p", "pre", "small", "span", "strong", "sub", "sup", "u", "ul"]
 )
 _TAGS |= {"caption", "col", "colgroup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "h1", "h2", "h3", "h4", "h5", "h6"}
+_STOPPED = ("slow", "loud", "deaf", "dead", "memory", "late")
 _SHOWN = ("text/plain", "image/png", "image/jpeg", "text/html")
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; font-src data:; form-action 'none'; base-uri 'none'"
 _STYLE = """
@@ -111,7 +112,7 @@ class FeedbackWriter:
         return path
 
     def _name(self, grade: Grade) -> str:
-        learner = re.sub(r"[^\w-]", "_", plain(grade.submission.learner))[:60] or "_"
+        learner = re.sub(r"[^\w-]", "_", plain(grade.submission.learner))[:40] or "_"
         base = f"{learner}_{grade.submission.lesson.name}"
         name, number = base, 2
         while name.lower() in self._names:
@@ -172,8 +173,12 @@ def _executed(grade: Grade) -> Any:
             source = source[:_MOST_SOURCE] + "\n… (the rest of this cell is not shown)"
         if cell.cell_type == "code":
             number += 1
-            run = (grade.runs or {}).get(index)
+            run = grade.runs.get(index)
             outputs = [output for found in (run.outputs if run else []) if (output := _shown(found)) is not None]
+            said = [cell.note, *grade.remarks.get(index, [])] if run is None or run.status in _STOPPED else [cell.note]
+            if any(said):
+                text = plain("\n".join(filter(None, said)))
+                outputs.append(nbformat.v4.new_output("stream", name="stderr", text=text))
             cells.append(nbformat.v4.new_code_cell(source, execution_count=number, outputs=outputs))
         elif cell.kind == "own":  # shown as it is typed: a page is no place for other people's HTML
             cells.append(_text(source))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from minivllm.course.limits import CellRun, Limits, Output, Watch
@@ -53,20 +54,20 @@ class KernelDidNotStart(RuntimeError):  # noqa: N818
     """The kernel of a submission did not answer."""
 
 
-def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits) -> dict[int, CellRun]:
-    """Run the code cells of a notebook.
+def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits, stopped: Event) -> dict[int, CellRun]:
+    """Run the code cells of a notebook, until `stopped` is set.
 
     Returns:
         What came of each cell that was run, by its index in `cells`.
 
     Raises:
-        KernelDidNotStart: when not even the first kernel started.
+        KernelDidNotStart: when a kernel did not start, or when it was stopped.
     """
     runs: dict[int, CellRun] = {}
     ended: set[int] = set()
     seconds_left = limits.total_seconds
     for _ in range(_MOST_STARTS):
-        with Kernel(surroundings, limits) as kernel:
+        with Kernel(surroundings, limits, stopped) as kernel:
             start = time.monotonic()
             last = _run_once(kernel, cells, runs, ended, seconds_left)
             seconds_left -= time.monotonic() - start
@@ -100,12 +101,13 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
 class Kernel:
     """One kernel, in a temporary folder of its own."""
 
-    def __init__(self, surroundings: Surroundings, limits: Limits) -> None:
+    def __init__(self, surroundings: Surroundings, limits: Limits, stopped: Event) -> None:
         import zmq
         from jupyter_client.blocking import BlockingKernelClient
         from jupyter_client.connect import write_connection_file
 
         self._limits = limits
+        self._stopped = stopped
         self._surroundings = surroundings
         self._stack = contextlib.ExitStack()
         # A short path: the sockets lie below it, and the system allows them about a hundred characters.
@@ -171,7 +173,7 @@ class Kernel:
         deadline = time.monotonic() + _START_SECONDS
         heard = answered = False
         while not (heard and answered):  # only what is printed after the connection is there can be heard
-            if time.monotonic() > deadline or self._process.poll() is not None:
+            if self._stopped.is_set() or time.monotonic() > deadline or self._process.poll() is not None:
                 raise KernelDidNotStart("Python could not be started for this notebook.")
             self._client.session.send(self._shell, "kernel_info_request", {})
             self._wait(0.5)
@@ -223,6 +225,8 @@ class Kernel:
         """What the kernel says when a cell has ended; None when it ended before, or had to be ended."""
         while True:
             self._wait(0.1)
+            if self._stopped.is_set():
+                raise KernelDidNotStart("Grading was stopped.")
             self._listen(message_id, output)
             while message := self._receive(self._shell):
                 if message["parent_header"].get("msg_id") == message_id and message["msg_type"] == "execute_reply":

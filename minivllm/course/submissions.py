@@ -229,17 +229,18 @@ def restore(path: Path, lesson: Lesson) -> Restored:
 
 
 def _restored(original: Cell, group: _Group) -> Cell:
+    word = "check" if original.kind == "check" else "cell"
     if not group.sources:
         if original.kind == "answer":
             # The solution must not be shown, so what comes back is empty.
-            return replace(original, source="# This cell was deleted.", note="This answer was deleted.")
-        return replace(original, note="This cell was deleted; the original was put back.")
+            return replace(original, source="# This cell was deleted.", note="The answer above was deleted.")
+        return replace(original, note=f"This {word} was deleted; the original was put back.")
     cell_type, source = group.sources[0]
     if original.kind == "answer":
-        note = "" if cell_type == original.cell_type else f"This answer was made a {cell_type} cell; it was run as code."
+        note = "" if cell_type == original.cell_type else f"The answer above was in a {cell_type} cell; it was run as code."
         return replace(original, source=source, note=note)
     is_changed = source.strip() != original.source.strip() or cell_type != original.cell_type
-    return replace(original, note="This cell was changed; the original was graded." if is_changed else "")
+    return replace(original, note=f"This {word} was changed; the original was graded." if is_changed else "")
 
 
 def read_cells(path: Path) -> tuple[list[tuple[str, str, str]], list[str]]:

@@ -86,7 +86,7 @@ def run_grade(arguments: argparse.Namespace) -> int:
     solutions = arguments.solutions or project[0] / "solutions"
     submissions, remarks = find_submissions(arguments.submissions, load_lessons(solutions))
     feedback = _make_folder(arguments.output)
-    limits = Limits(arguments.cell_timeout, arguments.timeout, int(arguments.memory * 1024**3))
+    limits = Limits(arguments.cell_timeout, arguments.timeout, arguments.memory * 1024**3)
     for remark in remarks:
         print(remark, file=sys.stderr)
     unreadable = [solutions, arguments.output]
