@@ -23,7 +23,8 @@ BELOW = {
     "engine": {"core", "executor", "models"},
     "bench": {"engine", "core", "executor", "worker", "layers", "kernels"},
     "viz": {"engine.trace"},
-    "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz"},
+    "course": {"viz", "bench", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
+    "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
 }
 """Folder to the folders (or modules) that it may import, besides itself and the vocabulary."""
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]
