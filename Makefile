@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks lint gpu-check clean
+.PHONY: help setup demo test lab notebooks exercises lint gpu-check clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,8 +25,11 @@ test: setup ## Run all tests, those in the notebooks too
 lab: setup ## Open the course in JupyterLab, on lesson 00
 	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
-notebooks: setup ## Run all notebooks again and store what they show
-	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+notebooks: setup ## Run all notebooks and solutions again and store what they show
+	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
+
+exercises: setup ## Make the exercises again from the solutions
+	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
 lint: setup ## Check style and form of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools

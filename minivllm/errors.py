@@ -24,3 +24,7 @@ class RequestError(MinivllmError, ValueError):
 
 class KernelError(MinivllmError, ValueError):
     """Tensors that a kernel cannot take: a wrong shape, dtype, device or memory layout, or numbers out of range."""
+
+
+class CourseError(MinivllmError, ValueError):
+    """A notebook, a submission or a folder of the course cannot be used."""

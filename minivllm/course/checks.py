@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 _COURSE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
+"""Where Python and packages are; site-packages is often a folder in that of the standard library, so it comes first."""
 _MOST_FRAMES = 6
 _Place = tuple[FrameType, int]
 """One entry of a traceback: the frame, and the line that it had come to."""
@@ -113,25 +114,30 @@ def _is_theirs(frame: FrameType) -> bool:
 
 
 def _describe(place: _Place) -> str:
-    """Where that is: "In[5], line 12, in Growing.append"."""
+    """Where that is: "cell In[5], line 12, in Growing.append"."""
     frame, line = place
     code = frame.f_code
     function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")  # Python 3.10 knows the short name only
-    return f"{describe_file(code)}, line {line}" + ("" if function == "<module>" else f", in {function}")
+    return f"{describe_file(code.co_filename)}, line {line}" + ("" if function == "<module>" else f", in {function}")
 
 
-def describe_file(code: CodeType) -> str:
-    """A name for the file of some code: "In[5]" for a cell that ran, "minivllm/core/scheduler.py" for one of this package."""
-    name = code.co_filename
-    if "IPython" in sys.modules:
-        shell = sys.modules["IPython"].get_ipython()
-        cell = shell and shell.compile.format_code_name(name)
-        if cell:
-            return cell[1]
+def describe_file(name: str) -> str:
+    """A name for a file of code: "cell In[5]" for a cell that ran, "minivllm/core/scheduler.py" for one of this package."""
+    number = cell_number(name)
+    if number is not None:
+        # What runs without a history, as nbval does, counts every cell as the first.
+        return f"cell In[{number}]" if sys.modules["IPython"].get_ipython().execution_count > 1 else "a cell"
     for folder in (Path(_PACKAGE).parent, *_INSTALLED):
         if Path(name).is_relative_to(folder):
             return Path(name).relative_to(folder).as_posix()
     return Path(name).name
+
+
+def cell_number(name: str) -> int | None:
+    """The execution count of the cell that has been given this file name by IPython, or None for a real file."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    found = shell and shell.compile.format_code_name(name)  # ("Cell", "In[5]")
+    return int(found[1][3:-1]) if found else None
 
 
 def _line(place: _Place) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from minivllm.course.checks import describe_file
+from minivllm.course.checks import cell_number, describe_file
 from minivllm.errors import MinivllmError
 
 _WRAPPERS = ("__wrapped__", "__func__", "fget", "func", "fn", "py_func")
@@ -110,7 +110,7 @@ def _find_function(function: Any) -> tuple[str, int, list[str]] | None:
         lines, first = inspect.getsourcelines(code)
     except OSError:
         return None
-    return describe_file(code), max(first, 1), lines
+    return _place(code.co_filename), max(first, 1), lines
 
 
 def _find_class(cls: type) -> tuple[str, int, list[str]] | None:
@@ -125,20 +125,19 @@ def _find_class(cls: type) -> tuple[str, int, list[str]] | None:
 
 def _candidates(cls: type) -> Iterator[tuple[str, list[str]]]:
     """Files and cells in which a class may have been written, each with its lines."""
-    for code in _method_codes(cls):
-        lines = linecache.getlines(code.co_filename)
-        if lines:
-            yield describe_file(code), lines
-    module = sys.modules.get(cls.__module__)
-    file = getattr(module, "__file__", None)
+    names = [code.co_filename for code in _method_codes(cls)]
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file:
-        code = compile("", file, "exec")
-        yield describe_file(code), linecache.getlines(file)
-    elif cls.__module__ == "__main__" and "IPython" in sys.modules:
-        shell = sys.modules["IPython"].get_ipython()
-        cells = shell.user_ns.get("In", []) if shell else []
-        for number in reversed(range(len(cells))):
-            yield f"In[{number}]", shell.transform_cell(cells[number]).splitlines(keepends=True)
+        names.append(file)
+    elif cls.__module__ == "__main__":
+        names += [name for name in reversed(linecache.cache) if cell_number(name) is not None]
+    for name in names:
+        yield _place(name), linecache.getlines(name)
+
+
+def _place(name: str) -> str:
+    """A file, or the notebook: the count of its cell would be another one in a run that keeps no history."""
+    return "a cell of this notebook" if cell_number(name) is not None else describe_file(name)
 
 
 def _method_codes(cls: type) -> list[CodeType]:

@@ -1,0 +1,112 @@
+"""What `pytest --nbval` says at its end: how many points each notebook got, and which of its checks failed.
+
+pytest loads this in every run in an environment where minivllm is installed. It stays out of the way: without `--nbval` it does
+nothing, and it imports neither torch nor a notebook's tools.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.course.checks import count_points
+
+if TYPE_CHECKING:
+    import pytest
+
+    from minivllm.course.cells import GradedCell
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option `--grades`."""
+    parser.getgroup("minivllm", "minivllm's course").addoption(
+        "--grades", metavar="FILE.csv", help="with --nbval: write the points of each check and of each notebook here"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a file that cannot be written, before the notebooks run; count points when notebooks are run."""
+    from pytest import UsageError
+
+    runs_notebooks = any(config.getoption(name, default=False) for name in ("nbval", "nbval_lax"))
+    grades = config.getoption("grades")
+    if grades is not None:
+        problem = _find_problem(Path(grades), runs_notebooks)
+        if problem:
+            raise UsageError(problem)
+    if runs_notebooks:
+        config.pluginmanager.register(PointCounter(grades and Path(grades)), "minivllm-points")
+
+
+def _find_problem(path: Path, runs_notebooks: bool) -> str | None:
+    if not runs_notebooks:
+        return "--grades writes what notebooks got: add --nbval, which runs them."
+    if path.suffix != ".csv":
+        return f"--grades writes a table: its file must end in .csv, but {path} does not."
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        return f"--grades cannot write {path}: it must be a file in a folder that exists."
+    if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        return f"--grades may not write {path}."
+    return None
+
+
+class PointCounter:
+    """Notes which graded cells of which notebooks passed.
+
+    Args:
+        grades: where the table goes, if it is wanted.
+    """
+
+    def __init__(self, grades: Path | None) -> None:
+        self._grades = grades
+        self._checks: dict[str, dict[str, GradedCell]] = {}
+        """Notebook to the ids of its tests to the checks in them."""
+        self._passed: set[str] = set()
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note a check; nbval makes a test of each code cell."""
+        cell: Any = getattr(item, "cell", None)
+        if cell is None or item.path.suffix != ".ipynb":
+            return
+        from minivllm.course.cells import graded_cell, is_check
+
+        if is_check(cell):
+            name = os.path.relpath(item.path, item.config.invocation_params.dir)
+            self._checks.setdefault(Path(name).as_posix(), {})[item.nodeid] = graded_cell(cell)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a cell that ran to its end."""
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+
+    def _points(self, test: str, check: GradedCell) -> float:
+        """What a check got: nothing when no check is left in its cell, though that passes."""
+        return check.points if test in self._passed and check.is_intact else 0
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """A line for each notebook that has checks."""
+        if self._checks:
+            terminalreporter.section("points")
+        for notebook, checks in self._checks.items():
+            points = sum(self._points(test, check) for test, check in checks.items())
+            most = sum(check.points for check in checks.values())
+            failed = [check.name for test, check in checks.items() if self._points(test, check) < check.points]
+            line = f"{notebook}: {points:g} of {count_points(most)}" + (f"; failed: {'; '.join(failed)}" if failed else "")
+            terminalreporter.write_line(line, green=not failed, yellow=bool(failed))
+        if self._grades:
+            terminalreporter.write_line(f"The points are in {self._grades}.")
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the table: a row for each check, and one with the total of each notebook."""
+        if self._grades is None:
+            return
+        with self._grades.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["notebook", "check", "points", "max_points"])
+            for notebook, checks in self._checks.items():
+                rows = [(self._points(test, check), check.points) for test, check in checks.items()]
+                for check, row in zip(checks.values(), rows, strict=True):
+                    table.writerow([notebook, check.name, *row])
+                table.writerow([notebook, "total", *map(sum, zip(*rows, strict=True))])
