@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `grade`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
+from minivllm.entrypoints.course_cli import add_course_commands
+
 from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
@@ -75,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="draw or export a saved trace", description="Draw or export a saved trace.")
     add_trace_commands(trace.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+
+    course = commands.add_parser("course", help="teach the course", description="Teach the course to a class.")
+    add_course_commands(course.add_subparsers(title="commands", required=True, metavar="COMMAND"))
 
     add_grade_command(commands)
 

@@ -1,0 +1,64 @@
+"""The course as a folder that nbgrader works in, for a class that already uses it.
+
+The solved notebooks are nbgrader's source notebooks as they are, so nothing is translated: each goes to its place
+(`source/NN_topic/NN_topic.ipynb`), and a config says how the exercises are made and how long a cell may run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, read_notebook
+from minivllm.errors import CourseError
+
+CELL_TIMEOUT = 120
+"""Seconds that nbgrader lets a cell of a submission run."""
+
+_CONFIG = f"""\
+# How nbgrader handles the exercises of minivllm. In this folder, with the environment activated (nbgrader calls commands that
+# are installed with it), for the assignment NN_topic:
+#
+#   nbgrader generate_assignment NN_topic --create   makes release/, which goes to the learners
+#   nbgrader autograde NN_topic --create             grades submitted/LEARNER/NN_topic/NN_topic.ipynb
+#   nbgrader generate_feedback NN_topic              makes a page for each learner
+#   nbgrader export                                  writes grades.csv
+c = get_config()  # noqa: F821
+
+c.CourseDirectory.course_id = "minivllm"
+
+# What stands in an exercise where the solution was.
+c.ClearSolutions.begin_solution_delimeter = {BEGIN_SOLUTION!r}
+c.ClearSolutions.end_solution_delimeter = {END_SOLUTION!r}
+c.ClearSolutions.code_stub = {{"python": {STUB!r}}}
+
+# Seconds for a cell; one that takes longer is interrupted and fails, and those after it still run.
+c.ExecutePreprocessor.timeout = {CELL_TIMEOUT}
+c.ExecutePreprocessor.interrupt_on_timeout = True
+"""
+
+
+def export_course(solutions: Path, folder: Path) -> list[Path]:
+    """Write a course folder of nbgrader, and return the source notebooks in it.
+
+    Args:
+        solutions: the folder of solved notebooks.
+        folder: where the course goes, a new or empty folder.
+
+    Raises:
+        CourseError: when there are no solutions or one is not marked as nbgrader needs it, and when the folder is in use.
+    """
+    paths = sorted(solutions.glob("*.ipynb"))
+    if not paths:
+        raise CourseError(f"There are no notebooks in {solutions}: name the folder of the solved ones with --solutions.")
+    for path in paths:
+        problems = find_problems(read_notebook(path))
+        if problems:
+            raise CourseError(f"{path.name}: {problems[0]}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CourseError(f"{folder} is in use: a course is written to a new or an empty folder.")
+    sources = [folder / "source" / path.stem / path.name for path in paths]
+    for path, source in zip(paths, sources, strict=True):
+        source.parent.mkdir(parents=True)
+        source.write_bytes(path.read_bytes())
+    (folder / "nbgrader_config.py").write_text(_CONFIG, encoding="utf-8")
+    return sources

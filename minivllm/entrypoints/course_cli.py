@@ -1,0 +1,40 @@
+"""The command line of those who teach the course: `minivllm course export FOLDER` makes a course folder of nbgrader."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from minivllm.entrypoints.options import add_command
+
+
+def add_course_commands(commands) -> None:  # noqa: ANN001
+    """The commands below `minivllm course`, with their options."""
+    export = add_command(
+        commands,
+        "export",
+        run_course_export,
+        "write the exercises as a course folder of nbgrader",
+        "minivllm course export my_class",
+    )
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
+    export.add_argument(
+        "--solutions",
+        type=Path,
+        default=Path("solutions"),
+        metavar="FOLDER",
+        help="the solved notebooks (default: %(default)s, at the top of the repository)",
+    )
+
+
+def run_course_export(arguments: argparse.Namespace) -> int:
+    """Write a course folder, and say what to do with it."""
+    from minivllm.course.nbgrader_export import export_course
+
+    sources = export_course(arguments.solutions, arguments.folder)
+    for source in sources:
+        print(source)
+    print(
+        f"\nNext, in an activated environment with nbgrader:\n  cd {arguments.folder}\n  nbgrader generate_assignment {sources[0].stem} --create"
+    )
+    return 0
