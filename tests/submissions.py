@@ -70,9 +70,9 @@ def cases(solutions, project):
         "partial": case(2, "Expected 16, but got 12", answer=in_check("result = a + 4")),
         "untouched": case(0, "Not written yet", answer=STUB),
         "syntax_error": case(0, "Your cell 2 ended with an error, SyntaxError", answer="def add(a, b:\n"),
-        "endless_loop": case(5, "Your cell 2 ran longer than 4 s and was stopped.", own="while True: pass"),
+        "endless_loop": case(5, "Your cell 2 ran longer than 6 s and was stopped.", own="while True: pass"),
         "endless_loop_in_check": case(
-            2, "called by the check in cell 5, ran longer than 4 s", answer=in_check("while True: pass")
+            2, "called by the check in cell 5, ran longer than 6 s", answer=in_check("while True: pass")
         ),
         "deaf": case(
             5,
@@ -109,6 +109,17 @@ def cases(solutions, project):
             5, "Your cell 2 took more than 0.5 GiB", own="import time\nhog = []\nwhile True: hog.append(b'x' * 30_000_000)"
         ),
         "writes_files": case(5, own="open('mine.txt', 'w').write('x')\nassert open('mine.txt').read() == 'x'"),
+        "ends_the_grader": case(5, "tried to end another program", own="import os\nos.kill(os.getppid(), 9)"),
+        "huge_error": case(5, "ValueError: xxx", own="raise ValueError('x' * 20_000_000)"),
+        "odd_check": case(2, answer=in_check("raise ValueError('\\ud800' * 9)")),
+        "breaks_the_shell": case(
+            5, own="get_ipython().run_cell = None\nget_ipython().run_cell_async = None", own_after="between"
+        ),
+        "ignores_interrupts": case(
+            2,
+            "could not be stopped",
+            answer="import signal\n" + in_check("signal.signal(signal.SIGINT, signal.SIG_IGN)\n    while True: pass"),
+        ),
         "writes_into_project": case(
             5, "tried to write outside of its own folder", own=f"open({str(project / 'planted.py')!r}, 'w').write('x')"
         ),
@@ -149,7 +160,7 @@ def cases(solutions, project):
         "swallows_errors": case(
             0, answer=STUB + "\nshell = get_ipython()\nshell.set_custom_exc((Exception,), lambda *arguments: None)"
         ),
-        "recursion": case(5, "RecursionError", own="def f(): return f()\nf()"),
+        "recursion": case(5, "Your cell 2", own="def f(): return f()\nf()"),
         "threads": case(
             5,
             own="import threading, time\ndef work():\n    while True: time.sleep(0.01); print('still here')\n"

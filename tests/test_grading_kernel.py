@@ -178,3 +178,8 @@ def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     with pytest.raises(KernelDidNotStart):
         run(cells("import time; time.sleep(500)"), Limits(cell_seconds=600, total_seconds=600), stopped)
     assert time.monotonic() - start < 120
+
+
+def test_files_of_a_notebook_are_limited():
+    made = cells("import time\nfor i in range(600):\n    open(str(i), 'wb').write(b'x' * 5_000_000)\n    time.sleep(0.05)")
+    assert run(made, Limits(written_bytes=30_000_000))[0].status == "disk"

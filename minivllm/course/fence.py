@@ -73,6 +73,8 @@ class Fence:
             self._check_all(arguments, _READS[event], writes=False)
         elif event in _WRITES:
             self._check_all(arguments, _WRITES[event], writes=True)
+        elif event in ("os.kill", "os.killpg"):
+            self._check_target(arguments[0], is_group=event == "os.killpg")
         elif event in _PROGRAMS and self.guards_programs and _is_from_a_cell():
             self._refuse("tried to start another program")
 
@@ -90,6 +92,13 @@ class Fence:
             self._refuse("tried to open the solutions or what was handed in")
         if writes and any(_is_in(real, folder) for folder in self._unwritable):
             self._refuse("tried to write outside of its own folder")
+
+    def _check_target(self, target: int, is_group: bool) -> None:
+        """A cell may end what it started itself; all of that is in the kernel's group."""
+        with suppress(ProcessLookupError):
+            group = target if is_group else os.getpgid(target) if target > 0 else target
+            if group not in (0, os.getpgrp()):
+                self._refuse("tried to end another program")
 
     def _refuse(self, what: str) -> None:
         if what not in self.refused and _is_from_a_cell():  # what a package tries by itself is not the learner's doing

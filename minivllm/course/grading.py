@@ -188,6 +188,7 @@ def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits
         "dead": f"{what} ended Python (os._exit, exit, or a crash); {_RUN_WITHOUT}.",
         "memory": f"{what} took more than {limits.memory_bytes / 1024**3:.3g} GiB of memory and was ended; {_RUN_WITHOUT}.",
     }
+    sentences["disk"] = f"{what} wrote more than {limits.written_bytes / 1024**3:.3g} GiB and was ended; {_RUN_WITHOUT}."
     remarks = [f"{what} {refusal}, which was refused." for refusal in run.refused]
     if run.status in sentences:
         remarks.insert(0, sentences[run.status])

@@ -26,6 +26,8 @@ from traitlets import Type
 
 from minivllm.course.fence import Fence, Pristine
 
+_MOST_ERROR = 5000
+
 
 class TooMuchOutput(RuntimeError):  # noqa: N818 - shown to the learner
     """A cell printed more than is allowed."""
@@ -89,6 +91,8 @@ class GradingKernel(IPythonKernel):
                 reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
             except Exception as error:  # a cell broke IPython itself; without a reply it would be waited for
                 reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+        # A reply that is too long to be sent would be waited for.
+        reply |= {"traceback": [], "payload": [], "evalue": _sendable(reply.get("evalue", ""))}
         reply["refused"] = list(self.fence.refused)
         return reply
 
@@ -114,6 +118,11 @@ class GradingKernel(IPythonKernel):
         finally:
             namespace.pop(name, None)
         return reply
+
+
+def _sendable(text: str) -> str:
+    """The beginning of a text, without halves of characters."""
+    return text[:_MOST_ERROR].encode("utf-8", "replace").decode("utf-8")
 
 
 def with_receipt(source: str, name: str) -> ast.Module:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 _GRACE_SECONDS = 3.0
 """How long a cell may take to end after it was interrupted."""
 _MOST_OUTPUTS = 500
-Status = Literal["ok", "error", "slow", "loud", "deaf", "dead", "memory", "late"]
+Status = Literal["ok", "error", "slow", "loud", "deaf", "dead", "memory", "disk", "late"]
 """How a cell ended: as it should, with an error, interrupted (it ran too long, it printed too much), with the kernel (it could not
-be interrupted, it ended Python, it took too much memory), or because the time for the whole notebook was over."""
+be interrupted, it ended Python, it took too much memory or room on the disk), or because the time for the whole notebook was over."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Limits:
         memory_bytes: of the kernel and the processes it started, resident.
         kept_output: bytes of a cell's output that are kept.
         most_output: bytes of output after which a cell is stopped.
-        most_file_bytes: the largest file it may write.
+        written_bytes: of the files in its own folder.
     """
 
     cell_seconds: float = 120
@@ -33,7 +33,7 @@ class Limits:
     memory_bytes: float = 4 * 1024**3
     kept_output: int = 1_000_000
     most_output: int = 8_000_000
-    most_file_bytes: int = 2 * 1024**3
+    written_bytes: int = 2 * 1024**3
 
 
 @dataclass
@@ -57,14 +57,14 @@ class Watch:
     is_last: bool
     reason: Status | None = None
     _interrupted: list[float] = field(default_factory=list)
-    _memory_seen: float = 0.0
+    _looked: dict[str, float] = field(default_factory=dict)
 
-    def memory_due(self) -> bool:
-        """Whether it is time to look at the memory again."""
+    def is_due(self, what: str, seconds: float) -> bool:
+        """Whether it is so long ago that this was looked at; the first time is at once."""
         now = time.monotonic()
-        if now - self._memory_seen < 0.2:
+        if now - self._looked.get(what, float("-inf")) < seconds:
             return False
-        self._memory_seen = now
+        self._looked[what] = now
         return True
 
     def look(self, output: Output) -> str | None:

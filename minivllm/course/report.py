@@ -26,7 +26,7 @@ _TAGS = frozenset(
     ["b", "br", "code", "div", "em", "hr", "i", "li", "ol", "p", "pre", "small", "span", "strong", "sub", "sup", "u", "ul"]
 )
 _TAGS |= {"caption", "col", "colgroup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "h1", "h2", "h3", "h4", "h5", "h6"}
-_STOPPED = ("slow", "loud", "deaf", "dead", "memory", "late")
+_STOPPED = ("slow", "loud", "deaf", "dead", "memory", "disk", "late")
 _SHOWN = ("text/plain", "image/png", "image/jpeg", "text/html")
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; font-src data:; form-action 'none'; base-uri 'none'"
 _STYLE = """

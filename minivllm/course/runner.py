@@ -30,7 +30,7 @@ _LAST_WORDS_SECONDS = 1.0
 """How long output is waited for once the kernel said that a cell has ended."""
 _MOST_STARTS = 4
 _LARGEST_MESSAGE = 16_000_000
-_ENDS_KERNEL = frozenset({"deaf", "dead", "memory"})
+_ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Kernel:
             "unwritable": [str(path) for path in self._surroundings.unwritable],
             "kept_output": self._limits.kept_output,
             "most_output": self._limits.most_output,
-            "most_file_bytes": self._limits.most_file_bytes,
+            "most_file_bytes": self._limits.written_bytes,
         }
         (self._folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         package = str(Path(__file__).resolve().parents[2])
@@ -218,7 +218,12 @@ class Kernel:
         refused = reply.get("refused")
         run.refused = [str(what) for what in refused] if isinstance(refused, list) else []
         answer = reply.get("receipt")
-        run.passed = cell.kind == "check" and isinstance(answer, str) and hmac.compare_digest(answer.encode(), receipt.encode())
+        run.passed = (
+            cell.kind == "check"
+            and watch.reason is None
+            and isinstance(answer, str)
+            and hmac.compare_digest(answer.encode(), receipt.encode())
+        )
         return run
 
     def _await_reply(self, message_id: str, output: Output, watch: Watch) -> dict[str, Any] | None:
@@ -233,8 +238,12 @@ class Kernel:
                     return message["content"]
             if self._process.poll() is not None:
                 return None
-            if watch.memory_due() and self._memory() > self._limits.memory_bytes:
+            if watch.is_due("memory", 0.2) and self._memory() > self._limits.memory_bytes:
                 watch.reason = "memory"
+                self._kill()
+                return None
+            if watch.is_due("disk", 2) and self._written() > self._limits.written_bytes:
+                watch.reason = "disk"
                 self._kill()
                 return None
             reason = watch.look(output)
@@ -293,6 +302,17 @@ class Kernel:
         for process in self._family():
             with contextlib.suppress(psutil.Error):
                 total += process.memory_info().rss
+        return total
+
+    def _written(self) -> int:
+        """Bytes on the disk in the kernel's folder, counted until they are too many."""
+        total = 0
+        for folder, _, names in os.walk(self._workplace):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += (Path(folder) / name).lstat().st_blocks * 512
+            if total > self._limits.written_bytes:
+                break
         return total
 
     def _kill(self) -> None:
