@@ -68,14 +68,19 @@ def test_a_receipt_is_given_inside_of_the_check_even_when_that_swallows_errors(s
 def test_the_lesson_s_imports_of_the_course_are_found():
     sources = [
         "from minivllm.course import check, lesson_04\nimport torch\nx = 1",
-        "%matplotlib inline",
+        "%matplotlib inline\nfrom minivllm.course import show_source as show\n!ls",
+        "def",
         "if True:\n    import minivllm.course.checks as c",
         "from minivllm.core import scheduler",
         "from minivllm.courses import x",
     ]
     found = find_imports(sources, "minivllm.course")
-    assert found == ["from minivllm.course import check, lesson_04", "import minivllm.course.checks as c"]
-    assert len(find_imports(sources, "minivllm")) == 4
+    assert found == [
+        "from minivllm.course import check, lesson_04",
+        "from minivllm.course import show_source as show",
+        "import minivllm.course.checks as c",
+    ]
+    assert len(find_imports(sources, "minivllm")) == 5
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from ipykernel.iostream import OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import Type
 
 from minivllm.course.fence import Fence, Pristine
@@ -151,8 +152,8 @@ def find_imports(sources: Iterable[str], package: str) -> list[str]:
     found = []
     for source in sources:
         try:
-            tree = ast.parse(source)
-        except SyntaxError:  # a cell with magics
+            tree = ast.parse(TransformerManager().transform_cell(source))  # a lesson begins with magics
+        except SyntaxError:
             continue
         for node in ast.walk(tree):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
