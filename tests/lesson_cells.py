@@ -124,6 +124,4 @@ def edited(cells: list[Cell], old: str, new: str) -> list[Cell]:
     count = sum(cell.source.count(old) for cell in cells if cell.kind == "answer")
     if count != 1:
         raise ValueError(f"{old!r} stands {count} times in the answers, but must stand there once")
-    return [
-        Cell(cell.name, cell.source.replace(old, new), cell.kind) if cell.kind == "answer" else cell for cell in cells
-    ]
+    return [Cell(cell.name, cell.source.replace(old, new), cell.kind) if cell.kind == "answer" else cell for cell in cells]
