@@ -50,7 +50,7 @@ class Fence:
         unwritable: folders and files in which it must not change anything; the unreadable ones are among them.
 
     Attributes:
-        refused: what was refused since this was emptied, as the ends of sentences ("tried to read the solutions ...").
+        refused: what was refused to cells since this was emptied, as the ends of sentences ("tried to read the solutions ...").
         guards_programs: whether cells may not start programs now.
     """
 
@@ -92,7 +92,7 @@ class Fence:
             self._refuse("tried to write outside of its own folder")
 
     def _refuse(self, what: str) -> None:
-        if what not in self.refused:
+        if what not in self.refused and _is_from_a_cell():  # what a package tries by itself is not the learner's doing
             self.refused.append(what)
         raise PermissionError(f"A notebook that is being graded {what}.")
 
@@ -102,7 +102,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _is_from_a_cell() -> bool:
-    """Whether a program is started by a cell, not by a package that a cell uses, as a compiler is by Triton."""
+    """Whether a cell asks for something, not a package that it uses: a compiler for Triton, a cache for Numba."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

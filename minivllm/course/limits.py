@@ -28,8 +28,8 @@ class Limits:
         most_file_bytes: the largest file it may write.
     """
 
-    cell_seconds: float = 60
-    total_seconds: float = 300
+    cell_seconds: float = 120
+    total_seconds: float = 600
     memory_bytes: float = 4 * 1024**3
     kept_output: int = 1_000_000
     most_output: int = 8_000_000

@@ -11,7 +11,6 @@ from pathlib import Path
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.course_cli import add_course_commands
-
 from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
