@@ -71,7 +71,7 @@ def make_result(speed, wait):
     zeros = dict.fromkeys(("requests_per_second", "p95_latency", "mean_ttft", "mean_cache_use", "peak_cache_use"), 0.0)
     return OfflineResult(
         "w", "continuous", 4, 40, seconds=1.0, output_tokens_per_second=speed, mean_latency=wait, mean_running=2.0,
-        num_preemptions=0, **zeros,
+        num_preemptions=0, trace=None, **zeros,
     )  # fmt: skip
 
 

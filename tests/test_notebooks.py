@@ -1,61 +1,177 @@
 """Stored notebooks were run from top to bottom, show no errors, are small, and name files that exist.
 
-That their outputs are right is checked by running them: `pytest --nbval notebooks`, which `make test` does.
+That their outputs are right is checked by running them: `pytest --nbval notebooks solutions`, which `make test` does. That
+exercises are those of the solutions is in test_exercises.py.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
+TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} | set(FOLDERS)
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
-def notebook(request):
-    return request.param, nbformat.read(request.param, as_version=4)
+def notebooks_of(*folders):
+    """A test for each notebook in these folders."""
+    paths = [path for folder in folders for path in FOLDERS[folder]]
+    return pytest.mark.parametrize("path", paths, ids=[f"{path.parent.name}/{path.stem}" for path in paths])
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path):
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def headings(path):
+    """The headings of a notebook, without those that are comments in code."""
+    text = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
+    return re.findall(r"^#+ .+$", re.sub(r"^```.*?^```", "", "\n".join(text), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
 
 
 def test_there_are_notebooks():
-    assert ROOT / "notebooks" / "00_start_here.ipynb" in NOTEBOOKS
+    assert ROOT / "notebooks" / "00_start_here.ipynb" in FOLDERS["notebooks"]
 
 
-def test_it_was_run_from_top_to_bottom(notebook):
-    _, content = notebook
-    counts = [cell.execution_count for cell in content.cells if cell.cell_type == "code"]
-    assert counts == list(range(1, len(counts) + 1))
-    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
+def test_the_same_number_is_the_same_topic():
+    topics = {}
+    for paths in FOLDERS.values():
+        for path in paths:
+            assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem)
+            topics.setdefault(path.stem[:2], set()).add(path.stem)
+    assert [names for names in topics.values() if len(names) > 1] == []
+
+
+@notebooks_of("notebooks", "solutions")
+def test_it_was_run_from_top_to_bottom(path):
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
     assert outputs
     assert not [output for output in outputs if output.output_type == "error"]
 
 
-def test_it_is_valid_and_small(notebook):
-    path, content = notebook
-    nbformat.validate(content)
+@notebooks_of("exercises")
+def test_an_exercise_was_not_run(path):
+    assert [cell for cell in code_cells(path) if cell.execution_count is not None or cell.outputs] == []
+
+
+@notebooks_of(*FOLDERS)
+def test_it_is_valid_and_small(path):
+    nbformat.validate(read(path))
     assert path.stat().st_size < 2**20
 
 
-def test_it_names_no_place_on_the_machine_that_ran_it(notebook):
-    path, _ = notebook
-    assert not re.search(r"(?<![\w.])/(home|root|Users|work|tmp)/", path.read_text())
+@notebooks_of(*FOLDERS)
+def test_it_names_no_place_on_the_machine_that_ran_it(path):
+    assert not re.search(r"(?<![\w.])/(home|root|Users|work|tmp)/", path.read_text(encoding="utf-8"))
 
 
-def test_the_files_it_names_exist(notebook):
-    path, content = notebook
-    text = "\n".join(cell.source for cell in content.cells)
-    for name in re.findall(r"`(minivllm/[\w/]+\.py|[a-z]+/\d\d_\w+\.ipynb)`", text):
-        assert (ROOT / name).exists(), f"{path.name} names {name}"
+@notebooks_of(*FOLDERS)
+def test_the_files_it_names_exist(path):
+    missing = [name for cell in read(path).cells for name in named_files(cell.source) if not (ROOT / name).exists()]
+    assert missing == []
 
 
-def test_it_has_the_parts_of_a_lesson(notebook):
-    _, content = notebook
-    headings = [
-        line for cell in content.cells if cell.cell_type == "markdown" for line in cell.source.split("\n") if line[:1] == "#"
+@notebooks_of(*FOLDERS)
+def test_its_links_lead_somewhere(path):
+    cells = read(path).cells
+    anchors = {heading.lstrip("#").strip().replace(" ", "-") for heading in headings(path)}
+    broken = [
+        link for cell in cells if cell.cell_type == "markdown" for link in links(cell.source) if not leads(link, path, anchors)
     ]
-    assert re.fullmatch(r"# \d\d · .+", headings[0])
+    assert broken == []
+
+
+@notebooks_of("notebooks")
+def test_it_has_the_parts_of_a_lesson(path):
+    assert re.fullmatch(r"# \d\d · .+", headings(path)[0])
     for part in ("## What you have", "## Three questions to think over", "## To read"):
-        assert part in headings
+        assert part in headings(path)
+
+
+@notebooks_of("notebooks", "solutions", "exercises")
+def test_its_title_has_its_number(path):
+    assert headings(path)[0].startswith(f"# {path.stem[:2]} ")
+
+
+def named_files(text):
+    """The paths of this repository in backticks: `minivllm/core/scheduler.py`, but not `NN_topic` or `vllm/...`."""
+    names = re.findall(r"`([\w.-]+/[\w./-]*)`", text)
+    return [name for name in names if name.split("/")[0] in TOP and "NN" not in name]
+
+
+def links(text):
+    """The targets of Markdown links and pictures, and of HTML's."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(\s*<?([^)\s>]+)", prose) + re.findall(r"""(?:href|src)=["']([^"']+)""", prose)
+
+
+def leads(link, path, anchors):
+    """Whether a link is an address of the web, or a heading or a file that is there."""
+    target, _, anchor = link.partition("#")
+    if re.match(r"[a-z]+:", link):
+        return re.match(r"https://[\w.-]+\.[a-z]+(/|$)", link) is not None
+    if not target:
+        return anchor in anchors
+    return (path.parent / target).exists() and ROOT in (path.parent / target).resolve().parents
+
+
+def test_the_searches_find_what_they_should(tmp_path):
+    text = "[a](../docs/step.png) ![b](https://example.org/x 'title') `[no](none.md)` <img src='c.png'> [d](#The-map)"
+    assert links(text) == ["../docs/step.png", "https://example.org/x", "#The-map", "c.png"]
+    assert named_files("`minivllm/core/scheduler.py`, `exercises/NN_topic.ipynb`, `vllm/v1/x.py`, `tests/`, `a/b`") == [
+        "minivllm/core/scheduler.py",
+        "tests/",
+    ]
+    here = ROOT / "notebooks" / "00_start_here.ipynb"
+    assert leads("../docs/step.png", here, set())
+    assert leads("00_start_here.ipynb#The-map", here, set())
+    assert leads("#The-map", here, {"The-map"})
+    for link in ("../docs/none.png", "#The-way", "ftp://example.org", "http://example.org", "https://", "../../elsewhere"):
+        assert not leads(link, here, {"The-map"})
+
+
+# Words that codespell takes for misspelled ones.
+KNOWN_WORDS = "vor"
+
+
+def spelling_mistakes(folder):
+    command = [sys.executable, "-m", "codespell_lib", "--ignore-words-list", KNOWN_WORDS, "."]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_words_are_spelled_right(tmp_path):
+    """In the text, the code and the shown text of all notebooks, in the pages about the project, and in what checks say."""
+    for path in (path for paths in FOLDERS.values() for path in paths):
+        cells = read(path).cells
+        shown = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+        text = [cell.source for cell in cells] + [output.text for output in shown if output.output_type == "stream"]
+        copy = tmp_path / path.relative_to(ROOT).with_suffix(".md")
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text("\n\n".join(text), encoding="utf-8")
+    for path in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("minivllm/course/*.py"),
+        *ROOT.glob("minivllm/errors.py"),
+    ]:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True, parents=True)
+        copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    assert spelling_mistakes(tmp_path) == []
+
+
+def test_a_spelling_mistake_is_found(tmp_path):
+    (tmp_path / "text.md").write_text("The sheduler recieves a request.\n")
+    assert len(spelling_mistakes(tmp_path)) == 2

@@ -1,0 +1,87 @@
+"""A class that a learner wrote, in the engine: the same decisions as with the package's own class, and the same text."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+
+def check_block_manager(manager_class: type) -> None:
+    """The same tables, copies and swaps as with the package's manager, step by step, in crowded runs on a simulated model."""
+    from minivllm.core.block_space_manager import BlockSpaceManager
+
+    for seed, mode in enumerate(("recompute", "swap", "swap")):
+        wanted, got = (_run_simulated(cls, seed, mode) for cls in (BlockSpaceManager, manager_class))
+        for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False)):
+            for what, value in theirs.items():
+                assert ours[what] == value, (
+                    f"In step {number} of a simulated run (preemption by {mode}) {what} should be {value}, as with the package's "
+                    f"manager, but with yours it is {ours[what]}."
+                )
+        assert len(got) == len(wanted), f"A simulated run takes {len(wanted)} steps, but {len(got)} with your manager."
+
+
+def check_text(**parts: type) -> None:
+    """The real model writes the same text with parts of a learner's as with the package's own.
+
+    Continuations share blocks, and the cache is too small for all at once.
+
+    Args:
+        **parts: What `LLM` takes, such as `block_space_manager_cls` and `scheduler_cls`.
+    """
+    wanted, got = _write(), _write(**parts)
+    for theirs, ours in zip(wanted, got, strict=True):
+        assert ours == theirs, f"The real model should write {theirs!r}, but wrote {ours!r}: it has read the wrong blocks."
+
+
+def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, Any]]:
+    """What was done in each step of a crowded run."""
+    from minivllm.bench.simulation import make_simulated_engine
+    from minivllm.sampling_params import SamplingParams
+
+    rng = random.Random(seed)
+    engine = make_simulated_engine(
+        block_space_manager_cls=manager_class,
+        block_size=4,
+        num_gpu_blocks=28,
+        num_cpu_blocks=16,
+        max_num_seqs=6,
+        preemption_mode=mode,
+    )
+    for i in range(14):
+        params = SamplingParams(n=rng.choice([1, 1, 2, 3]), max_tokens=rng.randrange(2, 24), ignore_eos=True, seed=i)
+        engine.add_request(f"{i}", [1 + i] * rng.randrange(1, 20), params)
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+        assert steps < 2000, "A simulated run does not come to its end: it goes round in circles. Are blocks lost?"
+    manager = engine.block_manager
+    total = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
+    assert total == (28, 16), f"When all requests are done, 28 and 16 blocks must be free, but {total} are."
+    assert engine.trace is not None
+    return [
+        {
+            "tables": {str(key): list(table) for key, table in step.block_tables.items()},
+            "copies": step.blocks_to_copy,
+            "swapped out": step.blocks_to_swap_out,
+            "swapped in": step.blocks_to_swap_in,
+            "free": step.num_free_blocks,
+        }
+        for step in engine.trace
+    ]
+
+
+def _write(**parts: type) -> list[str]:
+    """Texts of the real model, with continuations that share blocks, in a cache that is too small for all."""
+    from minivllm import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m", num_gpu_blocks_override=12, max_model_len=128, max_num_seqs=4, **parts)
+    prompts = [
+        "The old man had three wishes, and he thought about them for a long time, because he knew that the first one was",
+        "Once upon a time, in a house by the sea,",
+        "1, 2, 3, 4,",
+    ]
+    params = [SamplingParams(n=n, temperature=0.8, seed=4, max_tokens=36, ignore_eos=True) for n in (3, 1, 1)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [completion.text for output in outputs for completion in output.outputs]

@@ -1,0 +1,395 @@
+"""The checks of lesson 04: a block manager, floor by floor, and then in the engine.
+
+Each takes a class that a learner wrote, tries it on inputs that stand nowhere in the notebook, and says in its assertions what was
+expected, what came and where to look. They only use the names that the exercise gives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from minivllm.course.by_hand import add_token, fork_sequence, make_sequence
+from minivllm.request import Sequence
+
+_BLOCK_SIZES = (1, 3, 4, 16)
+
+
+def check_pool(pool_class: type) -> None:
+    """`allocate`, `share` and `release` against a list and a counter."""
+    rng = random.Random(4)
+    num_blocks = rng.randrange(9, 15)
+    pool = pool_class(num_blocks)
+    free, counts = list(range(num_blocks)), [0] * num_blocks
+    story: list[str] = []
+    for _ in range(300):
+        used = [block for block in range(num_blocks) if counts[block]]
+        action = rng.choice(["allocate", "allocate", "share", "release", "release"])
+        if action == "allocate" and free:
+            story.append("allocate()")
+            got, wanted = pool.allocate(), free.pop(0)
+            assert got == wanted, (
+                f"After {_last(story)} block {wanted} was expected, the one that has been free for the longest time, but {got!r} came."
+            )
+            counts[wanted] = 1
+        elif action == "share" and used:
+            block = rng.choice(used)
+            story.append(f"share({block})")
+            pool.share(block)
+            counts[block] += 1
+        elif action == "release" and used:
+            block = rng.choice(used)
+            story.append(f"release({block})")
+            pool.release(block)
+            counts[block] -= 1
+            if not counts[block]:
+                free.append(block)
+        assert pool.num_free == len(free), (
+            f"After {_last(story)} {len(free)} blocks are free, but num_free is {pool.num_free!r}: a block is free when the last "
+            f"table that named it is gone, and not before."
+        )
+        assert list(pool.ref_counts) == counts, f"After {_last(story)} ref_counts should be {counts}, but are {pool.ref_counts}."
+    block = pool.allocate() if free else 0
+    while counts[block] > 1:
+        pool.release(block)
+        counts[block] -= 1
+    pool.release(block)
+    num_free = pool.num_free
+    try:
+        pool.release(block)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(
+            f"release({block}) of a block that is free already must raise a ValueError: somebody gave it back twice."
+        )
+    assert pool.num_free == num_free, "A release that raises a ValueError must change nothing, but num_free has changed."
+
+
+def check_allocate(manager_class: type) -> None:
+    """Tables as long as the tokens ask for, of blocks that nobody else has."""
+    rng = random.Random(40)
+    for block_size in _BLOCK_SIZES:
+        manager = manager_class(block_size, 200, watermark=0.0)
+        for num_tokens in (
+            1,
+            block_size - 1,
+            block_size,
+            block_size + 1,
+            rng.randrange(2, 9) * block_size,
+            rng.randrange(20, 60),
+        ):
+            wanted = (num_tokens + block_size - 1) // block_size
+            got = manager.num_blocks_for(num_tokens)
+            assert got == wanted and isinstance(got, int), (
+                f"{num_tokens} tokens in blocks of {block_size} need {wanted} blocks, but num_blocks_for says {got!r}."
+            )
+        seen: list[int] = []
+        for _ in range(5):
+            num_tokens = rng.choice([block_size, 2 * block_size, rng.randrange(1, 30)])
+            seq = make_sequence("a", num_tokens)
+            manager.allocate(seq)
+            table = manager.get_block_table(seq)
+            wanted = (num_tokens + block_size - 1) // block_size
+            assert len(table) == wanted, (
+                f"A prompt of {num_tokens} tokens in blocks of {block_size} gets {wanted} blocks, but its table is {table}."
+            )
+            seen += table
+            assert len(set(seen)) == len(seen), f"Block tables of different prompts name the same block: {sorted(seen)}."
+            assert manager.get_num_free_gpu_blocks() == 200 - len(seen), (
+                f"{len(seen)} of 200 blocks are in tables, but {manager.get_num_free_gpu_blocks()} are free: allocate takes blocks from gpu_pool."
+            )
+
+
+def check_free(manager_class: type) -> None:
+    """All blocks come back, each once, the last of a table first."""
+    rng = random.Random(41)
+    for block_size in _BLOCK_SIZES:
+        manager = manager_class(block_size, 100, watermark=0.0)
+        sequences = [make_sequence(f"{i}", rng.randrange(1, 12 * block_size)) for i in range(4)]
+        for seq in sequences:
+            manager.allocate(seq)
+        rng.shuffle(sequences)
+        for seq in sequences:
+            before, table = manager.get_num_free_gpu_blocks(), list(manager.get_block_table(seq))
+            manager.free(seq)
+            got = manager.get_num_free_gpu_blocks() - before
+            assert got == len(table), f"free of a sequence with {len(table)} blocks must give {len(table)} back, but gave {got}."
+            manager.free(seq)  # twice: raises nothing, changes nothing
+            got = manager.get_num_free_gpu_blocks() - before
+            assert got == len(table), (
+                f"A second free of the same sequence must do nothing, but {got} instead of {len(table)} blocks are back."
+            )
+            others = [other for other in sequences if other.seq_id in manager.block_tables]
+            assert seq not in others, "free must forget the table of the sequence: it is in block_tables still."
+        assert manager.get_num_free_gpu_blocks() == 100, "Every sequence is gone, but not every block is free."
+    manager = manager_class(2, 4, watermark=0.0)
+    seq = make_sequence("a", 8)
+    manager.allocate(seq)
+    table = list(manager.get_block_table(seq))
+    manager.free(seq)
+    manager.allocate(seq)
+    again = list(manager.get_block_table(seq))
+    assert again == table[::-1], (
+        f"The table was {table}. Its last block must be released first, so that it is handed out first: the next table of 4 blocks "
+        f"should be {table[::-1]}, but is {again}."
+    )
+
+
+def check_can_allocate(manager_class: type) -> None:
+    """The answer at the last block that may be taken, with and without the watermark."""
+    rng = random.Random(42)
+    for block_size in _BLOCK_SIZES:
+        for watermark in (0.0, 0.1, 0.25):
+            manager = manager_class(block_size, 40, watermark=watermark)
+            taken = make_sequence("a", block_size * rng.randrange(3, 9))
+            manager.allocate(taken)
+            free = manager.get_num_free_gpu_blocks()
+            for keep in (True, False):
+                room = free - (int(watermark * 40) if keep else 0)
+                for num_blocks in (1, room - 1, room, room + 1, free + 1):
+                    num_tokens = max(1, num_blocks * block_size - rng.randrange(block_size))
+                    seq = make_sequence("b", num_tokens)
+                    got, wanted = manager.can_allocate(seq, keep_watermark=keep), num_blocks <= room
+                    assert bool(got) == wanted, (
+                        f"{free} blocks of {block_size} are free and {int(watermark * 40)} are the watermark. For a prompt of {num_tokens} "
+                        f"tokens ({num_blocks} blocks) can_allocate(keep_watermark={keep}) should be {wanted}, but is {got!r}."
+                    )
+            assert manager.get_num_free_gpu_blocks() == free, (
+                "can_allocate must only ask: it has changed the number of free blocks."
+            )
+
+
+def check_append(manager_class: type) -> None:
+    """Tables of sequences that grow side by side, token by token."""
+    rng = random.Random(43)
+    for block_size in _BLOCK_SIZES:
+        manager = manager_class(block_size, 200, watermark=0.0)
+        sequences = [make_sequence(f"{i}", rng.randrange(1, 3 * block_size + 2)) for i in range(3)]
+        for seq in sequences:
+            manager.allocate(seq)
+        for _ in range(3 * block_size + 5):
+            seq = rng.choice(sequences)
+            add_token(seq)
+            before = list(manager.get_block_table(seq))
+            manager.append_slots(seq)
+            table = list(manager.get_block_table(seq))
+            wanted = (seq.num_tokens + block_size - 1) // block_size
+            assert len(table) == wanted, (
+                f"A sequence of {seq.num_tokens} tokens, the newest included, needs {wanted} blocks of {block_size} "
+                f"(its table had {len(before)}), but after append_slots its table has {len(table)}: look at the block boundary."
+            )
+            assert table[: len(before)] == before, (
+                f"append_slots must leave the blocks before as they are: {before} became {table}."
+            )
+            _check_references(manager, sequences)
+
+
+def check_can_append(manager_class: type) -> None:
+    """The answer when no block is free, at the boundary and within a block."""
+    for block_size in _BLOCK_SIZES:
+        for num_tokens in range(1, 3 * block_size + 1):
+            for spare in (0, 1):
+                num_blocks = -(-num_tokens // block_size)
+                manager = manager_class(block_size, num_blocks + spare, watermark=0.0)
+                seq = make_sequence("a", num_tokens)
+                manager.allocate(seq)
+                add_token(seq)
+                at_boundary = num_tokens % block_size == 0
+                got, wanted = manager.can_append_slots(seq), spare == 1 or not at_boundary
+                assert bool(got) == wanted, (
+                    f"A table of {num_blocks} blocks of {block_size} holds {num_tokens} tokens, one more is to come, and {spare} blocks are "
+                    f"free: can_append_slots should be {wanted}, but is {got!r}."
+                )
+                assert manager.get_num_free_gpu_blocks() == spare and len(manager.get_block_table(seq)) == num_blocks, (
+                    "can_append_slots must only ask: it has taken a block."
+                )
+
+
+def check_fork(manager_class: type) -> None:
+    """Siblings have the parent's blocks, a list of their own, and references that count."""
+    rng = random.Random(44)
+    for block_size in _BLOCK_SIZES:
+        manager = manager_class(block_size, 60, watermark=0.0)
+        parent = make_sequence("a", rng.randrange(2 * block_size, 5 * block_size) + 1)
+        manager.allocate(parent)
+        free = manager.get_num_free_gpu_blocks()
+        family = [parent]
+        for _ in range(3):
+            child = fork_sequence(parent)
+            manager.fork(parent, child)
+            family.append(child)
+            got, wanted = list(manager.get_block_table(child)), list(manager.get_block_table(parent))
+            assert got == wanted, f"The child's table should name the parent's blocks {wanted}, but is {got}."
+            assert manager.get_block_table(child) is not manager.get_block_table(parent), (
+                "Parent and child have one and the same list: when one grows, the other would too. Give the child a list of its own."
+            )
+            assert manager.get_num_free_gpu_blocks() == free, "fork copies nothing, so it must take no block."
+        _check_references(manager, family)
+        rng.shuffle(family)
+        for seq in family[:-1]:
+            manager.free(seq)
+            assert manager.get_num_free_gpu_blocks() == free, (
+                "A sibling has gone, another one still reads the same blocks, and yet some of them are free: fork must count references."
+            )
+        manager.free(family[-1])
+        assert manager.get_num_free_gpu_blocks() == 60, (
+            "All siblings are gone, but not all blocks are free: a reference was counted too often."
+        )
+
+
+def check_copy_on_write(manager_class: type) -> None:
+    """Siblings that grow: who writes into a shared block gets a copy, once, and full blocks stay shared."""
+    rng = random.Random(45)
+    for block_size in (2, 3, 4, 16):
+        for num_tokens in (2 * block_size - 1, 2 * block_size, 2 * block_size + 1, rng.randrange(3 * block_size, 5 * block_size)):
+            manager = manager_class(block_size, 60, watermark=0.0)
+            parent = make_sequence("a", num_tokens)
+            manager.allocate(parent)
+            family = [parent]
+            for _ in range(2):
+                child = fork_sequence(parent)
+                manager.fork(parent, child)
+                family.append(child)
+            for number in range(2 * block_size + 1):
+                for seq in family:
+                    add_token(seq)
+                    _grow_and_compare(manager, seq, first=number == 0)
+                    _check_references(manager, family)
+            full = num_tokens // block_size
+            heads = {tuple(manager.get_block_table(seq)[:full]) for seq in family}
+            assert len(heads) == 1, (
+                f"The first {full} blocks are full and never written again, so the siblings must still share them: {heads}."
+            )
+    for spare in (0, 1):
+        manager = manager_class(4, 2 + spare, watermark=0.0)
+        parent = make_sequence("a", 6)
+        manager.allocate(parent)
+        child = fork_sequence(parent)
+        manager.fork(parent, child)
+        add_token(child)
+        got = manager.can_append_slots(child)
+        assert bool(got) == bool(spare), (
+            f"The next token goes into a block that a sibling reads too, so a copy of it needs a free block. There are {spare}: "
+            f"can_append_slots should be {bool(spare)}, but is {got!r}."
+        )
+
+
+def _grow_and_compare(manager: Any, seq: Sequence, first: bool) -> None:
+    """Append, and say what should have become of the block that is written."""
+    before = list(manager.get_block_table(seq))
+    place = seq.num_computed_tokens // manager.block_size
+    shared = place < len(before) and manager.gpu_pool.ref_counts[before[place]] > 1
+    copy = manager.append_slots(seq)
+    table = list(manager.get_block_table(seq))
+    where = f"Token {seq.num_computed_tokens} goes into place {place} of the table {before}"
+    if shared:
+        assert copy is not None and tuple(copy) == (before[place], table[place]) and copy[0] != copy[1], (
+            f"{where}, a block that others name too: append_slots must put a fresh block in its place and return (old, new). The table is "
+            f"{table}, and {copy!r} came back."
+        )
+        assert table[:place] + table[place + 1 :] == before[:place] + before[place + 1 :], (
+            f"{where}: only that one may change, not {table}."
+        )
+    else:
+        why = "where a new block begins" if place == len(before) else "a block that nobody else names"
+        assert copy is None, f"{where}, {why}: nothing is to be copied, but append_slots returned {copy!r}."
+        assert table[: len(before)] == before, f"{where}, {why}: the blocks before must stay, but the table is {table}."
+
+
+def check_swap(manager_class: type) -> None:
+    """Out and in: pairs in the order of the table, blocks given back on both sides, questions answered at the edge."""
+    rng = random.Random(46)
+    for block_size in _BLOCK_SIZES:
+        manager = manager_class(block_size, 30, 9, watermark=0.1)
+        for round_number in range(4):
+            seq = make_sequence("a", rng.randrange(4 * block_size, 9 * block_size) + 1)
+            other = make_sequence("b", 2 * block_size)
+            for each in (seq, other):
+                manager.allocate(each)
+            table = list(manager.get_block_table(seq))
+            assert manager.can_swap_out(seq), (
+                f"The host has 9 free blocks and the table has {len(table)}: can_swap_out should be True."
+            )
+            moves = [tuple(pair) for pair in manager.swap_out(seq)]
+            assert [device for device, _ in moves] == table, (
+                f"swap_out must return (device block, host block) pairs in the order of the table {table}, but returned {moves}."
+            )
+            hosts = [host for _, host in moves]
+            assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(9)), (
+                f"The host has blocks 0 to 8, each once, but {hosts} came."
+            )
+            assert manager.get_num_free_gpu_blocks() == 28, "A sequence on the host must have no block of the device any more."
+            assert manager.cpu_pool.num_free == 9 - len(table), f"{len(table)} host blocks are in use: cpu_pool should know."
+            assert list(manager.swapped_tables[seq.seq_id]) == hosts and seq.seq_id not in manager.block_tables, (
+                "The table must go from block_tables to swapped_tables."
+            )
+            big = make_sequence("c", (9 - len(table) + 1) * block_size)
+            manager.allocate(big)
+            assert not manager.can_swap_out(big), (
+                f"The host has {9 - len(table)} free blocks, the table has {9 - len(table) + 1}: can_swap_out should be False."
+            )
+            manager.free(big)
+            _check_can_swap_in(manager, seq)
+            moves_back = [tuple(pair) for pair in manager.swap_in(seq)]
+            assert [host for host, _ in moves_back] == hosts, (
+                f"swap_in must return (host block, device block) pairs in the order of the table {hosts}, but returned {moves_back}."
+            )
+            assert list(manager.get_block_table(seq)) == [device for _, device in moves_back], (
+                f"The table on the device should be the second blocks of {moves_back}, but is {manager.get_block_table(seq)}."
+            )
+            assert manager.cpu_pool.num_free == 9 and seq.seq_id not in manager.swapped_tables, (
+                "A sequence that is back must have no block of the host any more."
+            )
+            _check_references(manager, [seq, other])
+            if round_number % 2:
+                manager.swap_out(seq)
+            for each in (seq, other):
+                manager.free(each)
+            assert (manager.get_num_free_gpu_blocks(), manager.cpu_pool.num_free) == (30, 9), (
+                "All is freed, one of them on the host, but not all blocks are back: free must give back blocks of both pools."
+            )
+    manager = manager_class(2, 3, 3, watermark=0.0)
+    seq = make_sequence("a", 6)
+    manager.allocate(seq)
+    hosts = [host for _, host in manager.swap_out(seq)]
+    back = [device for _, device in manager.swap_in(seq)]
+    again = [host for _, host in manager.swap_out(seq)]
+    assert back == [2, 1, 0] and again == hosts[::-1], (
+        "Blocks must be given back the last one first, on the device and on the host: a table of 3 blocks that goes out and in again "
+        f"should be [2, 1, 0], and its host blocks then {hosts[::-1]}, but they are {back} and {again}."
+    )
+
+
+def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
+    """Fill the device until the sequence just fits, and does not; the newest token counts."""
+    needed = manager.num_blocks_for(seq.num_tokens)
+    for keep in (True, False):
+        room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if keep else 0)
+        for missing in (0, 1):
+            filler = make_sequence("d", (room - needed + missing) * manager.block_size)
+            manager.allocate(filler)
+            got = manager.can_swap_in(seq, keep_watermark=keep)
+            assert bool(got) == (not missing), (
+                f"{manager.get_num_free_gpu_blocks()} blocks of the device are free, {manager.watermark_blocks} are the watermark, and the sequence "
+                f"needs {needed}: can_swap_in(keep_watermark={keep}) should be {not missing}, but is {got!r}."
+            )
+            manager.free(filler)
+
+
+def _check_references(manager: Any, sequences: list[Sequence]) -> None:
+    """Reference counts are the numbers of tables that name each block."""
+    named = Counter(block for seq in sequences for block in manager.get_block_table(seq))
+    wanted = [named[block] for block in range(manager.num_gpu_blocks)]
+    got = list(manager.gpu_pool.ref_counts)
+    for block, (theirs, ours) in enumerate(zip(wanted, got, strict=True)):
+        assert ours == theirs, (
+            f"{theirs} tables name block {block}, but its reference count is {ours}: who forgot to count, or to release?"
+        )
+    free = manager.get_num_free_gpu_blocks()
+    assert free == wanted.count(0), f"{wanted.count(0)} blocks are in no table, but {free} are free."
+
+
+def _last(story: list[str]) -> str:
+    return ("… " if len(story) > 4 else "") + ", ".join(story[-4:])
