@@ -119,6 +119,8 @@ def edited(cells: list[Cell], old: str, new: str) -> list[Cell]:
     Raises:
         ValueError: The passage stands in no answer, or more than once.
     """
+    if "\n" not in old:  # a line may be given with its indentation or without
+        old, new = old.strip(), new.strip()
     count = sum(cell.source.count(old) for cell in cells if cell.kind == "answer")
     if count != 1:
         raise ValueError(f"{old!r} stands {count} times in the answers, but must stand there once")

@@ -91,7 +91,7 @@ def _changes(node: ast.AST) -> list:
         changes.append(lambda node: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test)))
     if isinstance(node, ast.Call) and len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
         changes.append(lambda node: node.args.__setitem__(slice(0, 2), [node.args[1], node.args[0]]))
-    if isinstance(node, ast.Return) and node.value is not None:
+    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
         changes.append(lambda node: setattr(node, "value", ast.Constant(None)))
     for name in ("body", "orelse"):
         statements = getattr(node, name, None)
