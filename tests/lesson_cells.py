@@ -5,7 +5,6 @@ Used by the tests of each lesson and by `tests/mutate_lesson.py`.
 
 from __future__ import annotations
 
-import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +119,8 @@ def edited(cells: list[Cell], old: str, new: str) -> list[Cell]:
     Raises:
         ValueError: The passage stands in no answer, or more than once.
     """
-    old, new = textwrap.dedent(old).strip("\n"), textwrap.dedent(new).strip("\n")
+    if "\n" not in old:  # a line may be given with its indentation or without
+        old, new = old.strip(), new.strip()
     count = sum(cell.source.count(old) for cell in cells if cell.kind == "answer")
     if count != 1:
         raise ValueError(f"{old!r} stands {count} times in the answers, but must stand there once")

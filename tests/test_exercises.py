@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
 import nbformat
 import pytest
 from course_notebooks import ADD, CHECK_ADD, cell, solved_notebook
@@ -250,3 +251,14 @@ def test_every_solution_is_marked_as_an_exercise_needs_it():
         assert find_problems(notebook) == [], path.name
         assert any(map(is_answer, notebook.cells)), path.name
         assert any(map(is_check, notebook.cells)), path.name
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb")))
+def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
+    exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)
+    client = nbclient.NotebookClient(
+        exercise, allow_errors=True, timeout=120, resources={"metadata": {"path": ROOT / "solutions"}}
+    )
+    client.execute()
+    failed = {cell.id: output.ename for cell in code_cells(exercise) for output in cell.outputs if output.output_type == "error"}
+    assert failed == {cell.id: "CheckFailed" for cell in exercise.cells if is_check(cell)}

@@ -1,0 +1,167 @@
+"""Small mistakes, made one at a time in the answers of a lesson's solution: do the checks catch them?
+
+    python tests/mutate_lesson.py 07            all of them
+    python tests/mutate_lesson.py 07 --every 9  each ninth, for a quick look
+
+Each mutant runs in a process of its own with a time limit. What survives is printed as a difference of lines; mutants that are no mistakes,
+because nobody could tell them from the answer, are listed in `EQUIVALENT` with the reason, and left out of the share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lesson_cells import Cell, read_cells, run_cells
+
+LIMIT = 20.0
+"""Seconds for a mutant: one that takes longer is caught, as a check that never ends would be."""
+WANTED = 0.9
+COMPARISONS = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv}
+
+_FALSY = "None is as false as False"
+_ONE = "the list has one element"
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "07": {
+        "floor-2: 0 → -1": f"request.sequences: {_ONE}",
+        "floor-3: return False → return None": _FALSY,
+        "floor-6: 0 → -1": f"token_ids of a result: {_ONE}",
+        "floor-9: return False → return None": _FALSY,
+        "floor-9: self.swapped[0].order < seq.order → self.swapped[0].order <= seq.order": "no two sequences have the same order",
+        "floor-9: self.waiting[0].order < seq.order → self.waiting[0].order <= seq.order": "no two sequences have the same order",
+    },
+}
+"""By lesson: the cell and what was changed in it, as `cell: old → new`, and why nobody can tell."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: the cell that has it, and what it is, as `cell: old → new`."""
+
+    cell: Cell
+    change: str
+
+
+def mutants_of(cell: Cell) -> Iterator[Mutant]:
+    """All mistakes that are made in an answer cell."""
+    tree = ast.parse(cell.source)
+    for number, node in enumerate(ast.walk(tree)):
+        for variant in range(len(_changes(node))):
+            mutated = copy.deepcopy(tree)
+            target = next(other for i, other in enumerate(ast.walk(mutated)) if i == number)
+            before, after = _apply(target, variant)
+            yield Mutant(
+                Cell(cell.name, ast.unparse(ast.fix_missing_locations(mutated)), cell.kind), f"{cell.name}: {before} → {after}"
+            )
+
+
+def _changes(node: ast.AST) -> list:
+    """The mistakes that can be made at a node, as functions that make them."""
+    changes = []
+    if isinstance(node, ast.Compare):
+        for new in COMPARISONS.get(type(node.ops[0]), ()):
+            changes.append(lambda node, new=new: node.ops.__setitem__(0, new()))
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
+        changes.append(lambda node: setattr(node, "op", OPERATORS[type(node.op)]()))
+    if isinstance(node, ast.BoolOp):
+        changes.append(lambda node: setattr(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And()))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        changes += [lambda node, by=by: setattr(node, "value", node.value + by) for by in (1, -1)]
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        changes.append(lambda node: setattr(node, "value", not node.value))
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        changes.append(lambda node: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test)))
+    if isinstance(node, ast.Call) and len(node.args) >= 2 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        changes.append(lambda node: node.args.__setitem__(slice(0, 2), [node.args[1], node.args[0]]))
+    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        changes.append(lambda node: setattr(node, "value", ast.Constant(None)))
+    for name in ("body", "orelse"):
+        statements = getattr(node, name, None)
+        if isinstance(statements, list) and not isinstance(node, (ast.Module, ast.ClassDef)):
+            for i, statement in enumerate(statements):
+                if not _says_nothing(statement):
+                    changes.append(lambda node, name=name, i=i: getattr(node, name).__setitem__(i, ast.Pass()))
+    return changes
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    """Whether taking a statement out is no change: a docstring, `pass`, or a definition."""
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_docstring or isinstance(statement, (ast.Pass, ast.FunctionDef))
+
+
+def _apply(node: ast.AST, variant: int) -> tuple[str, str]:
+    """Make one of the mistakes; return the first lines that differ, before and after."""
+    before = ast.unparse(ast.fix_missing_locations(node)).split("\n")
+    _changes(node)[variant](node)
+    after = ast.unparse(ast.fix_missing_locations(node)).split("\n")
+    first = next((i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), 0)
+    return before[first].strip(), after[first].strip() if first < len(after) else "(nothing)"
+
+
+def is_caught(cells: list[Cell], mutant: Mutant) -> bool:
+    """Whether a check fails on the mutant, or something breaks, or it does not come to an end."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(cells, mutant), daemon=True)
+    process.start()
+    process.join(LIMIT)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return True
+    return process.exitcode != 0
+
+
+def _run(cells: list[Cell], mutant: Mutant) -> None:
+    """In a process of its own: end with 0 if all checks pass."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of this process
+    mutated = [mutant.cell if cell.name == mutant.cell.name else cell for cell in cells]
+    outcome = run_cells(mutated, stop_at_failure=True)
+    os._exit(1 if outcome.failed or outcome.broken else 0)
+
+
+def find_survivors(number: str, every: int = 1) -> tuple[int, list[Mutant]]:
+    """Run the mutants of a lesson. Returns how many there were, those that are equivalent left out, and those that no check caught."""
+    cells = read_cells(number)
+    assert not run_cells(cells).failed, "the answers themselves must pass"  # and everything is imported before the forks
+    known = EQUIVALENT.get(number, {})
+    mutants = [mutant for cell in cells if cell.kind == "answer" for mutant in mutants_of(cell)]
+    mutants = [mutant for mutant in mutants if mutant.change not in known][::every]
+    return len(mutants), [mutant for mutant in mutants if not is_caught(cells, mutant)]
+
+
+def main() -> None:
+    """Print the survivors, and fail if there are too many."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("number", help="of the lesson, two digits")
+    parser.add_argument("--every", type=int, default=1, help="run each so-manieth mutant only (default: %(default)s)")
+    arguments = parser.parse_args()
+    count, survivors = find_survivors(arguments.number, arguments.every)
+    for mutant in survivors:
+        print(f"survived in {mutant.change}")
+    share = 1 - len(survivors) / max(count, 1)
+    print(f"lesson {arguments.number}: {count - len(survivors)} of {count} mutants caught, {share:.1%}")
+    for change, reason in EQUIVALENT.get(arguments.number, {}).items():
+        print(f"equivalent, left out: {change} ({reason})")
+    sys.exit(share < WANTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Lesson 07's checks, tested as code is: the solution passes, a stub fails, and a plausible mistake fails where it belongs.
+
+`tests/mutate_lesson.py 07` makes many more mistakes, small ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+from lesson_cells import Cell, edited, read_cells, run_cells, untouched
+from mutate_lesson import WANTED, find_survivors
+
+COMES, LEAVES, FITS = "a request waits at its place", "a request leaves from any queue", "three limits say who fits"
+ADMIT, STEP = "nobody overtakes", "a step is a prefill or a decode"
+UPDATE, LATEST = "tokens come in, and who has all of them leaves", "the latest gives way"
+SWAP_OUT, SWAP_IN = "who is swapped out loses nothing", "who is swapped out comes back at its turn"
+SAME, TEXT = "the same decisions as the package's scheduler", "the same text from the real model"
+
+WRONG = {
+    "arrival time decides under FCFS": (COMES, "seq.order = (number,)", "seq.order = (request.metrics.arrival_time, number)"),
+    "LIFO for FCFS": (COMES, "seq.order = (number,)", "seq.order = (-number,)"),
+    "priority without arrival": (
+        COMES,
+        "seq.order = (request.priority, request.metrics.arrival_time, number)",
+        "seq.order = (request.priority, number)",
+    ),
+    "two requests with the same order": (
+        COMES,
+        "seq.order = (request.priority, request.metrics.arrival_time, number)",
+        "seq.order = (request.priority, request.metrics.arrival_time)",
+    ),
+    "a number that is not unique": (COMES, "number = next(self.numbers)", "number = len(self.requests)"),
+    "put at the end, wherever its place is": (
+        COMES,
+        "self.put(self.waiting, seq)\n        ###",
+        "self.waiting.append(seq)\n        ###",
+    ),
+    "the request does not know its sequence": (COMES, "        request.sequences.append(seq)\n", ""),
+    "an aborted request keeps its blocks": (
+        LEAVES,
+        "        self.block_manager.free(seq)\n        seq.status = status\n",
+        "        seq.status = status\n",
+    ),
+    "who is swapped out cannot leave": (
+        LEAVES,
+        "        else:\n            self.swapped.remove(seq)\n        self.block_manager.free(seq)",
+        "        self.block_manager.free(seq)",
+    ),
+    "an unknown id is an error": (LEAVES, "if request_id in self.requests:", "if True:"),
+    "one sequence too many": (FITS, "if len(self.running) >= self", "if len(self.running) > self"),
+    "one sequence too few": (FITS, "if len(self.running) >= self", "if len(self.running) + 1 >= self"),
+    "the token budget, off by one": (FITS, "seq.num_tokens > self.config.max", "seq.num_tokens >= self.config.max"),
+    "the budget forgets what the step has": (FITS, "output.num_batched_tokens + seq.num_tokens > self", "seq.num_tokens > self"),
+    "the budget counts the prompt only": (
+        FITS,
+        "output.num_batched_tokens + seq.num_tokens > self",
+        "output.num_batched_tokens + seq.num_prompt_tokens > self",
+    ),
+    "the watermark is kept for nobody": (
+        FITS,
+        "keep_watermark=bool(self.running))\n        ###",
+        "keep_watermark=True)\n        ###",
+    ),
+    "the watermark is never kept": (
+        FITS,
+        "keep_watermark=bool(self.running))\n        ###",
+        "keep_watermark=False)\n        ###",
+    ),
+    "the last in the queue joins first": (
+        ADMIT,
+        "while self.waiting and self.fits(self.waiting[0], output):\n            seq = self.waiting.pop(0)",
+        "while self.waiting and self.fits(self.waiting[-1], output):\n            seq = self.waiting.pop()",
+    ),
+    "overtaking: who fits goes first": (
+        ADMIT,
+        "while self.waiting and self.fits(self.waiting[0], output):\n            seq = self.waiting.pop(0)",
+        "while fitting := [other for other in self.waiting if self.fits(other, output)]:\n            seq = fitting[0]\n"
+        "            self.waiting.remove(seq)",
+    ),
+    "one admission a step": (
+        ADMIT,
+        "while self.waiting and self.fits(self.waiting[0], output):",
+        "if self.waiting and self.fits(self.waiting[0], output):",
+    ),
+    "joins at the end of those that run": (
+        ADMIT,
+        "self.put(self.running, seq)\n            self.add(output, seq, seq.num_tokens)",
+        "self.running.append(seq)\n            self.add(output, seq, seq.num_tokens)",
+    ),
+    "what was said before preemption is not recomputed": (
+        ADMIT,
+        "self.add(output, seq, seq.num_tokens)",
+        "self.add(output, seq, seq.num_prompt_tokens)",
+    ),
+    "decode before prefill": (
+        STEP,
+        "        self.admit(output)\n        if not output.scheduled:\n            self.decode(output)\n        return output",
+        "        self.decode(output)\n        if not output.scheduled:\n            self.admit(output)\n        return output",
+    ),
+    "prefill and decode in one step": (
+        STEP,
+        "        if not output.scheduled:\n            self.decode(output)\n        return output",
+        "        self.decode(output)\n        return output",
+    ),
+    "no slot for the newest token": (
+        STEP,
+        "        for seq in self.running:\n            self.block_manager.append_slots(seq)\n",
+        "        for seq in self.running:\n",
+    ),
+    "computed tokens grow by one": (UPDATE, "num_computed_tokens += part.num_tokens", "num_computed_tokens += 1"),
+    "the aborted get tokens": (UPDATE, "            if seq.finished:\n                continue\n", ""),
+    "who has ended goes on running": (
+        UPDATE,
+        "            if status is not None:\n                self.finish(seq, status)\n",
+        "            if status is not None:\n                seq.status = status\n",
+    ),
+    "results in the order of those left over": (UPDATE, "advanced.append((seq, i))", "advanced.append((seq, len(advanced)))"),
+    "the earliest is preempted": (LATEST, "self.preempt(self.running[-1], output)", "self.preempt(self.running[0], output)"),
+    "who needs the block is preempted itself": (LATEST, "self.preempt(self.running[-1], output)", "self.preempt(seq, output)"),
+    "computed tokens are not reset": (LATEST, "        seq.num_computed_tokens = 0\n", ""),
+    "what was said is taken back": (
+        LATEST,
+        "        seq.num_computed_tokens = 0\n",
+        "        seq.num_computed_tokens = 0\n        del seq.token_ids[seq.num_prompt_tokens:]\n",
+    ),
+    "the preempted keeps its blocks": (
+        LATEST,
+        "        self.block_manager.free(seq)\n        seq.num_computed_tokens = 0\n",
+        "        seq.num_computed_tokens = 0\n",
+    ),
+    "the preempted goes to the end of the queue": (
+        LATEST,
+        "self.put(self.waiting, seq)\n        seq.request.metrics",
+        "self.waiting.append(seq)\n        seq.request.metrics",
+    ),
+    "nobody counts preemptions": (
+        LATEST,
+        "        self.put(self.waiting, seq)\n        seq.request.metrics.num_preemptions += 1\n",
+        "        self.put(self.waiting, seq)\n",
+    ),
+    "swap without the list of copies": (
+        SWAP_OUT,
+        "output.blocks_to_swap_out.extend(self.block_manager.swap_out(seq))",
+        "self.block_manager.swap_out(seq)",
+    ),
+    "only the last one's copies": (
+        SWAP_OUT,
+        "output.blocks_to_swap_out.extend(self.block_manager.swap_out(seq))",
+        "output.blocks_to_swap_out = self.block_manager.swap_out(seq)",
+    ),
+    "swap though the host is full": (SWAP_OUT, " or not self.block_manager.can_swap_out(seq):", ":"),
+    "swap whatever was asked for": (
+        SWAP_OUT,
+        'if self.config.preemption_mode != "swap" or not self',
+        "if not self",
+    ),
+    "what is swapped out counts as lost": (
+        SWAP_OUT,
+        "        seq.status = SequenceStatus.SWAPPED\n",
+        "        seq.status = SequenceStatus.SWAPPED\n        seq.num_computed_tokens = 0\n",
+    ),
+    "newcomers before those that are swapped out": (
+        SWAP_IN,
+        "        if self.swapped and self.swapped[0].order < seq.order:\n            return False\n",
+        "",
+    ),
+    "swapped out before those that have waited longer": (
+        SWAP_IN,
+        "            if self.waiting and self.waiting[0].order < seq.order:\n                break\n",
+        "",
+    ),
+    "one place too many after a swap": (
+        SWAP_IN,
+        "while self.swapped and len(self.running) < self.config.max_num_seqs:",
+        "while self.swapped and len(self.running) <= self.config.max_num_seqs:",
+    ),
+    "back without a slot for the next token": (
+        SWAP_IN,
+        "self.put(self.running, seq)\n            self.block_manager.append_slots(seq)\n",
+        "self.put(self.running, seq)\n",
+    ),
+    "back in, right after somebody was put out": (
+        SWAP_IN,
+        "            if not output.preempted:\n                self.swap_in(output)\n",
+        "            self.swap_in(output)\n",
+    ),
+}
+"""What is wrong: the check that must be the first to fail, the passage of the answer, and what stands there instead."""
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return read_cells("07")
+
+
+def test_the_solution_passes_every_check(cells):
+    outcome = run_cells(cells, with_model=True)
+    assert outcome.failed == [] and outcome.broken == {}
+    assert list(outcome.checks) == [COMES, LEAVES, FITS, ADMIT, STEP, UPDATE, LATEST, SWAP_OUT, SWAP_IN, SAME, TEXT]
+    assert outcome.points == outcome.most_points == 20
+
+
+def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(cells):
+    outcome = run_cells([Cell(cell.name, untouched(cell.source), cell.kind) for cell in cells])
+    assert outcome.failed == list(outcome.checks) and outcome.broken == {} and outcome.points == 0
+    assert {type(error) for error in outcome.checks.values()} == {NotImplementedError}
+
+
+@pytest.mark.parametrize("name", [cell.name for cell in read_cells("07") if cell.kind == "answer"])
+def test_one_floor_left_out_fails_its_own_check_first(cells, name):
+    number = [cell.name for cell in cells if cell.kind == "answer"].index(name)
+    outcome = run_cells(
+        [Cell(cell.name, untouched(cell.source), cell.kind) if cell.name == name else cell for cell in cells],
+    )
+    assert outcome.failed[0] == list(outcome.checks)[number] and outcome.broken == {}
+
+
+@pytest.mark.parametrize(("first", "old", "new"), WRONG.values(), ids=WRONG)
+def test_a_wrong_solution_fails_where_it_is_wrong(cells, first, old, new):
+    outcome = run_cells(edited(cells, old, new))
+    assert outcome.failed[0] == first
+    assert outcome.broken == {}
+    error = outcome.checks[first]
+    if isinstance(error, AssertionError):
+        assert "xpected" in str(error) and "ook at" in str(error)
+
+
+def test_a_sample_of_small_mistakes_is_caught():
+    count, survivors = find_survivors("07", every=13)
+    assert count >= 12
+    assert len(survivors) <= (1 - WANTED) * count, [mutant.change for mutant in survivors]
