@@ -176,9 +176,7 @@ def cases(solutions, project):
             "print('\\x00\\x08 </pre><script>alert(4)</script>')\nraise ValueError('\\x00 <script>alert(5)</script> \\ud800')",
         ),
         "odd_source": case(5, "Your cell 2 ended with an error", own="print('\x00\x1b </pre><script>alert(6)</script>')"),
-        "odd_text": Case(
-            written(notebook()).replace("Write two functions.", "<script>alert(7)</script>"), 5, "were changed or deleted"
-        ),
+        "odd_text": Case(written(notebook()).replace("Write two functions.", "<script>alert(7)</script>"), 5),
         "=cmd|'calc'!A0": case(5),
         "<script>alert(0)<": case(0, "Not written yet", answer=STUB),
     }

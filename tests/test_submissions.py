@@ -155,6 +155,11 @@ def test_moved_cells_go_back_and_the_learners_own_stay_behind_theirs(tmp_path, l
     assert ids(result.cells) == ["helper = 1", "title", "imports", "answer", "check-add", "between", "check-twice"]
 
 
+def test_notes_in_the_text_of_a_lesson_are_nobody_s_fault(tmp_path, lesson):
+    notebook = solved_notebook(title="# Mine now")
+    assert restored(tmp_path, lesson, notebook) == restored(tmp_path, lesson, solved_notebook())
+
+
 def test_an_answer_that_was_split_keeps_both_parts(tmp_path, lesson):
     notebook = solved_notebook()
     first, second = ADD.split("\n\n\n")

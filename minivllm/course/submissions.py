@@ -91,7 +91,8 @@ def load_lesson(path: Path) -> Lesson:
         cell_id = str(grading(cell).get("grade_id") or cell.get("id", ""))
         kind = "answer" if is_answer(cell) else "check" if is_check(cell) else "given"
         check = graded_cell(cell) if kind == "check" else None
-        cells.append(Cell(cell_id, kind, cell["cell_type"], cell["source"], check))
+        source = cell["source"].replace("/solutions/", "/exercises/") if cell_id == "badges" else cell["source"]
+        cells.append(Cell(cell_id, kind, cell["cell_type"], source, check))
     return Lesson(path.stem, tuple(cells))
 
 
@@ -230,6 +231,8 @@ def restore(path: Path, lesson: Lesson) -> Restored:
 
 def _restored(original: Cell, group: _Group) -> Cell:
     word = "check" if original.kind == "check" else "cell"
+    if original.cell_type != "code":  # notes in the lesson's text change nothing
+        return original
     if not group.sources:
         if original.kind == "answer":
             # The solution must not be shown, so what comes back is empty.

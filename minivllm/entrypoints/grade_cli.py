@@ -19,10 +19,10 @@ Whose it is: of a notebook in FOLDER/LEARNER/…, the folder's name; else what t
 one lesson the one that was changed last is graded, and the feedback says so.
 
 What this protects from: checks that were edited, deleted, copied or emptied, a `check` or a function behind it that was replaced,
-printed ticks, ending the grader, reading the solutions or other submissions, writing into the project, endless loops, too much memory or output, and
-whatever ends Python. What it does not: it is no sandbox. What learners wrote runs as you, in the process that checks it; it can read
-your files and use the network, and somebody who knows this grader and wants to get past it can. Grade where that is fine: in a
-container or a virtual machine without anything that matters."""
+printed ticks, reading the solutions or other submissions, writing into the project, ending the grader, endless loops, too much memory,
+output or room on the disk, and whatever ends Python. What it does not: it is no sandbox. What learners wrote runs as you, in the
+process that checks it; it can read your other files and use the network, and somebody who knows this grader and wants to get past it
+can. Grade where that is fine: in a container or a virtual machine without anything that matters."""
 
 
 def add_grade_command(commands) -> None:  # noqa: ANN001
