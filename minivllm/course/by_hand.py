@@ -42,11 +42,12 @@ def add_token(seq: TokenSequence) -> None:
 
 
 def fork_sequence(seq: TokenSequence) -> TokenSequence:
-    """A sibling with the same tokens. Its blocks are the manager's business."""
+    """A sibling with the same tokens but the newest, which each chooses for itself. Its blocks are the manager's business."""
     siblings = seq.request.sequences
     if not siblings:
         siblings.append(seq)
     child = seq.fork(next(_seq_ids), len(siblings))
+    child.token_ids[-1] += len(siblings)
     siblings.append(child)
     return child
 
@@ -64,7 +65,7 @@ def draw_tables(
     Args:
         manager: A `BlockSpaceManager`, or a class of a lesson that has `block_size`, `num_gpu_blocks`, `num_cpu_blocks`,
             `get_block_table` and, for `swapped`, `swapped_tables`.
-        sequences: Those that have blocks on the device. A token counts as held when it has a slot.
+        sequences: Those that have blocks on the device. A slot counts as filled when it belongs to a known token.
         title: Stands above the figure.
         swapped: Those that have blocks on the host.
         copies: (source, destination) blocks that are being copied: arrows.

@@ -15,10 +15,17 @@ def check_block_manager(manager_class: type) -> None:
         for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False)):
             for what, value in theirs.items():
                 assert ours[what] == value, (
-                    f"In step {number} of a simulated run (preemption by {mode}) {what} should be {value}, as with the package's "
-                    f"manager, but with yours it is {ours[what]}."
+                    f"In step {number} of a simulated run (preemption by {mode}) {_difference(what, value, ours[what])}"
                 )
         assert len(got) == len(wanted), f"A simulated run takes {len(wanted)} steps, but {len(got)} with your manager."
+
+
+def _difference(what: str, wanted: Any, got: Any) -> str:
+    """What is otherwise than with the package's manager; of tables, that of the first sequence where it is."""
+    if isinstance(wanted, dict):
+        name = next(name for name in [*wanted, *got] if wanted.get(name) != got.get(name))
+        what, wanted, got = f"{what} of sequence {name}", wanted.get(name), got.get(name)
+    return f"{what} should be {wanted}, as with the package's manager, but with yours it is {got}."
 
 
 def check_text(**parts: type) -> None:
@@ -58,15 +65,17 @@ def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, 
         assert steps < 2000, "A simulated run does not come to its end: it goes round in circles. Are blocks lost?"
     manager = engine.block_manager
     total = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
-    assert total == (28, 16), f"When all requests are done, 28 and 16 blocks must be free, but {total} are."
+    assert total == (28, 16), (
+        f"When all requests are done, all 28 blocks of the device and all 16 of the host must be free, but {total[0]} and {total[1]} are."
+    )
     assert engine.trace is not None
     return [
         {
-            "tables": {str(key): list(table) for key, table in step.block_tables.items()},
-            "copies": step.blocks_to_copy,
-            "swapped out": step.blocks_to_swap_out,
-            "swapped in": step.blocks_to_swap_in,
-            "free": step.num_free_blocks,
+            "the block table": {f"{key.request_id}/{key.index}": list(table) for key, table in step.block_tables.items()},
+            "the blocks to copy": step.blocks_to_copy,
+            "the blocks to swap out": step.blocks_to_swap_out,
+            "the blocks to swap in": step.blocks_to_swap_in,
+            "the number of free blocks": step.num_free_blocks,
         }
         for step in engine.trace
     ]

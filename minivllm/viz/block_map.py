@@ -177,7 +177,7 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
         if length > 0:
             cells.put(tokens, (0, length, bottom, bottom + (top - bottom) * 0.3), color)
     cells.paint(axes)
-    axes.set_xlim(0, num_blocks * size)
+    axes.set_xlim(0, num_blocks * size * 1.004)  # with the outline of the last block
     axes.set_ylim(num_rows, 0)
     points = [(-0.012, row + 0.5) for row in range(len(shown))]
     if num_hidden:
