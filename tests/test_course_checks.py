@@ -257,6 +257,7 @@ def test_a_notebook_shows_source_highlighted_and_as_text():
     assert data["text/plain"] == repr(find_source(BlockAllocator))
     assert data["text/html"].startswith("<div><code>minivllm/core/block_allocator.py, lines ")
     assert "<span style=" in data["text/html"]
+    assert "monospace" in data["text/html"]
     assert mine.data["text/plain"] == (
         "a cell of this notebook, lines 4–6\n\nclass Other:\n    def add(self, a):\n        return a < 3"
     )

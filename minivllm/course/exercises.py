@@ -45,6 +45,8 @@ def make_exercise(solution: Any) -> Any:
     )
     exercise, _ = clear.preprocess(copy.deepcopy(solution), {})
     for cell in exercise.cells:
+        if cell.id == "badges":
+            cell.source = cell.source.replace("/solutions/", "/exercises/")
         problem = _find_stub_problem(cell.source) if is_answer(cell) else None
         if problem:
             raise CourseError(f"Cell {cell.id!r}: {problem}.")

@@ -54,7 +54,8 @@ class Source:
         formatter = HtmlFormatter(
             noclasses=True,
             cssstyles="color:#000;background:#f8f8f8;padding:0.5em",
-            prestyles="margin:0;color:#000;background:#f8f8f8;line-height:1.3",
+            prestyles="margin:0;color:#000;background:#f8f8f8;line-height:1.3;"
+            "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px)",
         )
         return f"<div><code>{html.escape(self.place)}</code></div>\n{highlight(self.code, PythonLexer(), formatter)}"
 

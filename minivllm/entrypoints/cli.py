@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `course`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.course_cli import add_course_commands
+from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
@@ -78,6 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     course = commands.add_parser("course", help="teach the course", description="Teach the course to a class.")
     add_course_commands(course.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+
+    add_grade_command(commands)
 
     add_command(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
 

@@ -57,7 +57,7 @@ def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
     num_rows, _ = table_limits(trace)
     height = min(max(1.5 + 0.21 * num_rows, 3.4 if trace.config.num_gpu_blocks <= 300 else 4.6), 6.2)
     figure = new_figure(height, title or describe_step(trace, step), left=0.65, right=0.15, top=0.32)
-    between = 0.45 + _label_width(trace) / 72
+    between = 0.45 + label_width(trace) / 72
     grid_axes, table_axes = figure.subplots(
         1, 2, gridspec_kw={"wspace": 2 * between / (WIDTH - 0.8 - between), "width_ratios": (1.05, 1.0)}
     )
@@ -193,12 +193,12 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
     axes.set_xticks(range(0, num_blocks * size + 1, every))
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.yaxis.labelpad = 8 + _label_width(trace)
+    axes.yaxis.labelpad = 8 + label_width(trace)
     if not shown:
         say(axes, "no sequence has blocks")
 
 
-def _label_width(trace: EngineTrace) -> float:
+def label_width(trace: EngineTrace) -> float:
     """The width of the longest label that a table has in any step, in points."""
     suffix = _HOST if any(record.swapped_tables for record in trace) else ""
     return max((text_width(name + suffix, 8.0) for name in sequence_names(sequence_keys(trace)).values()), default=0.0)

@@ -16,7 +16,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.engine.trace import EngineTrace, Finish, Preemption, SequenceKey, StepRecord
-from minivllm.viz.block_map import paint_block_map
+from minivllm.viz.block_map import label_width, paint_block_map
 from minivllm.viz.blocks import describe_step, step_number
 from minivllm.viz.drawing import (
     WIDTH,
@@ -104,7 +104,7 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
     names, colors = sequence_names(sequence_keys(trace)), request_colors(trace)
     figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
     figure.text(0.02, _from_top(0.33), _events(trace[step], names), fontsize=8.5, color=INK, va="top")
-    table_left = 0.535 + 0.0075 * (max(map(len, names.values()), default=0) + 2)
+    table_left = 0.51 + (0.45 + label_width(trace) / 72) / WIDTH
     grid, tables, queues, batch = (
         figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
         for left, right, bottom, height in (

@@ -1,0 +1,120 @@
+"""The command line of grading: `minivllm grade SUBMISSIONS… --output FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from minivllm.entrypoints.options import add_command
+from minivllm.errors import CourseError
+
+_DESCRIPTION = """Grade what learners handed in: put the original cells back, run each notebook in a fresh kernel with limits, and
+write grades.csv (a row per learner), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html into a folder.
+
+Whose it is: of a notebook in FOLDER/LEARNER/…, the folder's name; else what the file's name has besides the lesson's
+(alice_04_paged_kv_cache.ipynb is alice's), and if that is nothing, the name of the folder it lies in. Of two files of one learner for
+one lesson the one that was changed last is graded, and the feedback says so.
+
+What this protects from: checks that were edited, deleted, copied or emptied, a `check` or a function behind it that was replaced,
+printed ticks, reading the solutions or other submissions, writing into the project, ending the grader, endless loops, too much memory,
+output or room on the disk, and whatever ends Python. What it does not: it is no sandbox. What learners wrote runs as you, in the
+process that checks it; it can read your other files and use the network, and somebody who knows this grader and wants to get past it
+can. Grade where that is fine: in a container or a virtual machine without anything that matters."""
+
+
+def add_grade_command(commands) -> None:  # noqa: ANN001
+    """The command and its options."""
+    from minivllm.course.limits import Limits
+
+    default = {field.name: field.default for field in fields(Limits)}
+    grade = add_command(
+        commands, "grade", run_grade, "grade the notebooks that learners handed in",
+        "minivllm grade submissions/ --output grades --jobs 2",
+    )  # fmt: skip
+    grade.description = _DESCRIPTION
+    grade.formatter_class = argparse.RawDescriptionHelpFormatter
+    grade.add_argument(
+        "submissions", nargs="+", type=Path, metavar="SUBMISSION", help="a notebook, or a folder that is searched for notebooks"
+    )
+    grade.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where grades and feedback go")
+    grade.add_argument(
+        "--solutions",
+        type=Path,
+        metavar="FOLDER",
+        help="the solved notebooks, whose checks count (default: the project's solutions)",
+    )
+    grade.add_argument("--jobs", type=int, default=1, help="how many notebooks run at a time (default: %(default)s)")
+    grade.add_argument(
+        "--cell-timeout", type=float, default=default["cell_seconds"], metavar="SECONDS",
+        help="how long a cell may run (default: %(default)g)",
+    )  # fmt: skip
+    grade.add_argument(
+        "--timeout", type=float, default=default["total_seconds"], metavar="SECONDS",
+        help="how long all cells of a notebook may run together (default: %(default)g)",
+    )  # fmt: skip
+    grade.add_argument(
+        "--memory", type=float, default=default["memory_bytes"] / 1024**3, metavar="GIB",
+        help="how much memory a notebook may take (default: %(default)g)",
+    )  # fmt: skip
+
+
+def run_grade(arguments: argparse.Namespace) -> int:
+    """Grade, write the results, and print a table of them."""
+    for option in ("jobs", "cell_timeout", "timeout", "memory"):
+        value = getattr(arguments, option)
+        if not value > 0:
+            raise CourseError(f"--{option.replace('_', '-')} is {value:g}, but must be more than 0.")
+    try:
+        import ipykernel  # noqa: F401
+        import jupyter_client  # noqa: F401
+        import nbconvert  # noqa: F401
+        from tqdm import tqdm
+
+        from minivllm.course.grading import grade_all, project_folders
+        from minivllm.course.report import FeedbackWriter, format_summary, write_csv, write_junit
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "minivllm":
+            raise
+        raise CourseError(f"Grading needs {error.name}: `pip install minivllm[course]`.") from None
+    from minivllm.course.limits import Limits
+    from minivllm.course.submissions import find_submissions, load_lessons
+
+    project = project_folders()
+    solutions = arguments.solutions or project[0] / "solutions"
+    submissions, remarks = find_submissions(arguments.submissions, load_lessons(solutions))
+    feedback = _make_folder(arguments.output)
+    limits = Limits(arguments.cell_timeout, arguments.timeout, arguments.memory * 1024**3)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    unreadable = [solutions, arguments.output]
+    unwritable = [*project, *(path for path in arguments.submissions if path.is_dir())]
+    grades = []
+    writer = FeedbackWriter(feedback)
+    running = grade_all(submissions, limits, arguments.jobs, unreadable, unwritable)
+    for grade in tqdm(running, total=len(submissions), unit="notebook", file=sys.stderr, desc="grading"):
+        grades.append(grade)
+        writer.write(grade)
+    places = {item: place for place, item in enumerate(submissions)}
+    grades.sort(key=lambda grade: places[grade.submission])
+    write_csv(grades, arguments.output / "grades.csv")
+    write_junit(grades, arguments.output / "junit.xml")
+    print(format_summary(grades, shutil.get_terminal_size((120, 24)).columns))
+    print(f"\ngrades    {arguments.output / 'grades.csv'}\n          {arguments.output / 'junit.xml'}\nfeedback  {feedback}")
+    return 0
+
+
+def _make_folder(output: Path) -> Path:
+    """The folder of the feedback, made and tried out before anything runs."""
+    feedback = output / "feedback"
+    try:
+        feedback.mkdir(parents=True, exist_ok=True)
+        for folder in (output, feedback):
+            trial = folder / ".trial"
+            trial.touch()
+            trial.unlink()
+    except OSError as error:
+        raise CourseError(f"{output} cannot be written: {error.strerror}. Name another folder with --output.") from None
+    return feedback

@@ -1,0 +1,97 @@
+"""JupyterLab and Chromium for tests: a server with nobody's settings, and a browser that looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
+
+ROOT = Path(__file__).parents[1]
+SCREENSHOTS = ROOT / "out" / "browser"
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("MINIVLLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+ARGUMENTS += ["--disable-component-update", "--disable-sync"]
+PATIENCE = 30
+"""Seconds until something must have happened."""
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: `apt-get install chromium`")
+
+
+@contextlib.contextmanager
+def serve(folder):
+    """A JupyterLab that shows what is in `folder / "root"`, at the address that is yielded."""
+    root = folder / "root"
+    settings = folder / "settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # all cells are on the page
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        **{f"JUPYTER_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")},
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}",
+    ]  # fmt: skip
+    log = (folder / "server.log").open("w+")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for_server(process, address, folder / "server.log")
+        yield address
+    finally:
+        end_group(process)
+        log.close()
+
+
+def wait_for_server(process, address, log):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{address}/api/status", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"JupyterLab did not answer within {PATIENCE} s:\n{log.read_text()[-3000:]}")
+
+
+def end_group(process):
+    """End the server and its kernels: nicely, which lets it end them, and then whatever is left of the group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def launch(chromium, attempts=3):
+    """A browser. Once in a while one hangs when it starts, and the next does not."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=10_000)
+        except sync_api.TimeoutError:
+            if attempt == attempts:
+                raise

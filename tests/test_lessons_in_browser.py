@@ -1,0 +1,84 @@
+"""The lessons in JupyterLab, in a real browser: they run from top to bottom, and their widgets answer.
+
+Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+
+import pytest
+from browser import ROOT, SCREENSHOTS, launch, needs_chromium, serve, sync_api
+
+pytestmark = needs_chromium
+LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+PATIENCE = 180
+"""Seconds until a lesson must have run, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Opens lessons in one browser."""
+    folder = tmp_path_factory.mktemp("lessons")
+    shutil.copytree(ROOT / "notebooks", folder / "root", ignore=shutil.ignore_patterns(".*"))
+    with serve(folder) as address, sync_api.sync_playwright() as playwright:
+        browser = launch(playwright.chromium)
+        page = browser.new_page(viewport={"width": 1280, "height": 1100})
+        page.set_default_timeout(PATIENCE * 1000)
+
+        def visit(lesson):
+            page.goto(f"{address}/lab/tree/{lesson}.ipynb?reset")
+            page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+            run_all_cells(page)
+            return page
+
+        try:
+            yield visit
+        finally:
+            browser.close()
+
+
+def run_all_cells(page):
+    """Clear what is stored, run all cells, and wait until the last one is done."""
+    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+    prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")
+    menu = page.get_by_role("menuitem", name="Edit", exact=True)
+    menu.click()
+    page.get_by_text("Clear Outputs of All Cells", exact=True).click()
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and prompts.last.inner_text() in ("[ ]:", "[*]:"):
+        if prompts.first.inner_text() == "[ ]:":  # JupyterLab drops what it is told before the kernel is connected
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+        page.wait_for_timeout(500)
+    numbers = [prompt for prompt in prompts.all_inner_texts() if prompt.strip()]
+    assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]
+    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
+
+
+def picture(box):
+    source = "async image => { await image.decode(); return [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]; }"
+    return bytes(box.locator("img").first.evaluate(source))
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_and_its_widgets_answer(pages, lesson):
+    page = pages(lesson)
+    boxes = page.locator(".jp-OutputArea-output").filter(has=page.locator(".noUi-handle"))
+    assert boxes.count() >= 1, "it has no widget"
+    for number in range(boxes.count()):
+        box = boxes.nth(number)
+        handle = box.locator(".noUi-handle").first
+        old = picture(box)
+        handle.press("ArrowRight")
+        end = time.monotonic() + 30
+        while (new := picture(box)) == old and time.monotonic() < end:
+            page.wait_for_timeout(50)
+        assert new != old, "the slider moved, and the picture did not change"
+        with contextlib.suppress(sync_api.Error):
+            box.scroll_into_view_if_needed()
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"{lesson}_{number}.png")
