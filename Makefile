@@ -27,6 +27,7 @@ lab: setup ## Open the course in JupyterLab, on lesson 00
 
 notebooks: setup ## Run all notebooks and solutions again and store what they show
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
+	"$(VENV)/bin/python" -m minivllm.course.pictures $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 
 exercises: setup ## Make the exercises again from the solutions
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)

@@ -260,6 +260,8 @@ def check_text(llm: LLM) -> list[str]:
         trace = engine.start_trace()
         runs.append(([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)], len(trace),
                      sum(len(step.preempted) for step in trace)))  # fmt: skip
+    if not runs[1][-1]:
+        raise ValueError("With so many blocks nobody is preempted: make the LLM with a smaller num_gpu_blocks_override.")
     said = f"Five prompts, {llm.llm_engine.block_manager.num_gpu_blocks} blocks."
     for what, expected, got in zip(("the texts", "steps", "preemptions"), runs[1], runs[0], strict=True):
         expect(said, what, expected, got, "check_decisions first: if it passes, at what only the real engine needs")

@@ -1,0 +1,99 @@
+"""Figures that compare policies: curves over a setting, the work of each step, and who waits how long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from minivllm.engine.trace import EngineTrace
+from minivllm.viz.drawing import WIDTH
+from minivllm.viz.latency import LINE_STYLES, request_latencies
+from minivllm.viz.palette import REQUEST_COLORS
+
+Lines = Mapping[str, Sequence[float]]
+_LINE_COLORS = (REQUEST_COLORS[0], REQUEST_COLORS[5], REQUEST_COLORS[2])
+_ACTIONS = {"decode": REQUEST_COLORS[0], "prefill": REQUEST_COLORS[1]}
+
+
+def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines], x_label: str, *, log: bool = False) -> Figure:
+    """Values over a setting that is doubled from point to point, a panel for each quantity.
+
+    Args:
+        x: The setting's values, all above 0. Their axis is logarithmic.
+        panels: For each quantity, its name and unit, the values, or several lines of values by name.
+        x_label: Name and unit of the setting.
+        log: Whether the values have a logarithmic axis too; if not, it begins at 0.
+    """
+    figure = Figure(figsize=(min(WIDTH, 5.0 * len(panels)), 2.9), layout="constrained")
+    for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        lines = values if isinstance(values, Mapping) else {"": values}
+        for i, (name, line) in enumerate(lines.items()):
+            axes.plot(x, line, marker="os^"[i % 3], color=_LINE_COLORS[i % 3], linestyle=LINE_STYLES[i % 3], label=name)
+        axes.set_xscale("log")
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.minorticks_off()
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_label, fontsize=9)
+        axes.set_ylabel(label, fontsize=9)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1:
+            axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float) -> Figure:
+    """How many tokens each step computes, and what for: a panel for each trace, all on one time axis.
+
+    Args:
+        traces: A name for each trace.
+        start, end: The stretch of the engine's clock that is drawn, in seconds.
+    """
+    figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * len(traces)), layout="constrained")
+    all_axes = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, trace) in zip(all_axes, traces.items(), strict=True):
+        shown = [step for step in trace if start <= step.start and step.end <= end]
+        below = [0.0] * len(shown)
+        for action, color in _ACTIONS.items():
+            tokens = [sum(part.num_tokens for part in step.scheduled if part.action == action) for step in shown]
+            axes.bar([step.start for step in shown], tokens, [step.end - step.start for step in shown], below,
+                     align="edge", color=color, edgecolor="white", linewidth=0.4, label=f"{action} tokens")  # fmt: skip
+            below = [low + more for low, more in zip(below, tokens, strict=True)]
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_ylabel("tokens in the step", fontsize=9)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_ylim(bottom=1)
+        axes.set_xlim(start, end)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("time (s); each bar is a step, as wide as it took", fontsize=9)
+    all_axes[0].legend(fontsize=8, frameon=False, loc="upper right")
+    return figure
+
+
+def draw_waits(traces: Mapping[str, EngineTrace], marked: Mapping[str, Collection[str]] | None = None) -> Figure:
+    """How long each request waits for its first token, in the order of arrival: a panel for each trace.
+
+    Args:
+        traces: A name for each trace.
+        marked: By the name of a trace, the ids of requests whose bars have a mark on top.
+    """
+    rows = -(-len(traces) // 2)
+    figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * rows), layout="constrained")
+    all_axes = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat
+    for axes, (name, trace) in zip(all_axes, traces.items(), strict=False):
+        waits = {item.request_id: item.ttft for item in request_latencies(trace)}
+        axes.bar(range(len(waits)), list(waits.values()), width=0.9, color=REQUEST_COLORS[0])
+        points = [(i, wait) for i, (request_id, wait) in enumerate(waits.items()) if request_id in (marked or {}).get(name, ())]
+        if points:
+            axes.plot(*zip(*points, strict=True), "D", color=REQUEST_COLORS[5], markersize=4, markeredgecolor="white", zorder=3)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("request, in the order of arrival", fontsize=9)
+    figure.supylabel("time to first token (s)", fontsize=9)
+    return figure
