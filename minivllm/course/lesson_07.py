@@ -127,7 +127,8 @@ def check_fits(cls: type) -> None:
             f"{manager.get_num_free_gpu_blocks()} blocks of {manager.block_size} tokens are free, the watermark is "
             f"{manager.watermark_blocks}. The sequence has {seq.num_prompt_tokens} prompt and {seq.num_output_tokens} output tokens."
         )
-        expect(said, "fits(seq, output)", expected, bool(got), f"the limit of {limit}")
+        look = "the watermark: it is kept only when somebody runs" if "watermark" in limit else f"the limit of {limit}"
+        expect(said, "fits(seq, output)", expected, bool(got), look)
         expect(said, "what fits() changes", "nothing", "nothing" if picture_of(scheduler) == before else "something",
                 "what fits() calls: it only asks")  # fmt: skip
 
@@ -141,7 +142,11 @@ def check_admit(cls: type) -> None:
         outputs = SchedulerOutput(), SchedulerOutput()
         theirs._admit(outputs[0])
         mine.admit(outputs[1])
-        hints = {"running": "who is taken, and that `put` keeps the queue sorted", "num_prefills": "output.num_prefills"}
+        hints = {
+            "running": "who is taken, and that `put` keeps the queue sorted",
+            "batch": "the first that does not fit: it ends the round",
+            "num_prefills": "output.num_prefills",
+        }
         compare(said, theirs, mine, hints, outputs)
 
 
