@@ -140,7 +140,8 @@ def _run(cells: list[Cell], mutant: Mutant) -> None:
 def find_survivors(number: str, every: int = 1) -> tuple[int, list[Mutant]]:
     """Run the mutants of a lesson. Returns how many there were, those that are equivalent left out, and those that no check caught."""
     cells = read_cells(number)
-    assert not run_cells(cells).failed, "the answers themselves must pass"  # and everything is imported before the forks
+    clean = run_cells(cells)  # and everything is imported before the forks
+    assert not clean.failed and not clean.broken, "the answers themselves must pass"
     known = EQUIVALENT.get(number, {})
     mutants = [mutant for cell in cells if cell.kind == "answer" for mutant in mutants_of(cell)]
     mutants = [mutant for mutant in mutants if mutant.change not in known][::every]

@@ -125,3 +125,10 @@ def test_a_solution_that_is_marked_wrong_is_named(solutions, tmp_path):
     with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell calls check"):
         export_course(broken, tmp_path / "course")
     assert not (tmp_path / "course").exists()
+
+
+def test_the_badges_open_the_exercises(tmp_path):
+    for source in export_course(Path(__file__).parents[1] / "solutions", tmp_path / "course"):
+        text = next(cell.source for cell in nbformat.read(source, as_version=4).cells if cell.id == "badges")
+        assert f"/exercises/{source.name}" in text
+        assert "/solutions/" not in text

@@ -14,6 +14,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from minivllm.course.places import INSTALL, badges
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} | set(FOLDERS)
@@ -75,6 +77,12 @@ def test_it_is_valid_and_small(path):
 @notebooks_of(*FOLDERS)
 def test_it_names_no_place_on_the_machine_that_ran_it(path):
     assert not re.search(r"(?<![\w.])/(home|root|Users|work|tmp)/", path.read_text(encoding="utf-8"))
+
+
+@notebooks_of(*FOLDERS)
+def test_it_opens_on_the_web_and_installs_what_is_missing(path):
+    cells = {cell.id: cell.source for cell in read(path).cells}
+    assert (cells["badges"], cells["install"]) == (badges(f"{path.parent.name}/{path.name}"), INSTALL)
 
 
 @notebooks_of(*FOLDERS)

@@ -127,7 +127,8 @@ def describe_file(name: str) -> str:
     if number is not None:
         # What runs without a history, as nbval does, counts every cell as the first.
         return f"cell In[{number}]" if sys.modules["IPython"].get_ipython().execution_count > 1 else "a cell"
-    for folder in (Path(_PACKAGE).parent, *_INSTALLED):
+    folders = (str(Path(_PACKAGE).parent), *_INSTALLED)
+    for folder in sorted(folders, key=len, reverse=True):  # one may lie in another
         if Path(name).is_relative_to(folder):
             return Path(name).relative_to(folder).as_posix()
     return Path(name).name

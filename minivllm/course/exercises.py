@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
+from minivllm.course.places import as_exercise
 from minivllm.errors import CourseError
 
 IGNORE_OUTPUT = "nbval-ignore-output"
@@ -45,8 +46,7 @@ def make_exercise(solution: Any) -> Any:
     )
     exercise, _ = clear.preprocess(copy.deepcopy(solution), {})
     for cell in exercise.cells:
-        if cell.id == "badges":
-            cell.source = cell.source.replace("/solutions/", "/exercises/")
+        cell.source = as_exercise(cell.id, cell.source)
         problem = _find_stub_problem(cell.source) if is_answer(cell) else None
         if problem:
             raise CourseError(f"Cell {cell.id!r}: {problem}.")

@@ -35,7 +35,7 @@ _WRITES = {
 }
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_STANDARD = str(Path(os.__file__).resolve().parent)
+_STANDARD = str(Path(os.__file__).parent)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STARTERS = ("IPython", "ipykernel", "pexpect", "ptyprocess")
 """Installed packages that start programs because a cell says so."""

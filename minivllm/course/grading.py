@@ -220,10 +220,3 @@ def _error(name: str, text: str) -> str:
 def _shortened(text: str) -> str:
     text = _ANSI.sub("", text).strip()
     return text if len(text) <= _MOST_REASON else text[:_MOST_REASON].rstrip() + " …"
-
-
-def project_folders() -> list[Path]:
-    """The folders that belong to the project: nothing that is graded may write there."""
-    package = Path(__file__).resolve().parents[1]
-    root = package.parent
-    return [root if (root / "pyproject.toml").is_file() else package]

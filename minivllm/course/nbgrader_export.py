@@ -6,9 +6,11 @@ The solved notebooks are nbgrader's source notebooks as they are, so nothing is 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, read_notebook
+from minivllm.course.places import as_exercise
 from minivllm.errors import CourseError
 
 CELL_TIMEOUT = 120
@@ -50,15 +52,18 @@ def export_course(solutions: Path, folder: Path) -> list[Path]:
     paths = sorted(solutions.glob("*.ipynb"))
     if not paths:
         raise CourseError(f"There are no notebooks in {solutions}: name the folder of the solved ones with --solutions.")
-    for path in paths:
-        problems = find_problems(read_notebook(path))
+    notebooks = [read_notebook(path) for path in paths]
+    for path, notebook in zip(paths, notebooks, strict=True):
+        problems = find_problems(notebook)
         if problems:
             raise CourseError(f"{path.name}: {problems[0]}")
+        for cell in notebook["cells"]:
+            cell["source"] = as_exercise(cell.get("id", ""), cell["source"])
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CourseError(f"{folder} is in use: a course is written to a new or an empty folder.")
     sources = [folder / "source" / path.stem / path.name for path in paths]
-    for path, source in zip(paths, sources, strict=True):
+    for notebook, source in zip(notebooks, sources, strict=True):
         source.parent.mkdir(parents=True)
-        source.write_bytes(path.read_bytes())
+        source.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "nbgrader_config.py").write_text(_CONFIG, encoding="utf-8")
     return sources

@@ -1,7 +1,7 @@
 """Where the course lies on the web, and the cells with which a notebook begins because of it: badges, and what installs the course.
 
-tests/test_notebooks.py holds every notebook to them. Whoever moves the repository changes `REPOSITORY`, and the notebooks' first
-cells, with `python -m minivllm.course.places`.
+tests/test_notebooks.py holds every notebook to them. Whoever moves the repository changes `REPOSITORY`, then the notebooks' first
+cells with `python -m minivllm.course.places`, and the exercises with `make exercises`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minivllm.course.cells import SCHEMA_VERSION
+
 REPOSITORY = "minivllm/minivllm"
 """Owner and name on GitHub."""
 BRANCH = "main"
-FOLDERS = ("notebooks", "solutions", "exercises")
 
 INSTALL = f"""\
 # Where the course is not installed, as on Colab, this installs it. Else it does nothing.
@@ -38,6 +39,11 @@ def badges(path: str) -> str:
     )
 
 
+def as_exercise(cell_id: str, source: str) -> str:
+    """The source of a solution's cell as its exercise has it: the badges open the exercise."""
+    return source.replace("/solutions/", "/exercises/") if cell_id == "badges" else source
+
+
 def place(notebook: Any, path: str) -> Any:
     """Give a notebook its badges and its installing cell, behind the title, or renew them. Returns the notebook."""
     import nbformat
@@ -50,18 +56,23 @@ def place(notebook: Any, path: str) -> Any:
             known[name] = make(id=name)
             if any("nbgrader" in cell.metadata for cell in notebook.cells):
                 known[name].metadata["nbgrader"] = {
-                    "grade": False, "solution": False, "locked": True, "task": False, "schema_version": 3, "grade_id": name
-                }  # fmt: skip
+                    "grade": False,
+                    "solution": False,
+                    "locked": True,
+                    "task": False,
+                    "schema_version": SCHEMA_VERSION,
+                    "grade_id": name,
+                }
             notebook.cells.insert(index, known[name])
         known[name].source = source
     return notebook
 
 
 def main() -> int:
-    """Renew the first cells of all notebooks and solutions; then make the exercises again."""
+    """Renew the first cells of all notebooks and solutions."""
     import nbformat
 
-    for folder in FOLDERS[:2]:
+    for folder in ("notebooks", "solutions"):
         for file in sorted(Path(folder).glob("*.ipynb")):
             nbformat.write(place(nbformat.read(file, as_version=4), file.as_posix()), file)
             print(file)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minivllm.course.cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
+from minivllm.course.places import as_exercise
 from minivllm.errors import CourseError
 
 MOST_BYTES = 50_000_000
@@ -91,8 +92,7 @@ def load_lesson(path: Path) -> Lesson:
         cell_id = str(grading(cell).get("grade_id") or cell.get("id", ""))
         kind = "answer" if is_answer(cell) else "check" if is_check(cell) else "given"
         check = graded_cell(cell) if kind == "check" else None
-        source = cell["source"].replace("/solutions/", "/exercises/") if cell_id == "badges" else cell["source"]
-        cells.append(Cell(cell_id, kind, cell["cell_type"], source, check))
+        cells.append(Cell(cell_id, kind, cell["cell_type"], as_exercise(cell_id, cell["source"]), check))
     return Lesson(path.stem, tuple(cells))
 
 
@@ -126,7 +126,9 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
             raise CourseError(f"{argument} is not there: name notebooks, or folders of them.")
     if not found:
         names = ", ".join(lesson.name for lesson in lessons)
-        raise CourseError(f"No notebook of a lesson is there; a notebook's name must have one of {names} in it, or begin so.")
+        raise CourseError(
+            f"No notebook of a lesson is there; a notebook's name must have one of {names} in it, or begin with its number."
+        )
     return _newest(found), remarks
 
 
@@ -296,3 +298,10 @@ def _read_cell(cell: Any) -> tuple[str, str, str] | None:
     # JSON can spell halves of characters, which no kernel takes.
     source = source.encode("utf-8", "replace").decode("utf-8")
     return str(cell_id or cell.get("id") or ""), cell["cell_type"], source
+
+
+def project_folders() -> list[Path]:
+    """The folders that belong to the project: nothing that is graded may write there."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    return [root if (root / "pyproject.toml").is_file() else package]

@@ -21,17 +21,17 @@ def add_course_commands(commands) -> None:  # noqa: ANN001
     export.add_argument(
         "--solutions",
         type=Path,
-        default=Path("solutions"),
         metavar="FOLDER",
-        help="the solved notebooks (default: %(default)s, at the top of the repository)",
+        help="the solved notebooks (default: the project's solutions)",
     )
 
 
 def run_course_export(arguments: argparse.Namespace) -> int:
     """Write a course folder, and say what to do with it."""
     from minivllm.course.nbgrader_export import export_course
+    from minivllm.course.submissions import project_folders
 
-    sources = export_course(arguments.solutions, arguments.folder)
+    sources = export_course(arguments.solutions or project_folders()[0] / "solutions", arguments.folder)
     for source in sources:
         print(source)
     print(

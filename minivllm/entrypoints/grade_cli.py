@@ -12,7 +12,7 @@ from minivllm.entrypoints.options import add_command
 from minivllm.errors import CourseError
 
 _DESCRIPTION = """Grade what learners handed in: put the original cells back, run each notebook in a fresh kernel with limits, and
-write grades.csv (a row per learner), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html into a folder.
+write grades.csv (a row per submission), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html into a folder.
 
 Whose it is: of a notebook in FOLDER/LEARNER/…, the folder's name; else what the file's name has besides the lesson's
 (alice_04_paged_kv_cache.ipynb is alice's), and if that is nothing, the name of the folder it lies in. Of two files of one learner for
@@ -73,14 +73,14 @@ def run_grade(arguments: argparse.Namespace) -> int:
         import nbconvert  # noqa: F401
         from tqdm import tqdm
 
-        from minivllm.course.grading import grade_all, project_folders
+        from minivllm.course.grading import grade_all
         from minivllm.course.report import FeedbackWriter, format_summary, write_csv, write_junit
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "minivllm":
             raise
-        raise CourseError(f"Grading needs {error.name}: `pip install minivllm[course]`.") from None
+        raise CourseError(f'Grading needs {error.name}: `pip install "minivllm[course]"`.') from None
     from minivllm.course.limits import Limits
-    from minivllm.course.submissions import find_submissions, load_lessons
+    from minivllm.course.submissions import find_submissions, load_lessons, project_folders
 
     project = project_folders()
     solutions = arguments.solutions or project[0] / "solutions"
