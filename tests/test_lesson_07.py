@@ -114,6 +114,11 @@ WRONG = {
         "            if status is not None:\n                seq.status = status\n",
     ),
     "results in the order of those left over": (UPDATE, "advanced.append((seq, i))", "advanced.append((seq, len(advanced)))"),
+    "who comes back keeps the watermark for nobody": (
+        SWAP_IN,
+        "if not self.block_manager.can_swap_in(seq, keep_watermark=bool(self.running)):",
+        "if not self.block_manager.can_swap_in(seq, keep_watermark=True):",
+    ),
     "the earliest is preempted": (LATEST, "self.preempt(self.running[-1], output)", "self.preempt(self.running[0], output)"),
     "who needs the block is preempted itself": (LATEST, "self.preempt(self.running[-1], output)", "self.preempt(seq, output)"),
     "computed tokens are not reset": (LATEST, "        seq.num_computed_tokens = 0\n", ""),

@@ -110,7 +110,7 @@ def write_exercises(solutions: Path, folder: Path, *, force: bool = False) -> li
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -124,7 +124,7 @@ def _is_from_a_cell() -> bool:
     return True
 
 
-_KEPT_WHOLE = ("contextlib", "random")
+_KEPT_WHOLE = ("ast", "contextlib", "random")
 _KEPT = ("math", "copy", "itertools", "functools", "collections", "operator", "traceback", "linecache", "numpy", "torch")
 _KEPT += ("numpy.testing", "numpy.random", "torch.testing")
 _CHANGES_BY_ITSELF = frozenset({"__annotations__", "__annotations_cache__", "__doc__", "__dict__", "__weakref__", "__builtins__"})

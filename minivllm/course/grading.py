@@ -157,7 +157,7 @@ def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequ
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
     return Surroundings(
         preload=tuple(find_imports(given, "minivllm")),
-        imports=tuple(find_imports(given, "minivllm.course")),
+        imports=tuple(find_imports(given, "minivllm")),
         unreadable=tuple(unreadable),
         unwritable=tuple(unwritable),
     )

@@ -72,9 +72,9 @@ def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, 
     return [
         {
             "the block table": {f"{key.request_id}/{key.index}": list(table) for key, table in step.block_tables.items()},
-            "the blocks to copy": step.blocks_to_copy,
-            "the blocks to swap out": step.blocks_to_swap_out,
-            "the blocks to swap in": step.blocks_to_swap_in,
+            "the blocks to copy": [tuple(pair) for pair in step.blocks_to_copy],
+            "the blocks to swap out": [tuple(pair) for pair in step.blocks_to_swap_out],
+            "the blocks to swap in": [tuple(pair) for pair in step.blocks_to_swap_in],
             "the number of free blocks": step.num_free_blocks,
         }
         for step in engine.trace

@@ -7,10 +7,12 @@ expected, what came and where to look. They only use the names that the exercise
 from __future__ import annotations
 
 import random
-from collections import Counter
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from minivllm.course.by_hand import add_token, fork_sequence, make_sequence
+from minivllm.course.table_checks import check_references, count_references, grow_and_compare, tell_end
 from minivllm.request import Sequence
 
 _BLOCK_SIZES = (1, 3, 4, 16)
@@ -28,9 +30,9 @@ def check_pool(pool_class: type) -> None:
         action = rng.choice(["allocate", "allocate", "share", "release", "release"])
         if action == "allocate" and free:
             story.append("allocate()")
-            got, wanted = pool.allocate(), free.pop(0)
+            got, wanted = index(pool.allocate()), free.pop(0)
             assert got == wanted, (
-                f"After {_last(story)} block {wanted} was expected, the one that has been free for the longest time, but {got!r} came."
+                f"After {tell_end(story)} block {wanted} was expected, the one that has been free for the longest time, but {got!r} came."
             )
             counts[wanted] = 1
         elif action == "share" and used:
@@ -45,15 +47,17 @@ def check_pool(pool_class: type) -> None:
             counts[block] -= 1
             if not counts[block]:
                 free.append(block)
-        assert pool.num_free == len(free), (
-            f"After {_last(story)} {len(free)} blocks are free, but num_free is {pool.num_free!r}: a block is free when the last "
+        assert index(pool.num_free) == len(free), (
+            f"After {tell_end(story)} {len(free)} blocks are free, but num_free is {pool.num_free!r}: a block is free when the last "
             f"table that named it is gone, and not before."
         )
-        assert list(pool.ref_counts) == counts, f"After {_last(story)} ref_counts should be {counts}, but are {pool.ref_counts}."
+        assert count_references(pool, num_blocks) == counts, (
+            f"After {tell_end(story)} ref_counts should be {counts}, but are {pool.ref_counts}."
+        )
     pool = pool_class(3)
     block = pool.allocate()
     pool.release(block)
-    num_free = pool.num_free
+    before = pool.num_free, count_references(pool, 3)
     try:
         pool.release(block)
     except ValueError:
@@ -62,7 +66,9 @@ def check_pool(pool_class: type) -> None:
         raise AssertionError(
             f"release({block}) of a block that is free already must raise a ValueError: somebody gave it back twice."
         )
-    assert pool.num_free == num_free, "A release that raises a ValueError must change nothing, but num_free has changed."
+    assert (pool.num_free, count_references(pool, 3)) == before, (
+        "A release that raises a ValueError must change nothing, but something changed."
+    )
 
 
 def check_allocate(manager_class: type) -> None:
@@ -80,7 +86,7 @@ def check_allocate(manager_class: type) -> None:
         ):
             wanted = (num_tokens + block_size - 1) // block_size
             got = manager.num_blocks_for(num_tokens)
-            assert got == wanted and isinstance(got, int), (
+            assert isinstance(got, Integral) and got == wanted, (
                 f"{num_tokens} tokens in blocks of {block_size} need {wanted} blocks, but num_blocks_for says {got!r}."
             )
         seen: list[int] = []
@@ -88,7 +94,7 @@ def check_allocate(manager_class: type) -> None:
             num_tokens = rng.choice([block_size, 2 * block_size, rng.randrange(1, 30)])
             seq = make_sequence("a", num_tokens)
             manager.allocate(seq)
-            table = manager.get_block_table(seq)
+            table = list(manager.get_block_table(seq))
             wanted = (num_tokens + block_size - 1) // block_size
             assert len(table) == wanted, (
                 f"A prompt of {num_tokens} tokens in blocks of {block_size} gets {wanted} blocks, but its table is {table}."
@@ -174,6 +180,11 @@ def check_append(manager_class: type) -> None:
             before = list(manager.get_block_table(seq))
             manager.append_slots(seq)
             table = list(manager.get_block_table(seq))
+            manager.append_slots(seq)
+            again = list(manager.get_block_table(seq))
+            assert again == table, (
+                f"append_slots called twice for one token must add nothing the second time: {table} became {again}."
+            )
             wanted = (seq.num_tokens + block_size - 1) // block_size
             assert len(table) == wanted, (
                 f"A sequence of {seq.num_tokens} tokens, the newest included, needs {wanted} blocks of {block_size} "
@@ -182,7 +193,7 @@ def check_append(manager_class: type) -> None:
             assert table[: len(before)] == before, (
                 f"append_slots must leave the blocks before as they are: {before} became {table}."
             )
-            _check_references(manager, sequences)
+            check_references(manager, sequences)
 
 
 def check_can_append(manager_class: type) -> None:
@@ -221,11 +232,12 @@ def check_fork(manager_class: type) -> None:
             family.append(child)
             got, wanted = list(manager.get_block_table(child)), list(manager.get_block_table(parent))
             assert got == wanted, f"The child's table should name the parent's blocks {wanted}, but is {got}."
-            assert manager.get_block_table(child) is not manager.get_block_table(parent), (
+            table = manager.get_block_table(child)
+            assert isinstance(table, tuple) or table is not manager.get_block_table(parent), (
                 "Parent and child have one and the same list: when one grows, the other would too. Give the child a list of its own."
             )
         assert manager.get_num_free_gpu_blocks() == free, "fork copies nothing, so it must take no block."
-        _check_references(manager, family)
+        check_references(manager, family)
         rng.shuffle(family)
         for seq in family[:-1]:
             manager.free(seq)
@@ -254,13 +266,25 @@ def check_copy_on_write(manager_class: type) -> None:
             for number in range(2 * block_size + 1):
                 for seq in family:
                     add_token(seq)
-                    _grow_and_compare(manager, seq, first=number == 0)
-                    _check_references(manager, family)
+                    grow_and_compare(manager, seq, first=number == 0)
+                    check_references(manager, family)
             full = num_tokens // block_size
             heads = {tuple(manager.get_block_table(seq)[:full]) for seq in family}
             assert len(heads) == 1, (
                 f"The first {full} blocks are full and never written again, so the siblings must still share them: {heads}."
             )
+    manager = manager_class(4, 3, watermark=0.0)
+    parent = make_sequence("a", 6)
+    manager.allocate(parent)
+    child = fork_sequence(parent)
+    manager.fork(parent, child)
+    for seq in (child, parent):
+        add_token(seq)
+    manager.append_slots(child)
+    assert manager.can_append_slots(parent), (
+        "The child has its copy, so the block that the parent writes is its own now: it needs no free block, and can_append_slots "
+        "should be True. Only the block that is written matters, not the others that they still share."
+    )
     for spare in (0, 1):
         manager = manager_class(4, 2 + spare, watermark=0.0)
         parent = make_sequence("a", 6)
@@ -273,28 +297,6 @@ def check_copy_on_write(manager_class: type) -> None:
             f"The next token goes into a block that a sibling reads too, so a copy of it needs a free block. There are {spare}: "
             f"can_append_slots should be {bool(spare)}, but is {got!r}."
         )
-
-
-def _grow_and_compare(manager: Any, seq: Sequence, first: bool) -> None:
-    """Append, and say what should have become of the block that is written."""
-    before = list(manager.get_block_table(seq))
-    place = seq.num_computed_tokens // manager.block_size
-    shared = place < len(before) and manager.gpu_pool.ref_counts[before[place]] > 1
-    copy = manager.append_slots(seq)
-    table = list(manager.get_block_table(seq))
-    where = f"Token {seq.num_computed_tokens} goes into place {place} of the table {before}"
-    if shared:
-        assert copy is not None and tuple(copy) == (before[place], table[place]) and copy[0] != copy[1], (
-            f"{where}, a block that others name too: append_slots must put a fresh block in its place and return (old, new). The table is "
-            f"{table}, and {copy!r} came back."
-        )
-        assert table[:place] + table[place + 1 :] == before[:place] + before[place + 1 :], (
-            f"{where}: only that one may change, not {table}."
-        )
-    else:
-        why = "where a new block begins" if place == len(before) else "a block that nobody else names"
-        assert copy is None, f"{where}, {why}: nothing is to be copied, but append_slots returned {copy!r}."
-        assert table[: len(before)] == before, f"{where}, {why}: the blocks before must stay, but the table is {table}."
 
 
 def check_swap(manager_class: type) -> None:
@@ -332,6 +334,7 @@ def check_swap(manager_class: type) -> None:
             for num_blocks in {room, room + 1} - {0}:
                 big = make_sequence("c", num_blocks * block_size)
                 manager.allocate(big)
+                add_token(big)  # it has no block yet, so it takes none of the host
                 got, wanted = manager.can_swap_out(big), num_blocks <= room
                 sizes = f"The host has {room} free blocks and the table has {num_blocks}"
                 assert bool(got) == wanted, f"{sizes}: can_swap_out should be {wanted}, but is {got!r}."
@@ -347,7 +350,7 @@ def check_swap(manager_class: type) -> None:
             assert manager.cpu_pool.num_free == 9 and seq.seq_id not in manager.swapped_tables, (
                 "A sequence that is back must have no block of the host any more."
             )
-            _check_references(manager, [seq, other])
+            check_references(manager, [seq, other])
             if round_number % 2:
                 manager.swap_out(seq)
             for each in (seq, other):
@@ -381,20 +384,3 @@ def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
                 f"needs {needed}: can_swap_in(keep_watermark={keep}) should be {not missing}, but is {got!r}."
             )
             manager.free(filler)
-
-
-def _check_references(manager: Any, sequences: list[Sequence]) -> None:
-    """Reference counts are the numbers of tables that name each block."""
-    named = Counter(block for seq in sequences for block in manager.get_block_table(seq))
-    wanted = [named[block] for block in range(manager.num_gpu_blocks)]
-    got = list(manager.gpu_pool.ref_counts)
-    for block, (theirs, ours) in enumerate(zip(wanted, got, strict=True)):
-        assert ours == theirs, (
-            f"{theirs} tables name block {block}, but its reference count is {ours}: who forgot to count, or to release?"
-        )
-    free = manager.get_num_free_gpu_blocks()
-    assert free == wanted.count(0), f"{wanted.count(0)} blocks are in no table, but {free} are free."
-
-
-def _last(story: list[str]) -> str:
-    return ("… " if len(story) > 4 else "") + ", ".join(story[-4:])

@@ -193,6 +193,7 @@ def check_recompute(cls: type) -> None:
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: its keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
+    _check_preempt(_isolate(cls, fits=_fits, admit=_admit), "recompute")
 
 
 def check_swap_out(cls: type) -> None:
@@ -203,6 +204,7 @@ def check_swap_out(cls: type) -> None:
         "swapped": "config.preemption_mode and can_swap_out", "blocks_to_swap_out": "the pairs that swap_out returns",
         "computed": "num_computed_tokens: what is swapped out is not lost",
     })  # fmt: skip
+    _check_preempt(made, "swap")
 
 
 def check_swap_in(cls: type) -> None:
@@ -218,6 +220,15 @@ def check_swap_in(cls: type) -> None:
     scene = {"running": (0, 3), "waiting": (0, 2), "swapped": (1, 4), "spare": (0, 14), "mode": "any", "host": (0, 16)}
     _check_schedule(cls, "swap in", scene, hints)
     _check_schedule(cls, "swap out and in", scene | {"running": (3, 5), "waiting": (0, 0), "spare": (0, 2)}, hints)
+    for seed in range(_ROUNDS):
+        mine, theirs = make_twins(cls, f"alone {seed}", swapped=(1, 1), spare=(8, 8), mode="swap")
+        for scheduler in (mine, theirs):
+            scheduler.block_manager.watermark_blocks = scheduler.block_manager.num_gpu_blocks
+        said = f"{describe(mine)} Then schedule()."
+        outputs = theirs.schedule(), mine.schedule()
+        compare(
+            said, theirs, mine, {"running": "can_swap_in: when nobody runs, there is nobody to keep the watermark for"}, outputs
+        )
 
 
 def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
@@ -275,6 +286,19 @@ def check_text(llm: LLM) -> list[str]:
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------
+
+
+def _check_preempt(cls: type, mode: str) -> None:
+    """`preempt` puts out whom it is given, wherever that one stands."""
+    for seed in range(_ROUNDS):
+        mine, theirs = make_twins(cls, f"preempt {mode} {seed}", running=(2, 4), spare=(8, 8), mode=mode, host=(0, 12))
+        place = seed % len(mine.running)
+        name = mine.running[place].request.request_id
+        outputs = SchedulerOutput(), SchedulerOutput()
+        said = f"{describe(mine)} Then preempt({name!r}'s sequence, output)."
+        theirs._preempt(theirs.running[place], outputs[0])
+        mine.preempt(mine.running[place], outputs[1])
+        compare(said, theirs, mine, {"running": "the sequence that `preempt` is given"}, outputs)
 
 
 def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str, str]) -> None:

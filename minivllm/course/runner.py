@@ -39,7 +39,7 @@ class Surroundings:
 
     Attributes:
         preload: import statements that are run before the learner's first cell.
-        imports: those that bind the names of `minivllm.course`; they are run again before each check.
+        imports: those that bind names of the package; they are run again before each check.
         unreadable: folders and files that cells cannot open.
         unwritable: folders in which cells cannot write.
     """

@@ -134,7 +134,9 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
 
 def _notebooks_below(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.ipynb")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        leads_away = not path.resolve().is_relative_to(folder.resolve())  # a link could lead to the solutions
+        if path.is_file() and not is_hidden and not leads_away:
             yield path
 
 
@@ -157,7 +159,8 @@ def _learner(path: Path, lesson: Lesson, searched: Path | None) -> str:
     """Whose notebook it is: from the folder, or from what a file's name has besides the lesson's."""
     if searched is not None and path.parent != searched:
         return path.relative_to(searched).parts[0]
-    rest = re.sub(re.escape(lesson.name), "", path.stem, count=1, flags=re.IGNORECASE).strip(" _-.")
+    rest = re.sub(re.escape(lesson.name), "", path.stem, count=1, flags=re.IGNORECASE)
+    rest = re.sub(r"( ?\(\d+\)|-Copy\d+)$", "", rest).strip(" _-.")  # what a browser and JupyterLab call a second copy
     if not rest:
         return path.resolve().parent.name or "learner"
     return rest

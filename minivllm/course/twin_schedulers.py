@@ -98,6 +98,8 @@ def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> 
     if seq not in seq.request.sequences:
         seq.request.sequences.append(seq)
     scheduler.requests[seq.request.request_id] = seq.request
+    if queue != "waiting":
+        seq.request.metrics.num_preemptions = len(seq.request.prompt_token_ids) % 3  # it may have been put out before
     line = getattr(scheduler, queue)
     if isinstance(line, list):
         insort(line, seq, key=lambda other: other.order)
