@@ -109,6 +109,9 @@ def cases(solutions, project):
             5, "Your cell 2 took more than 0.5 GiB", own="import time\nhog = []\nwhile True: hog.append(b'x' * 30_000_000)"
         ),
         "writes_files": case(5, own="open('mine.txt', 'w').write('x')\nassert open('mine.txt').read() == 'x'"),
+        "empties_what_is_parsed": case(
+            0, answer="import ast\nparse = ast.parse\nast.parse = lambda *a, **k: parse('0')\n" + STUB
+        ),
         "ends_the_grader": case(5, "tried to end another program", own="import os\nos.kill(os.getppid(), 9)"),
         "huge_error": case(5, "ValueError: xxx", own="raise ValueError('x' * 20_000_000)"),
         "odd_check": case(2, answer=in_check("raise ValueError('\\ud800' * 9)")),

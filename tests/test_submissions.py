@@ -79,6 +79,8 @@ def test_a_lesson_is_found_by_its_name_or_its_number(solutions, name, expected):
         ("alice_07_the_scheduler.ipynb", "alice"),
         ("07_the_scheduler - Bob B..ipynb", "Bob B"),
         ("07_the_scheduler.ipynb", "class"),
+        ("bob_07_the_scheduler (1).ipynb", "bob"),
+        ("bob_07_the_scheduler-Copy1.ipynb", "bob"),
     ],
 )
 def test_a_learner_has_the_name_of_the_folder_or_what_the_file_has_besides_the_lesson(tmp_path, solutions, path, learner):
@@ -247,3 +249,11 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_runs(tmp_path, solut
     assert reason in said
     assert "\n" not in said
     assert not (tmp_path / "graded" / "grades.csv").exists()
+
+
+def test_a_link_to_a_solution_is_nobodys_submission(tmp_path, solutions):
+    hand_in(tmp_path / "handed_in" / "ann" / "07_the_scheduler.ipynb")
+    (tmp_path / "handed_in" / "bob").mkdir()
+    (tmp_path / "handed_in" / "bob" / "07_the_scheduler.ipynb").symlink_to(solutions / "07_the_scheduler.ipynb")
+    found, _ = find_submissions([tmp_path / "handed_in"], load_lessons(solutions))
+    assert [item.learner for item in found] == ["ann"]
