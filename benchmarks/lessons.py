@@ -84,7 +84,7 @@ def main() -> int:
         for notebook in notebooks:
             runs.append(run(notebook, threads, interpret))
             print(format_table(runs[-1:]).split("\n")[1], flush=True)
-    title = f"Lessons and solutions under pytest --nbval; {describe_machine()}, {datetime.date.today()}"
+    title = f"Lessons and solutions under pytest --nbval; {describe_machine()}"
     text = [title, "", *format_table(runs).split("\n")]
     print("\n" + "\n".join(text))
     if arguments.json:
