@@ -22,6 +22,10 @@ class RequestError(MinivllmError, ValueError):
     """One request is wrong. Only that request fails."""
 
 
+class EngineDeadError(MinivllmError, RuntimeError):
+    """The engine behind an `AsyncLLMEngine` has failed or was shut down; the text says why. Nothing more comes from it."""
+
+
 class KernelError(MinivllmError, ValueError):
     """Tensors that a kernel cannot take: a wrong shape, dtype, device or memory layout, or numbers out of range."""
 

@@ -26,6 +26,8 @@ class RequestOutputKind(enum.Enum):
 
     CUMULATIVE = "cumulative"
     """At each token, all there is so far."""
+    DELTA = "delta"
+    """At each token, what is new since the output before."""
     FINAL_ONLY = "final only"
     """One, at its end."""
 
