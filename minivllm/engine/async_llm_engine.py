@@ -84,12 +84,13 @@ class AsyncLLMEngine:
         client.start(self._receive)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, in_process: bool = False) -> AsyncLLMEngine:
+    def from_engine_args(cls, args: EngineArgs, *, in_process: bool = False, num_threads: int | None = None) -> AsyncLLMEngine:
         """Start an engine and wait until it is ready: seconds, so a coroutine calls this by `asyncio.to_thread`.
 
         Args:
             args: As for `LLMEngine`. Instead of a trace there is `steps`.
             in_process: Step in a thread of this process, not in a process of its own.
+            num_threads: Threads that the engine's own process computes with; one for each processor if None.
 
         Raises:
             ModelLoadError: The model cannot be found or used.
@@ -109,7 +110,7 @@ class AsyncLLMEngine:
         model_config = load_model_config(str(args.model), path, args.max_model_len)
         scheduler_config = args.scheduler_config(model_config.max_model_len)
         tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
-        return cls(ProcessClient(args), args, model_config, scheduler_config, tokenizer)
+        return cls(ProcessClient(args, num_threads), args, model_config, scheduler_config, tokenizer)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, args: EngineArgs | None = None) -> AsyncLLMEngine:
@@ -128,6 +129,7 @@ class AsyncLLMEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request as they come, the last one with `finished` set; of a request that failed, with `error` too.
 
@@ -139,6 +141,7 @@ class AsyncLLMEngine:
             params: What is wanted, and by `output_kind` in which outputs; the defaults if None.
             request_id: Your name for it; one is made if None.
             priority: With the "priority" policy, smaller numbers go first.
+            arrival_time: When it came, in seconds of `time.perf_counter`; now if None.
 
         Raises:
             RequestError: It cannot be served; raised before anything is queued.
@@ -146,13 +149,13 @@ class AsyncLLMEngine:
         """
         self.check_health()
         self._bind_to_loop()
-        arrival_time = time.perf_counter()
+        arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         params = SamplingParams() if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         self._input_processor.check_request_id(request_id)
         # In a thread: a long text takes long to encode, and others want to be served meanwhile.
         text, token_ids = await asyncio.to_thread(self._input_processor.read_prompt, prompt)
-        self._input_processor.check(len(token_ids), params, priority=priority)
+        self._input_processor.check(len(token_ids), params, arrival_time, priority)
         self.check_health()
         if request_id in self._streams:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")

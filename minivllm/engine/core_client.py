@@ -93,13 +93,17 @@ class InProcessClient(CoreClient):
 class ProcessClient(CoreClient):
     """A core in a process of its own, reached through two sockets in a folder that only this user may enter.
 
+    Args:
+        args: The engine's.
+        num_threads: Threads that it computes with; one for each processor if None.
+
     Raises:
         ModelLoadError: The model cannot be found or used.
         ConfigError: The arguments cannot work together.
         EngineDeadError: The process ended before it was ready.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, num_threads: int | None = None) -> None:
         packed = pack_engine_args(args)
         folder = _make_socket_folder()
         addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
@@ -112,11 +116,14 @@ class ProcessClient(CoreClient):
         self._output.bind(addresses[1])
         self._lock = threading.Lock()
         """A socket may be used by one thread at a time."""
+        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if num_threads is not None:
+            environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
             stdin=subprocess.PIPE,
             stdout=2,  # whatever it prints is for people, not for a pipe
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | environment,
             start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
         )
         self.process_id = self._process.pid
