@@ -36,6 +36,7 @@ class EngineKeeper:
         self._engine: AsyncLLMEngine | None = start_engine()
         self._why_none = ""
         self._watch: asyncio.Task | None = None
+        self._closed = False
 
     @property
     def engine(self) -> AsyncLLMEngine:
@@ -54,13 +55,20 @@ class EngineKeeper:
         self._watch = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        """End the engine."""
+        """End the engine, and one that is being started."""
+        self._closed = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._engine is not None:
             engine, self._engine, self._why_none = self._engine, None, "The server has ended."
             await asyncio.to_thread(engine.shutdown)
+
+    def close_at_once(self) -> None:
+        """End the engine if `close` has not: for who has no event loop any more."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.shutdown()
 
     async def _keep(self) -> None:
         while self._engine is not None:
@@ -78,7 +86,7 @@ class EngineKeeper:
     async def _start_another(self) -> AsyncLLMEngine | None:
         for attempt in range(1, self.MAX_FAILED_STARTS + 1):
             try:
-                engine = await asyncio.to_thread(self._start_engine)
+                engine = await asyncio.to_thread(self._start_unless_closed)
             except Exception as error:  # many kinds: no memory, no file, no process
                 logger.error("Start %d of %d of another engine failed: %s", attempt, self.MAX_FAILED_STARTS, error)
                 self._why_none = f"The engine has died, and another could not be started: {error}"
@@ -88,3 +96,10 @@ class EngineKeeper:
                 return engine
         logger.error("No engine could be started %d times in a row, so the server ends.", self.MAX_FAILED_STARTS)
         return None
+
+    def _start_unless_closed(self) -> AsyncLLMEngine:
+        """In a thread, which goes on when the task that waits for it is cancelled."""
+        engine = self._start_engine()
+        if self._closed:
+            engine.shutdown()
+        return engine

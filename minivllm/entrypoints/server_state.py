@@ -80,7 +80,8 @@ class Admission:
             )
         if self.num_sequences + num_sequences > self.capacity:
             raise ApiError(
-                429, f"The server has {self.num_sequences} continuations to write and takes on {self.capacity} at most: try again."
+                429,
+                f"The server has {self.num_sequences} continuations to write and takes on {self.capacity} at most: try again.",
             )
         self.num_sequences += num_sequences
         try:
@@ -97,13 +98,22 @@ class Closing:
         self.overdue = asyncio.Event()
         """Set when what still runs must end."""
         self._watchers: set[asyncio.Task] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._at_once = False
 
     def begin(self, grace: float) -> None:
         """Take on nothing new; what runs has `grace` seconds. Who only watches (`GET`) is not waited for."""
         self.begun = True
-        asyncio.get_running_loop().call_later(grace, self.overdue.set)
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(0 if self._at_once else grace, self.overdue.set)
         for task in self._watchers:
             task.cancel()
+
+    def end_now(self) -> None:
+        """Have what still runs end now, or as soon as closing begins. May be called by a signal's handler."""
+        self._at_once = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.overdue.set)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

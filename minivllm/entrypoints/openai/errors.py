@@ -118,7 +118,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
     """No such path, or another method than those that the path takes."""
-    path = f"{request.method} {quoted(request.url.path)}"
+    path = f"{request.method} {quoted(request.url.path)[1:-1]}"
     message = str(error.detail)
     if error.status_code == 404:
         message = f"There is no {path}: see /openapi.json for what there is."

@@ -153,7 +153,9 @@ class CompletionRequest(_GenerationBody):
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(f"best_of is {self.best_of} but n is {self.n or 1}: leave best_of out, and choose among n yourself.")
+            raise RequestError(
+                f"best_of is {self.best_of} but n is {self.n or 1}: leave best_of out, and choose among n yourself."
+            )
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens is 0, so there would be no answer: use at least 1, or set echo to true.")
         return self
