@@ -167,7 +167,7 @@ def exchange(server, sent: bytes) -> bytes:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(65536), b""))
-        except (ConnectionResetError, BrokenPipeError):  # it had enough
+        except OSError:  # it had enough, and hung up
             return b""
 
 
