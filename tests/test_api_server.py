@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import concurrent.futures
 import json
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 from scripted_server import MAX_MODEL_LEN, MAX_NUM_SEQS, MODEL, SENTENCE, events, running_server, scripted_engine, wait_until
+from starlette.responses import StreamingResponse
 
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.server_state import ServerSettings
@@ -439,6 +441,13 @@ def test_an_answer_that_takes_too_long_is_ended(smollm2_path):
         assert server.complete(max_tokens=2).status_code == 200
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.middleware.BODY_SECONDS", 0.2)
+    with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=10) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
 # -- clients that leave --------------------------------------------------------------------------------------------
 
 
@@ -571,6 +580,23 @@ def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):
         server.engine.shutdown()
         wait_until(lambda: server.server.should_exit)
     assert (len(starts), server.server.exit_status) == (4, 1)
+
+
+def test_who_only_watches_is_not_waited_for(smollm2_path):
+    async def for_ever():
+        while True:
+            yield b"data: news\n\n"
+            await asyncio.sleep(0.05)
+
+    with running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=60)) as server:
+        server.server.config.app.add_api_route("/watch", lambda: StreamingResponse(for_ever(), media_type="text/event-stream"))
+        with server.client.stream("GET", "/watch") as response:
+            lines = response.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            server.server.handle_exit(15, None)
+            assert set(lines) == {"data: news", ""}, "it ends as a response should"
+        assert time.monotonic() - begin < 5
 
 
 # -- ids and logs --------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_a_streamed_chat_joins_and_ends_with_its_usage(client):
 
 
 def test_openais_stream_helper_understands_the_stream(client):
-    with client.chat.completions.stream(model=MODEL, messages=CHAT, temperature=0, max_tokens=8) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=CHAT, temperature=0, stop=[" "]) as stream:
         deltas = "".join(event.delta for event in stream if event.type == "content.delta")
         assert stream.get_final_completion().choices[0].message.content == deltas != ""
 
@@ -245,6 +245,13 @@ def test_a_killed_engine_ends_streams_at_once_and_the_server_with_status_1(tmp_p
     assert time.monotonic() - begin < 2
     assert served.http.get("/health").status_code == 503
     assert served.process.wait(timeout=30) == 1
+
+
+def test_serve_has_help_with_an_example(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["serve", "--help"])
+    assert stopped.value.code == 0
+    assert "Example: minivllm serve" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

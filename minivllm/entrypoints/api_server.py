@@ -163,7 +163,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         tokens = await encode_chat(engine, body.messages, body.add_generation_prompt)
     else:
         assert body.prompt is not None
-        check_length(body.prompt, engine)
+        check_length(len(body.prompt), "characters", engine)
         tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
     return _json(
         {
@@ -180,7 +180,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of some tokens, special ones included."""
     _check_model(request, body.model)
     engine = _state(request).keeper.engine
-    check_length(body.tokens, engine)
+    check_length(len(body.tokens), "tokens", engine)
     vocab_size = engine.model_config.vocab_size
     if (largest := max(body.tokens, default=0)) >= vocab_size:
         raise RequestError(f"tokens has {largest}, but this model's ids go from 0 to {vocab_size - 1}.")

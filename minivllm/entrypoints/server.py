@@ -125,6 +125,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: The address or the port cannot be had.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65,536
+        raise ConfigError(f"port is {port}, but must be from 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -136,8 +138,6 @@ def bind(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(_port_sentence(host, port, error)) from error
-    except OverflowError:
-        raise ConfigError(f"port is {port}, but must be from 0 to 65535.") from None
     return listener
 
 

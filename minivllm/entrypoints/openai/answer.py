@@ -228,16 +228,19 @@ def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
     return engine.tokenizer
 
 
-def check_length(prompt: str | list[int], engine: AsyncLLMEngine) -> None:
+def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
     """Refuse what cannot fit, before a text is tokenized or a list is looked through.
 
+    Args:
+        count: How many there are.
+        unit: Of what: "characters", "tokens" or "messages", which take a token each at least.
+        engine: Has the limit.
+
     Raises:
-        RequestError: It is too long.
+        RequestError: There are too many.
     """
     limit = engine.model_config.max_model_len
-    is_text = isinstance(prompt, str)
-    if len(prompt) > limit * (MAX_CHARACTERS_PER_TOKEN if is_text else 1):
+    if count > limit * (MAX_CHARACTERS_PER_TOKEN if unit == "characters" else 1):
         raise RequestError(
-            f"The prompt has {len(prompt)} {'characters' if is_text else 'tokens'}, far more than fits the {limit} tokens that the "
-            f"model takes: shorten it."
+            f"The prompt has {count} {unit}, far more than fits the {limit} tokens that the model takes: shorten it."
         )

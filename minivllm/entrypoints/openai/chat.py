@@ -83,6 +83,7 @@ async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_gener
         RequestError: The model's template does not take it, or it is far too long.
     """
     conversation = [message.for_template() for message in messages]
-    check_length("".join(message["content"] for message in conversation), engine)
+    check_length(len(conversation), "messages", engine)
+    check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
     tokenizer = tokenizer_of(engine)
     return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt)

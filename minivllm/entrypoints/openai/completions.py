@@ -55,7 +55,7 @@ class CompletionAnswer(Answer):
     async def make_prompts(self) -> list[Prompt]:
         """The prompts as they were given; with `echo`, their texts are found too."""
         for prompt in self.prompts:
-            check_length(prompt, self.engine)
+            check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens", self.engine)
         if self.echo:
             for prompt in self.prompts:
                 text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.tokenizer.decode, prompt, False)
