@@ -17,7 +17,7 @@ MOST_STEPS = 2000
 MOST_HAPPENINGS = 200
 """Ends and preemptions that are kept for it, and first tokens."""
 MOST_WAITING = 64
-"""Waiting sequences that are told of one by one."""
+"""Waiting sequences that are told of one by one: those that came first."""
 CURVE_COLUMNS = (
     "end",
     "length",
@@ -223,8 +223,13 @@ class StepView:
             "error": step.error,
             "sequences": self._tell_sequences(step),
             "waiting": [
-                {"number": self._numbers[key.request_id], "request_id": key.request_id, "index": key.index}
-                for key in islice(self._waiting, MOST_WAITING)
+                {
+                    "number": self._numbers[key.request_id],
+                    "request_id": key.request_id,
+                    "index": key.index,
+                    "was_preempted": self._sequences[key].context_len is not None,
+                }
+                for key in sorted(islice(self._waiting, MOST_WAITING), key=lambda key: (self._numbers[key.request_id], key.index))
             ],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
             "cached": list(step.cached_blocks - self._told_cached),

@@ -1,10 +1,12 @@
 // The running batch: a row for each sequence that holds blocks, what the step does with it, its tokens, and its block table.
 
 import { numberOf } from "./queues.js";
-import { ALLOCATED, inkOn, requestColor, tint } from "./palette.js";
+import { paint } from "./palette.js";
 
 const MOST_ROWS = 64;
-const MOST_BLOCKS = 10;
+/** Pixels that a row needs besides its block table, and for a block of it. */
+const BESIDE_TABLE = 335;
+const BLOCK_WIDTH = 31;
 
 export class Batch {
   #rows = new Map();
@@ -14,9 +16,16 @@ export class Batch {
   #more = document.getElementById("batch-more");
   #empty = document.getElementById("batch-empty");
   #table = document.getElementById("batch-table");
+  #mostBlocks = 6;
 
-  constructor(state, onHighlight) {
+  constructor(state, schedule, onHighlight) {
     this.state = state;
+    new ResizeObserver(([entry]) => {
+      const { width } = entry.contentRect;
+      this.#mostBlocks = Math.max(4, Math.floor((width > 450 ? width - BESIDE_TABLE : width - 60) / BLOCK_WIDTH));
+      this.repaint();
+      schedule();
+    }).observe(document.getElementById("batch-frame"));
     this.#body.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.#body.addEventListener("pointerleave", () => onHighlight(null));
   }
@@ -49,7 +58,7 @@ export class Batch {
         this.#rows.set(sequence.key, row);
       }
       if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] ?? null);
-      row.show(sequence, scale, state.engine.block_size);
+      row.show(sequence, scale, state.engine.block_size, this.#mostBlocks);
     });
     const hidden = state.sequences.length - shown.length;
     set(this.#more, hidden ? `and ${hidden} more sequences` : "");
@@ -62,13 +71,10 @@ class Row {
   #strip = [];
 
   constructor({ number, index, request_id: id }) {
-    const color = requestColor(number);
     this.element = make("tr", "sequence");
     this.element.setAttribute("role", "row");
     this.element.dataset.number = String(number);
-    this.element.style.setProperty("--color", color);
-    this.element.style.setProperty("--on-color", inkOn(color));
-    this.element.style.setProperty("--allocated", tint(color, ALLOCATED));
+    paint(this.element, number);
     const name = this.#cell("name");
     name.append(make("span", "chip", index ? `#${number}/${index}` : `#${number}`));
     name.title = id;
@@ -89,7 +95,7 @@ class Row {
     table.append(this.before, this.blocks);
   }
 
-  show(sequence, scale, blockSize) {
+  show(sequence, scale, blockSize, mostBlocks) {
     const { num_prompt_tokens: prompt, num_generated: generated, context_len: length } = sequence;
     const action = sequence.place === "swapped" ? "swapped" : sequence.action;
     if (this.swatch.dataset.state !== action) this.swatch.dataset.state = action;
@@ -99,11 +105,11 @@ class Row {
     const part = prompt === null || generated === null ? (sequence.num_generated === 0 ? total : 0) : prompt;
     this.prompt.style.width = `${(100 * part) / scale}%`;
     this.generated.style.width = `${(100 * (total - part)) / scale}%`;
-    this.#showTable(sequence.blocks, length, blockSize);
+    this.#showTable(sequence.blocks, length, blockSize, mostBlocks);
   }
 
-  #showTable(blocks, length, blockSize) {
-    const first = Math.max(0, blocks.length - MOST_BLOCKS);
+  #showTable(blocks, length, blockSize, mostBlocks) {
+    const first = Math.max(0, blocks.length - mostBlocks);
     set(this.before, first ? `${first} … ` : "");
     while (this.#strip.length > blocks.length - first) this.#strip.pop().remove();
     for (let i = first; i < blocks.length; i += 1) {

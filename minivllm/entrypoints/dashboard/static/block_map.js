@@ -3,7 +3,7 @@
 // The lower part of a cell shows how many of its slots hold tokens, the upper one its number and whose it is. In cells too small for
 // that, the bar takes all of it; cells of a few pixels are one dot of an image. Only cells that have changed are drawn again.
 
-import { ALLOCATED, currentTheme, inkOn, parts, requestColor, tint } from "./palette.js";
+import { ALLOCATED, currentTheme, edgeOf, parts, requestColor, tint } from "./palette.js";
 
 const GUTTER = 44;
 const BAR = 0.36;
@@ -105,7 +105,7 @@ export class BlockMap {
 
   #arrange(count) {
     const width = this.#width - GUTTER;
-    const room = count > 8000 ? 480 : this.#width > 500 ? 300 : 340;
+    const room = count > 8000 ? 420 : 240;
     let columns = 0;
     let height = LARGEST.height;
     for (; height >= SMALLEST_DRAWN; height -= 1) {
@@ -121,6 +121,7 @@ export class BlockMap {
     } else {
       height = Math.min(LARGEST.height, Math.floor(room / Math.ceil(count / columns)));
       cellWidth = Math.floor(Math.min(width / columns, LARGEST.width, 2.2 * height));
+      height = Math.min(height, Math.round(1.15 * cellWidth));
     }
     const rows = Math.ceil(count / columns);
     const total = Math.ceil(rows * height) + 1;
@@ -202,7 +203,7 @@ export class BlockMap {
         context.fillStyle = this.#color(number).full;
         context.fillRect(x, y + height - share * (i + 1), end, share);
       });
-      this.#outline(x, y, width, height, references > 1 ? theme.ink : this.#color(owner).full, references > 1 ? 2 : 1);
+      this.#outline(x, y, width, height, references > 1 ? theme.ink : this.#color(owner).edge, references > 1 ? 2 : 1);
     } else if (isCached) {
       context.fillStyle = tint(theme.neutral, 0.88);
       context.fillRect(x, y, width, height);
@@ -243,7 +244,7 @@ export class BlockMap {
     let color = this.#colors.get(number);
     if (color === undefined) {
       const full = requestColor(number);
-      color = { full, allocated: tint(full, ALLOCATED), ink: inkOn(full) };
+      color = { full, allocated: tint(full, ALLOCATED), edge: edgeOf(full) };
       this.#colors.set(number, color);
     }
     return color;
@@ -268,7 +269,7 @@ export class BlockMap {
     const image = new ImageData(columns, rows);
     const pixels = new Uint32Array(image.data.buffer);
     const theme = currentTheme();
-    const plain = { free: dot(theme.pale), cached: dot(theme.neutral), shared: dot(theme.ink) };
+    const plain = { free: dot(tint(theme.pale, 0.6)), cached: dot(theme.neutral), shared: dot(theme.ink) };
     const pale = (number) => dot(this.#color(number).allocated);
     for (let block = 0; block < count; block += 1) {
       const owner = blocks.first[block];
@@ -347,11 +348,12 @@ export class BlockMap {
   }
 }
 
-/** A round number of columns, if there are enough of them. */
+/** A round number of columns, and one that fills all rows if there is one. */
 function roundColumns(columns, count) {
   const most = Math.max(1, Math.min(columns, count));
-  const round = [100, 80, 64, 50, 40, 32, 25, 20, 16, 12, 10, 8].find((number) => number <= most);
-  return most < 8 ? most : most > 128 ? most - (most % 10) : round;
+  if (most > 128) return most - (most % 10);
+  const round = [100, 80, 64, 50, 40, 32, 25, 20, 16, 12, 10, 8, 6, 5, 4, 2, 1].filter((number) => number <= most);
+  return round.find((number) => count % number === 0 && number > most / 2) ?? round[0];
 }
 
 /** A colour as one pixel of an image (bytes in the order red, green, blue, alpha). */

@@ -4,7 +4,7 @@ import { QUEUE_COLORS, currentTheme } from "./palette.js";
 import { BIN, WINDOW } from "./state.js";
 
 const MARGIN = { left: 44, right: 8, top: 8, bottom: 18 };
-const HEIGHT = 112;
+const HEIGHT = 84;
 const TICKS = { number: (value) => String(Math.round(value)), percent: (value) => `${Math.round(value)} %`, seconds: inSeconds };
 
 /** Of each chart: its words, what it is measured in, and its lines. A line's `of` gives a point of a bin, or null for none. */
@@ -43,7 +43,7 @@ const CHARTS = [
     lines: [{ isFirstTokens: true }],
   },
   {
-    title: "Time between two tokens",
+    title: "Between two tokens",
     ticks: "seconds",
     least: 0.01,
     lines: [
@@ -99,7 +99,9 @@ class Chart {
     const { chart, context } = this;
     if (!this.#width) return;
     context.clearRect(0, 0, this.#width, HEIGHT);
-    const lines = chart.lines.map((line) => ({ ...line, points: now === null ? [] : pointsOf(line, state, now) }));
+    const lines = chart.lines
+      .map((line) => ({ ...line, points: now === null ? [] : pointsOf(line, state, now) }))
+      .filter(({ queue, points }) => queue !== "swapped" || points.some(([, count]) => count > 0));
     const highest = Math.max(chart.least, ...lines.flatMap(({ points }) => points.map(([, value]) => value ?? 0)));
     const top = chart.ticks === "percent" ? 100 : roundUp(highest);
     const box = { left: MARGIN.left, right: this.#width - MARGIN.right, top: MARGIN.top, bottom: HEIGHT - MARGIN.bottom };
@@ -221,10 +223,10 @@ function queueColor(queue) {
   return QUEUE_COLORS[queue];
 }
 
-/** The next of 1, 2, 5, 10, 20, ... */
+/** The next of 1, 2, 4, 6, 8, 10, 20, 40, ...: half of it is a round number too. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return power * [1, 2, 5, 10].find((step) => step * power >= value * 0.999);
+  return power * [1, 2, 4, 6, 8, 10].find((step) => step * power >= value * 0.999);
 }
 
 function inSeconds(value) {

@@ -44,6 +44,18 @@ export function tint(color, paleness) {
   return mix(color, currentTheme().surface, paleness);
 }
 
+/** Of the outline of what has a request's colour: it can be told from the page, be the colour dark or light. */
+export function edgeOf(color) {
+  return mix(color, currentTheme().ink, 0.35);
+}
+
+/** Give an element, and what is in it, the colours of a request. */
+export function paint(element, number) {
+  const color = requestColor(number);
+  const colors = { color, edge: edgeOf(color), "on-color": inkOn(color), allocated: tint(color, ALLOCATED) };
+  for (const [name, value] of Object.entries(colors)) element.style.setProperty(`--${name}`, value);
+}
+
 /** Black or white, whichever is easier to read on a colour. */
 export function inkOn(color) {
   const [red, green, blue] = parts(color);

@@ -1,15 +1,17 @@
 // The queues: who waits, who runs, who is swapped out, and who ended last, as numbers and as chips.
 
-import { inkOn, requestColor } from "./palette.js";
+import { paint } from "./palette.js";
 
 const MOST_CHIPS = 24;
+/** The number of a grey, for a request that ended before the page knew of it. */
+const UNKNOWN = 6;
 
 export class Queues {
   #drawn = -1;
 
   constructor(state, onHighlight) {
     this.state = state;
-    this.onHighlight = onHighlight;
+    this.preempted = document.getElementById("preempted");
     this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight)]));
   }
 
@@ -22,6 +24,8 @@ export class Queues {
     lists.running.show(state.counts.running, at("running"));
     lists.swapped.show(state.counts.swapped, at("swapped"));
     lists.ended.show(state.numEnded, state.ended, true);
+    const preempted = state.numPreempted ? `preempted so far: ${state.numPreempted}` : "";
+    if (this.preempted.textContent !== preempted) this.preempted.textContent = preempted;
   }
 }
 
@@ -39,7 +43,7 @@ class ChipList {
   show(count, items, isPast = false) {
     if (this.count.textContent !== String(count)) this.count.textContent = String(count);
     const shown = items.slice(0, MOST_CHIPS);
-    const signature = `${count} ${shown.map(({ number, index, why }) => `${number}/${index}/${why ?? ""}`).join(" ")}`;
+    const signature = `${count} ${shown.map(({ number, index, why, was_preempted }) => `${number}/${index}/${why ?? ""}${was_preempted ? "x" : ""}`).join(" ")}`;
     if (signature === this.#shown) return;
     this.#shown = signature;
     const chips = shown.map((item) => makeChip(item, isPast));
@@ -48,16 +52,19 @@ class ChipList {
   }
 }
 
-function makeChip({ number, index, request_id: id, why, num_generated: tokens, seconds }, isPast) {
+function makeChip({ number, index, request_id: id, why, was_preempted: isPreempted, num_generated: tokens, seconds }, isPast) {
   const chip = document.createElement("li");
-  const color = requestColor(number ?? 6);
-  chip.className = why ? `chip ${why}` : "chip";
+  chip.className = why ? `chip ${why}` : isPreempted ? "chip preempted" : "chip";
   chip.textContent = `${number === null ? "?" : `#${number}`}${index ? `/${index}` : ""}`;
   chip.dataset.number = String(number ?? "");
-  chip.style.setProperty("--color", color);
-  chip.style.setProperty("--on-color", inkOn(color));
-  chip.title = isPast ? `${id}: ended (${why})${tokens === null ? "" : `, ${tokens} tokens`}${seconds === null ? "" : ` in ${seconds.toFixed(1)} s`}` : id;
+  paint(chip, number ?? UNKNOWN);
+  chip.title = isPast ? `${id}: ${describeEnd(why, tokens, seconds)}` : isPreempted ? `${id}: preempted, to be recomputed` : id;
   return chip;
+}
+
+function describeEnd(why, tokens, seconds) {
+  const got = tokens === null ? "" : `, ${tokens} tokens`;
+  return `ended (${why})${got}${seconds === null ? "" : `, after ${seconds.toFixed(1)} s`}`;
 }
 
 function makeMore(count) {
