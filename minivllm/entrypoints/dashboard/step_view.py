@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nsmallest
 from typing import Any
 
 from minivllm.engine.trace import SequenceKey, SequenceStep, StepRecord
@@ -229,7 +229,7 @@ class StepView:
                     "index": key.index,
                     "was_preempted": self._sequences[key].context_len is not None,
                 }
-                for key in sorted(islice(self._waiting, MOST_WAITING), key=lambda key: (self._numbers[key.request_id], key.index))
+                for key in nsmallest(MOST_WAITING, self._waiting, lambda key: (self._numbers[key.request_id], key.index))
             ],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
             "cached": list(step.cached_blocks - self._told_cached),
