@@ -24,10 +24,10 @@ VOCAB_SIZE = 1000
 
 
 class WaitingExecutor(Executor):
-    """Each step takes a while, and gives any tokens. With `fails` set, it gives an error."""
+    """Each step takes a while, and gives any tokens."""
 
     def __init__(self, num_blocks, seconds):
-        self.num_blocks, self.seconds, self.fails = num_blocks, seconds, False
+        self.num_blocks, self.seconds = num_blocks, seconds
 
     def determine_num_available_blocks(self):
         return self.num_blocks, 0
@@ -44,12 +44,15 @@ class WaitingExecutor(Executor):
         ]
 
 
+def model_config():
+    return ModelConfig(MODEL, Path(), "", {}, 1, 1, 1, 1, VOCAB_SIZE, 2048, ())
+
+
 def make_engine(num_blocks=128, seconds=0.01, max_num_seqs=16, enable_prefix_caching=False):
     """An `AsyncLLMEngine` in a thread of this process."""
-    model = ModelConfig(MODEL, Path(), "", {}, 1, 1, 1, 1, VOCAB_SIZE, 2048, ())
     cache = CacheConfig(enable_prefix_caching=enable_prefix_caching)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
-    engine = LLMEngine(model, cache, scheduler, WaitingExecutor(num_blocks, seconds), None)
+    engine = LLMEngine(model_config(), cache, scheduler, WaitingExecutor(num_blocks, seconds), None)
     return AsyncLLMEngine.from_engine(engine, EngineArgs(enable_prefix_caching=enable_prefix_caching))
 
 

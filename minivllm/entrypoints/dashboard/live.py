@@ -3,6 +3,7 @@
     engine   once: the model, and the limits that do not change
     steps    at most ten a second: what `StepView.report` tells of the steps since the last one
     idle     when the engine has nothing left to do: what is still in its queues and in use, all 0 if it is well
+    busy     when it has, and yet no step has ended for a while
     dead     the last one: the engine has failed, and why
 
 While nothing happens, a comment every few seconds keeps the connection open. Each page has a stream of its own. The steps are taken
@@ -25,8 +26,8 @@ from minivllm.errors import EngineDeadError
 
 EVENT_PAUSE = 0.1
 """The least time between two events, in seconds."""
-IDLE_AFTER = 0.3
-"""Seconds without a step after which the engine may be idle."""
+SILENT_AFTER = 0.3
+"""Seconds without a step after which the engine is idle, or busy with a long one."""
 HEARTBEAT_PAUSE = 5.0
 """Seconds of silence after which the page is told that the server is still there."""
 
@@ -37,16 +38,16 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
     view, news = StepView(), asyncio.Event()
     watcher = asyncio.create_task(_watch(engine, view, news))
     now = asyncio.get_running_loop().time
-    said_idle, last_said = False, now()
+    said, last_said = "", now()
     try:
         while not watcher.done():
             try:
-                await asyncio.wait_for(news.wait(), IDLE_AFTER)
+                await asyncio.wait_for(news.wait(), SILENT_AFTER)
             except asyncio.TimeoutError:
-                if not said_idle and engine.num_unfinished_requests() == 0:
-                    view.forget_sequences()
-                    yield _event("idle", _describe_stats(engine.stats))
-                    said_idle, last_said = True, now()
+                silence = "busy" if engine.num_unfinished_requests() else "idle"
+                if silence != said:
+                    said, last_said = silence, now()
+                    yield _event(silence, _tell_silence(silence, view, engine.stats))
                 elif now() - last_said > HEARTBEAT_PAUSE:
                     yield b": still here\n\n"
                     last_said = now()
@@ -54,7 +55,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
             news.clear()
             if (report := view.report()) is not None:
                 yield _event("steps", report)
-                said_idle, last_said = False, now()
+                said, last_said = "steps", now()
                 await asyncio.sleep(EVENT_PAUSE)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
@@ -79,7 +80,10 @@ def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
     }
 
 
-def _describe_stats(stats: EngineStats) -> dict[str, int]:
+def _tell_silence(silence: str, view: StepView, stats: EngineStats) -> dict[str, int]:
+    if silence == "busy":
+        return {}
+    view.forget_sequences()
     return {
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,

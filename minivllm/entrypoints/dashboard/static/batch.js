@@ -15,7 +15,7 @@ export class Batch {
   #sentence = document.getElementById("step-sentence");
   #more = document.getElementById("batch-more");
   #empty = document.getElementById("batch-empty");
-  #table = document.getElementById("batch-table");
+  #frame = document.getElementById("batch-frame");
   #mostBlocks = 6;
 
   constructor(state, schedule, onHighlight) {
@@ -25,7 +25,7 @@ export class Batch {
       this.#mostBlocks = Math.max(4, Math.floor((width > 450 ? width - BESIDE_TABLE : width - 60) / BLOCK_WIDTH));
       this.repaint();
       schedule();
-    }).observe(document.getElementById("batch-frame"));
+    }).observe(this.#frame);
     this.#body.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.#body.addEventListener("pointerleave", () => onHighlight(null));
   }
@@ -63,7 +63,7 @@ export class Batch {
     const hidden = state.sequences.length - shown.length;
     set(this.#more, hidden ? `and ${hidden} more sequences` : "");
     this.#empty.hidden = shown.length > 0;
-    this.#table.hidden = shown.length === 0;
+    this.#frame.hidden = shown.length === 0;
   }
 }
 

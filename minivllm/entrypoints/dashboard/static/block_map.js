@@ -203,7 +203,7 @@ export class BlockMap {
         context.fillStyle = this.#color(number).full;
         context.fillRect(x, y + height - share * (i + 1), end, share);
       });
-      this.#outline(x, y, width, height, references > 1 ? theme.ink : this.#color(owner).edge, references > 1 ? 2 : 1);
+      this.#outline(x, y, width, height, references > 1 ? theme.ink : this.#color(owner).edge, references > 1 ? (height > 14 ? 2 : 1.5) : 1);
     } else if (isCached) {
       context.fillStyle = tint(theme.neutral, 0.88);
       context.fillRect(x, y, width, height);

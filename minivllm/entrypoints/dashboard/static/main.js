@@ -46,6 +46,7 @@ function takeEvent(name, content) {
   if (name === "engine") describeEngine(content);
   if (name === "engine" || name === "idle") tell("idle", "idle: nothing to do");
   if (name === "steps") tell("live", "live: the engine is stepping");
+  if (name === "busy") tell("live", "live: a long step is being computed");
   if (name !== "dead") schedule();
 }
 

@@ -40,7 +40,7 @@ export class PromptBox {
     const controller = new AbortController();
     this.#running.add(controller);
     this.#update();
-    const answers = Array.from({ length: count }, () => this.#addAnswer(text, count > 1));
+    const answers = this.#addAnswers(text, count);
     const began = performance.now();
     try {
       const model = await findModel(controller.signal);
@@ -66,12 +66,12 @@ export class PromptBox {
     }
   }
 
-  #addAnswer(text, isOfMany) {
-    const answer = new Answer(text, isOfMany);
-    this.#shown.unshift(answer);
-    this.#answers.prepend(answer.element);
+  #addAnswers(text, count) {
+    const answers = Array.from({ length: count }, () => new Answer(text, count > 1));
+    this.#shown.unshift(...answers);
+    this.#answers.prepend(...answers.map(({ element }) => element));
     for (const old of this.#shown.splice(MOST_ANSWERS)) old.element.remove();
-    return answer;
+    return answers;
   }
 
   #update() {
