@@ -384,7 +384,7 @@ def test_the_last_steps_of_an_engine_are_told_before_its_death():
 
 
 async def call(app, path, *, stay=None, slow=None):
-    """What an app sends for a GET. The client leaves when `stay` is set; with `slow`, it never takes what is sent after the headers."""
+    """What an app sends for a GET. The client leaves when `stay` is set. Until `slow` is, it takes one event and no more."""
     sent = []
 
     async def receive():
@@ -393,7 +393,7 @@ async def call(app, path, *, stay=None, slow=None):
         return {"type": "http.disconnect"} if stay is not None else {"type": "http.request"}
 
     async def send(message):
-        if slow is not None and message["type"] == "http.response.body":
+        if slow is not None and len(sent) == 2:
             await slow.wait()
         sent.append(message)
 
@@ -484,39 +484,41 @@ def test_a_page_that_leaves_ends_its_stream_at_once():
 
 def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
     async def main():
-        engine, app, stay, slow = ScriptedEngine(), FastAPI(), asyncio.Event(), asyncio.Event()
+        engine, app, stay, slow = make_engine(seconds=0.001), FastAPI(), asyncio.Event(), asyncio.Event()
         add_dashboard(app, lambda: engine)
-        page = asyncio.create_task(call(app, "/live", stay=stay, slow=slow))
-        await asyncio.sleep(0.05)  # it has its headers, and nothing after them
-        quick = live_events(engine)
-        await anext(quick)
-        engine.script.put_nowait(make_step(0))
-        assert parse(await asyncio.wait_for(anext(quick), 5))[0] == "steps"
-        await quick.aclose()
-        stay.set()
-        await asyncio.wait_for(page, 5)
-        return engine.num_watchers, len(asyncio.all_tasks())
+        try:
+            page = asyncio.create_task(call(app, "/live", stay=stay, slow=slow))
+            quick = live_events(engine)
+            await anext(quick)
+            assert parse(await anext(quick))[0] == "idle"
+            assert len(engine._watchers) == 2
+            async for _ in engine.generate([1] * 20, SamplingParams(max_tokens=300)):
+                pass
+            events = []
+            while not events or events[-1][0] != "idle":
+                events.append(parse(await anext(quick)))
+            await quick.aclose()
+            stay.set()
+            sent = await asyncio.wait_for(page, 5)
+            return events, sent, engine._watchers, len(asyncio.all_tasks())
+        finally:
+            engine.shutdown()
 
-    num_watchers, num_tasks = asyncio.run(main())
-    assert num_watchers == 0
-    assert num_tasks == 1
+    events, sent, watchers, num_tasks = asyncio.run(main())
+    assert sum(len(content["curve"]["end"]) for name, content in events if name == "steps") == 300
+    assert len(sent) == 2, "the headers, and the event that it took"
+    assert (watchers, num_tasks) == ({}, 1)
 
 
 def test_each_page_gets_the_engine_of_the_moment():
     async def main():
         engines = [ScriptedEngine(), ScriptedEngine()]
         engines[1].num_gpu_blocks = 77
-        app = FastAPI()
-        add_dashboard(app, lambda: engines[-1])
-        engines.append(engines[0])
-        found = []
-        for _ in range(2):
-            engine = engines.pop()
+        for engine in engines:
             engine.script.put_nowait(EngineDeadError("It died."))
-            engines.append(engine)
-            sent = await call(app, "/live", stay=asyncio.Event())
-            found.append(parse(sent[1]["body"])[1]["num_gpu_blocks"])
-            engines.pop()
-        return found
+        app, restarted = FastAPI(), iter(engines)
+        add_dashboard(app, lambda: next(restarted))
+        pages = [await call(app, "/live", stay=asyncio.Event()) for _ in engines]
+        return [parse(sent[1]["body"])[1]["num_gpu_blocks"] for sent in pages]
 
     assert asyncio.run(main()) == [20, 77]
