@@ -110,13 +110,8 @@ def test_times_come_from_the_steps():
     assert report["curve"]["mean_gap"] == [None, None, 3.5]
     assert report["curve"]["max_gap"] == [None, None, 4.0]
     ended = only(report["happenings"])
-    assert (ended["what"], ended["why"], ended["number"], ended["num_generated"], ended["seconds"]) == (
-        "ended",
-        "length",
-        0,
-        2,
-        4.5,
-    )
+    assert (ended["request_id"], ended["what"], ended["why"]) == ("a", "ended", "length")
+    assert (ended["num_generated"], ended["seconds"]) == (2, 4.5)
 
 
 def test_several_tokens_won_at_once_share_the_time_between_them():
@@ -134,7 +129,7 @@ def test_the_preempted_wait_again_and_keep_their_answer():
     view.take(make_step(1, [], {}, preempted=[Preemption("a", 0, "recompute")], num_waiting=1))
     report = view.report()
     waiting = only(report["waiting"])
-    assert (waiting["number"], waiting["was_preempted"]) == (0, True)
+    assert (waiting["request_id"], waiting["was_preempted"]) == ("a", True)
     assert only(report["happenings"])["what"] == "preempted"
     view.take(make_step(2, [(A, "prefill", 21, 21)], {A: (5, 6)}))
     report = view.report()
@@ -144,14 +139,21 @@ def test_the_preempted_wait_again_and_keep_their_answer():
     assert report["first_tokens"] == [], "it has had its first token"
 
 
+def test_those_that_wait_are_told_in_the_order_in_which_they_came():
+    view = StepView()
+    view.take(make_step(0, [(A, "prefill", 20, 20)], {A: (3, 4)}, arrived=["a", "b"], num_waiting=1))
+    view.take(make_step(1, [], {}, preempted=[Preemption("a", 0, "recompute")], num_waiting=2))
+    assert [item["request_id"] for item in view.report()["waiting"]] == ["a", "b"]
+
+
 def test_what_is_swapped_out_is_told_with_its_blocks_on_the_host():
     swapped = make_step(1, [(B, "decode", 1, 9)], {B: (1,)}, swapped_tables={A: (7, 8)}, num_swapped=1)
     report = report_of(
         make_step(0, [(A, "prefill", 20, 20), (B, "prefill", 8, 8)], {A: (3, 4), B: (1,)}, arrived=["a", "b"]), swapped
     )
     assert [(s["request_id"], s["place"], s["blocks"]) for s in report["sequences"]] == [
-        ("a", "swapped", (7, 8)),
         ("b", "running", (1,)),
+        ("a", "swapped", (7, 8)),
     ]
 
 
@@ -163,7 +165,6 @@ def test_siblings_share_a_prompt_and_each_has_a_token():
     )
     assert [(s["index"], s["num_prompt_tokens"], s["num_generated"]) for s in report["sequences"]] == [(0, 20, 2), (1, 20, 2)]
     assert report["shared"] == {3: 2}
-    assert {sequence["number"] for sequence in report["sequences"]} == {0}, "they have one colour"
 
 
 def test_the_aborted_are_gone():
@@ -187,7 +188,7 @@ def test_a_view_keeps_nothing_of_what_has_ended():
         finished = [Finish(name, 0, "stop")]
         view.take(make_step(number, [(SequenceKey(name), "prefill", 3, 3)], tables, arrived=[name], finished=finished))
         view.take(make_step(number + 0.5, aborted=["never seen"]))
-    assert (view._sequences, view._numbers, view._waiting) == ({}, {}, {})
+    assert (view._sequences, view._waiting) == ({}, {})
 
 
 def test_a_page_that_does_not_read_costs_no_memory():

@@ -219,8 +219,14 @@ def test_a_held_picture_stands_still_while_the_engine_goes_on(open_page, server)
     still, sentence, steps = map_picture(page), page.locator(".tokens").first.inner_text(), server.engine.stats.num_steps
     until(lambda: server.engine.stats.num_steps > steps + 20)
     assert (map_picture(page), page.locator(".tokens").first.inner_text()) == (still, sentence)
+    page.locator(".sequence").first.hover()
+    until(lambda: map_picture(page) != still)
+    page.mouse.move(5, 5)
+    until(lambda: map_picture(page) == still)
+    numbers = page.locator(".sequence .chip").all_inner_texts()
     page.get_by_role("button", name="Go on").click()
     until(lambda: map_picture(page) != still)
+    assert page.locator(".sequence .chip").all_inner_texts() == numbers, "they keep their numbers and colours"
     page.get_by_role("button", name="Stop").click()
 
 

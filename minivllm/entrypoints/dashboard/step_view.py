@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from heapq import nsmallest
+from itertools import islice
 from typing import Any
 
 from minivllm.engine.trace import SequenceKey, SequenceStep, StepRecord
@@ -65,9 +65,6 @@ class StepView:
         self._num_steps = 0
         self._sequences: dict[SequenceKey, _Sequence] = {}
         self._waiting: dict[SequenceKey, None] = {}
-        self._numbers: dict[str, int] = {}
-        """Of the requests that live, in the order in which they came into view: by it they get their colours."""
-        self._next_number = 0
         self._curve: deque[tuple[Any, ...]] = deque(maxlen=MOST_STEPS)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MOST_HAPPENINGS)
         self._happenings: deque[dict[str, Any]] = deque(maxlen=MOST_HAPPENINGS)
@@ -84,7 +81,6 @@ class StepView:
             key = SequenceKey(request_id)
             self._sequences[key] = _Sequence(arrived=step.start, num_generated=0)
             self._waiting[key] = None
-            self._number(request_id)
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
         num_generated = sum(item.num_new_tokens for item in step.scheduled)
@@ -110,27 +106,18 @@ class StepView:
         """The engine is idle: whatever the steps have left standing has ended. Cached blocks stay."""
         self._sequences.clear()
         self._waiting.clear()
-        self._numbers.clear()
         self._told_tables.clear()
-
-    def _number(self, request_id: str) -> int:
-        if request_id not in self._numbers:
-            self._numbers[request_id] = self._next_number
-            self._next_number += 1
-        return self._numbers[request_id]
 
     def _place(self, step: StepRecord) -> None:
         """Find in which queue each sequence is."""
         for tables in (step.block_tables, step.swapped_tables):
             for key in tables:
-                self._number(key.request_id)
                 self._waiting.pop(key, None)
                 if key not in self._sequences:
                     self._sequences[key] = self._join(key, step)
         for item in step.preempted:
             if item.mode == "recompute":
                 key = SequenceKey(item.request_id, item.index)
-                self._number(key.request_id)
                 self._sequences.setdefault(key, _Sequence())
                 self._waiting[key] = None
         for key in [key for key in self._waiting if key.request_id in step.aborted]:
@@ -173,7 +160,6 @@ class StepView:
                 {
                     "what": what,
                     "why": why,
-                    "number": self._numbers.get(key.request_id),
                     "request_id": key.request_id,
                     "index": key.index,
                     "num_generated": seq.num_generated,
@@ -195,8 +181,6 @@ class StepView:
             return
         # A sequence that ended stays until the next step: siblings may have been forked from it.
         self._sequences = {key: seq for key, seq in self._sequences.items() if key in living or key in step.block_tables}
-        requests = {key.request_id for key in self._sequences}
-        self._numbers = {request_id: number for request_id, number in self._numbers.items() if request_id in requests}
 
     # -- telling -------------------------------------------------------------------------------------------------
 
@@ -224,12 +208,11 @@ class StepView:
             "sequences": self._tell_sequences(step),
             "waiting": [
                 {
-                    "number": self._numbers[key.request_id],
                     "request_id": key.request_id,
                     "index": key.index,
                     "was_preempted": self._sequences[key].context_len is not None,
                 }
-                for key in nsmallest(MOST_WAITING, self._waiting, lambda key: (self._numbers[key.request_id], key.index))
+                for key in islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
             ],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
             "cached": list(step.cached_blocks - self._told_cached),
@@ -244,7 +227,7 @@ class StepView:
         return report
 
     def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
-        """All that hold blocks, on the device or on the host, in the order in which they came."""
+        """All that hold blocks: on the device, in the order of the batch, and then on the host."""
         parts = {item.key: item for item in step.scheduled}
         told = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
@@ -253,7 +236,6 @@ class StepView:
                 keep = len(before) if table[: len(before)] == before else 0
                 told.append(
                     {
-                        "number": self._numbers[key.request_id],
                         "request_id": key.request_id,
                         "index": key.index,
                         "place": place,
@@ -269,4 +251,4 @@ class StepView:
                         "blocks": table[keep:],
                     }
                 )
-        return sorted(told, key=lambda item: (item["number"], item["index"]))
+        return told

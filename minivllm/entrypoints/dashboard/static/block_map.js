@@ -146,7 +146,7 @@ export class BlockMap {
     }
     context.font = `${Math.max(9, Math.min(12, Math.floor(height * 0.42)))}px system-ui, sans-serif`;
     const longest = context.measureText(String(count - 1)).width;
-    this.#layout.withNumbers = height >= 15 && longest + 5 <= cellWidth;
+    this.#layout.withNumbers = height >= 19 && longest + 5 <= cellWidth;
     this.#layout.withNames = this.#layout.withNumbers && longest + context.measureText("000").width + 10 <= cellWidth;
   }
 

@@ -44,7 +44,8 @@ function highlight(number) {
 function takeEvent(name, content) {
   state.apply(name, content);
   if (name === "engine") describeEngine(content);
-  if (name === "engine" || name === "idle") tell("idle", "idle: nothing to do");
+  if (name === "engine") tell("idle", "connected");
+  if (name === "idle") tell("idle", "idle: nothing to do");
   if (name === "steps") tell("live", "live: the engine is stepping");
   if (name === "busy") tell("live", "live: a long step is being computed");
   if (name !== "dead") schedule();
@@ -79,6 +80,7 @@ function describeEngine(engine) {
       return fact;
     }),
   );
+  for (const item of document.querySelectorAll(".legend .prefix")) item.hidden = !engine.enable_prefix_caching;
   document.getElementById("max-tokens").max = engine.max_model_len;
 }
 

@@ -3,8 +3,6 @@
 import { paint } from "./palette.js";
 
 const MOST_CHIPS = 24;
-/** The number of a grey, for a request that ended before the page knew of it. */
-const UNKNOWN = 6;
 
 export class Queues {
   #drawn = -1;
@@ -55,9 +53,9 @@ class ChipList {
 function makeChip({ number, index, request_id: id, why, was_preempted: isPreempted, num_generated: tokens, seconds }, isPast) {
   const chip = document.createElement("li");
   chip.className = why ? `chip ${why}` : isPreempted ? "chip preempted" : "chip";
-  chip.textContent = `${number === null ? "?" : `#${number}`}${index ? `/${index}` : ""}`;
-  chip.dataset.number = String(number ?? "");
-  paint(chip, number ?? UNKNOWN);
+  chip.textContent = `#${number}${index ? `/${index}` : ""}`;
+  chip.dataset.number = String(number);
+  paint(chip, number);
   chip.title = isPast ? `${id}: ${describeEnd(why, tokens, seconds)}` : isPreempted ? `${id}: preempted, to be recomputed` : id;
   return chip;
 }
@@ -77,5 +75,5 @@ function makeMore(count) {
 /** The number of the request that a chip or a row stands for; null if it stands for none. */
 export function numberOf(element) {
   const number = element.closest?.("[data-number]")?.dataset.number;
-  return number === undefined || number === "" ? null : Number(number);
+  return number === undefined ? null : Number(number);
 }

@@ -34,6 +34,10 @@ export class LiveState {
   #offset = null;
   #newestBin = -1;
   #tables = new Map();
+  #isNew = true;
+  /** Numbers of requests by id, in the order in which they came into view. They outlast a connection, and so do the colours. */
+  #numbers = new Map();
+  #nextNumber = 0;
 
   /** Take in an event of /live. */
   apply(event, content) {
@@ -52,12 +56,17 @@ export class LiveState {
     return this.engine?.num_gpu_blocks ?? 0;
   }
 
+  /** The old picture stays until there is a new one; what follows tells everything anew. */
   #begin(engine) {
     this.engine = engine;
-    this.#clear();
-    this.cached.clear();
-    this.ended = [];
+    this.#tables.clear();
     this.#offset = null;
+    this.#isNew = true;
+  }
+
+  #forgetCached() {
+    if (this.#isNew) this.cached.clear();
+    this.#isNew = false;
   }
 
   #clear() {
@@ -78,6 +87,7 @@ export class LiveState {
     this.counts = { running: report.num_running, waiting: report.num_waiting, swapped: report.num_swapped };
     this.numUsedBlocks = this.numBlocks - report.num_free_blocks;
     this.waiting = report.waiting;
+    for (const item of [...report.sequences, ...report.waiting, ...report.happenings]) item.number = this.#number(item.request_id);
     const tables = new Map();
     for (const sequence of report.sequences) {
       const key = JSON.stringify([sequence.request_id, sequence.index]);
@@ -89,7 +99,9 @@ export class LiveState {
       tables.set(key, known);
     }
     this.#tables = tables;
-    this.sequences = report.sequences;
+    this.sequences = report.sequences.sort(byNumber);
+    this.waiting.sort(byNumber);
+    this.#forgetCached();
     for (const block of report.uncached) this.cached.delete(block);
     for (const block of report.cached) this.cached.add(block);
     this.shared = new Map(Object.entries(report.shared).map(([block, count]) => [Number(block), count]));
@@ -99,11 +111,23 @@ export class LiveState {
     }
     this.numEnded += report.happenings.filter(({ what }) => what === "ended").length;
     this.ended.length = Math.min(this.ended.length, MOST_ENDED);
+    this.#forgetNumbers();
     this.#takeTimes(report);
+  }
+
+  #number(id) {
+    if (!this.#numbers.has(id)) this.#numbers.set(id, this.#nextNumber++);
+    return this.#numbers.get(id);
+  }
+
+  #forgetNumbers() {
+    const known = new Set([...this.sequences, ...this.waiting, ...this.ended].map((item) => item.request_id));
+    for (const id of this.#numbers.keys()) if (!known.has(id)) this.#numbers.delete(id);
   }
 
   #rest(stats) {
     this.#clear();
+    this.#forgetCached();
     this.counts = { running: stats.num_running, waiting: stats.num_waiting, swapped: stats.num_swapped };
     this.numUsedBlocks = stats.num_used_blocks;
     const now = this.now();
@@ -158,4 +182,8 @@ export class LiveState {
     this.firstTokens = [];
     this.#newestBin = -1;
   }
+}
+
+function byNumber(one, other) {
+  return one.number - other.number || one.index - other.index;
 }
