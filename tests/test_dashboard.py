@@ -345,7 +345,8 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
 
     async def main():
         engine = ScriptedEngine()
-        engine.num_unfinished = 1
+        engine.num_unfinished = 3
+        engine.stats = EngineStats(num_running=3, num_gpu_blocks=20)
         async with aclosing(live_events(engine)) as events:
             await anext(events)
             busy = parse(await anext(events))
@@ -353,7 +354,7 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
             return busy, parse(await anext(events))
 
     busy, idle = asyncio.run(main())
-    assert busy == ("busy", {})
+    assert (busy[0], busy[1]["num_running"]) == ("busy", 3)
     assert idle[0] == "idle"
 
 

@@ -3,7 +3,7 @@
     engine   once: the model, and the limits that do not change
     steps    at most ten a second: what `StepView.report` tells of the steps since the last one
     idle     when the engine has nothing left to do: what is still in its queues and in use, all 0 if it is well
-    busy     when it has, and yet no step has ended for a while
+    busy     when it has, and yet no step has ended for a while: the same
     dead     the last one: the engine has failed, and why
 
 While nothing happens, a comment every few seconds keeps the connection open. Each page has a stream of its own. The steps are taken
@@ -38,16 +38,18 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
     view, news = StepView(), asyncio.Event()
     watcher = asyncio.create_task(_watch(engine, view, news))
     now = asyncio.get_running_loop().time
-    said, last_said = "", now()
+    said, last_said = b"", now()
     try:
         while not watcher.done():
             try:
                 await asyncio.wait_for(news.wait(), SILENT_AFTER)
             except asyncio.TimeoutError:
-                silence = "busy" if engine.num_unfinished_requests() else "idle"
-                if silence != said:
+                name = "busy" if engine.num_unfinished_requests() else "idle"
+                if name == "idle":
+                    view.forget_sequences()
+                if (silence := _event(name, _describe_stats(engine.stats))) != said:
+                    yield silence
                     said, last_said = silence, now()
-                    yield _event(silence, _tell_silence(silence, view, engine.stats))
                 elif now() - last_said > HEARTBEAT_PAUSE:
                     yield b": still here\n\n"
                     last_said = now()
@@ -55,7 +57,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
             news.clear()
             if (report := view.report()) is not None:
                 yield _event("steps", report)
-                said, last_said = "steps", now()
+                said, last_said = b"", now()
                 await asyncio.sleep(EVENT_PAUSE)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
@@ -80,10 +82,7 @@ def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
     }
 
 
-def _tell_silence(silence: str, view: StepView, stats: EngineStats) -> dict[str, int]:
-    if silence == "busy":
-        return {}
-    view.forget_sequences()
+def _describe_stats(stats: EngineStats) -> dict[str, int]:
     return {
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,

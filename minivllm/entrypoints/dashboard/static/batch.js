@@ -147,7 +147,8 @@ function lengthOf({ context_len: length, num_prompt_tokens: prompt, num_generate
 }
 
 function describeStep({ step, error, isIdle, numBlocks }) {
-  if (isIdle || step === null) return "No step: the engine has nothing to do.";
+  if (isIdle) return "No step: the engine has nothing to do.";
+  if (step === null) return "No step has ended yet.";
   if (error) return `The model failed in this step: ${error}`;
   const count = step.sequences.filter(({ action }) => action !== "stalled").length;
   const lost = step.sequences.length - count ? `, ${step.sequences.length - count} not in it` : "";

@@ -254,9 +254,9 @@ export class BlockMap {
     if (this.#dots === null) {
       const tile = new OffscreenCanvas(4, 4);
       const context = tile.getContext("2d");
-      context.fillStyle = tint(currentTheme().neutral, 0.65);
+      context.fillStyle = tint(currentTheme().neutral, 0.8);
       context.fillRect(0, 0, 4, 4);
-      context.fillStyle = currentTheme().neutral;
+      context.fillStyle = tint(currentTheme().neutral, 0.3);
       context.fillRect(1, 1, 1.4, 1.4);
       this.#dots = this.#context.createPattern(tile, "repeat");
     }

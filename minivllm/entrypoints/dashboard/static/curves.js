@@ -3,7 +3,7 @@
 import { QUEUE_COLORS, currentTheme } from "./palette.js";
 import { BIN, WINDOW } from "./state.js";
 
-const MARGIN = { left: 44, right: 8, top: 8, bottom: 18 };
+const MARGIN = { left: 50, right: 8, top: 8, bottom: 18 };
 const HEIGHT = 84;
 const TICKS = { number: (value) => String(Math.round(value)), percent: (value) => `${Math.round(value)} %`, seconds: inSeconds };
 
@@ -230,6 +230,7 @@ function roundUp(value) {
 }
 
 function inSeconds(value) {
+  if (value === 0) return "0";
   if (value >= 1) return `${Number(value.toPrecision(3))} s`;
   return `${Number((1000 * value).toPrecision(2))} ms`;
 }

@@ -47,7 +47,7 @@ function takeEvent(name, content) {
   if (name === "engine") tell("idle", "connected");
   if (name === "idle") tell("idle", "idle: nothing to do");
   if (name === "steps") tell("live", "live: the engine is stepping");
-  if (name === "busy") tell("live", "live: a long step is being computed");
+  if (name === "busy") tell("live", "live: no step has ended for a while");
   if (name !== "dead") schedule();
 }
 

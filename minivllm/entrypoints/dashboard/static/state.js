@@ -44,7 +44,9 @@ export class LiveState {
     this.version += 1;
     if (event === "engine") this.#begin(content);
     if (event === "steps") this.#takeSteps(content);
-    if (event === "idle") this.#rest(content);
+    if (event === "idle") this.#clear();
+    if (event === "busy") this.isIdle = false;
+    if (event === "idle" || event === "busy") this.#takeStats(content);
   }
 
   /** The engine's time now, in seconds; null before it has told any. */
@@ -125,15 +127,13 @@ export class LiveState {
     for (const id of this.#numbers.keys()) if (!known.has(id)) this.#numbers.delete(id);
   }
 
-  #rest(stats) {
-    this.#clear();
+  #takeStats(stats) {
     this.#forgetCached();
     this.counts = { running: stats.num_running, waiting: stats.num_waiting, swapped: stats.num_swapped };
     this.numUsedBlocks = stats.num_used_blocks;
     const now = this.now();
     if (now === null) return;
-    const bin = this.#bin(now);
-    Object.assign(bin, this.counts, { used: stats.num_used_blocks / this.numBlocks, idle: true });
+    Object.assign(this.#bin(now), this.counts, { used: stats.num_used_blocks / this.numBlocks });
   }
 
   #takeTimes(report) {
@@ -149,7 +149,6 @@ export class LiveState {
       bin.waiting = curve.num_waiting[i];
       bin.swapped = curve.num_swapped[i];
       bin.used = 1 - curve.num_free_blocks[i] / this.numBlocks;
-      bin.idle = false;
       const kind = curve.phase[i] === "decode" ? "decode" : "prefill";
       bin[`${kind}Seconds`] += curve.length[i];
       bin[`${kind}Steps`] += 1;
@@ -168,7 +167,7 @@ export class LiveState {
     const number = Math.floor(time / BIN);
     let bin = this.bins.get(number);
     if (bin === undefined) {
-      bin = { generated: 0, running: 0, waiting: 0, swapped: 0, used: 0, idle: false, decodeSeconds: 0, decodeSteps: 0 };
+      bin = { generated: 0, running: 0, waiting: 0, swapped: 0, used: 0, decodeSeconds: 0, decodeSteps: 0 };
       Object.assign(bin, { prefillSeconds: 0, prefillSteps: 0, gapSeconds: 0, gaps: 0, longestGap: 0 });
       this.bins.set(number, bin);
       this.#newestBin = Math.max(this.#newestBin, number);
