@@ -27,7 +27,8 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = "cumulative"
     """At each token, all there is so far."""
     DELTA = "delta"
-    """At each token, what is new since the output before."""
+    """At each token, what is new since the output before: texts and lists have the new part, and only sequences with something
+    new are there. Prompt log-probabilities come with the first output."""
     FINAL_ONLY = "final only"
     """One, at its end."""
 

@@ -7,16 +7,15 @@ Executor.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import EngineTrace, StepRecord
@@ -29,9 +28,6 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
 
 
 class LLMEngine:
@@ -82,9 +78,10 @@ class LLMEngine:
             enable_prefix_caching=cache_config.enable_prefix_caching,
         )
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
-        self.output_processor = OutputProcessor(tokenizer)
         self.cache_tokens = num_gpu_blocks * cache_config.block_size
         """Tokens that the whole cache holds."""
+        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens)
+        self.output_processor = OutputProcessor(tokenizer)
         self._recorder: TraceRecorder | None = None
         self._undelivered: list[RequestOutput] = []
         """Outputs of a step that was interrupted; the next one gives them out."""
@@ -148,24 +145,17 @@ class LLMEngine:
         Raises:
             RequestError: It cannot be served. Nothing has been allocated for it, and no other request is affected.
         """
-        if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
-            raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
+        self.input_processor.check_request_id(request_id)
         if request_id in self.output_processor.states:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be a whole number, not {priority!r}.")
-        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and -math.inf < arrival_time < math.inf):
-            raise RequestError(f"arrival_time must be a finite number of seconds, not {arrival_time!r}.")
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"The sampling parameters must be a SamplingParams, not {type(params).__name__}.")
-        text, token_ids = self._read_prompt(prompt)
-        self._check_params(params)
+        text, token_ids = self.input_processor.read_prompt(prompt)
+        max_num_tokens = self.input_processor.check(len(token_ids), params, arrival_time, priority)
         request = Request(
             request_id,
             token_ids,
             params,
-            max_num_tokens=self._max_num_tokens(len(token_ids), params),
+            max_num_tokens=max_num_tokens,
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             eos_token_ids=self._eos_token_ids,
             prompt=text,
@@ -201,8 +191,9 @@ class LLMEngine:
         """Schedule, compute and take in one step.
 
         Returns:
-            For each request that ended, or got a token and wants to know, all there is of it so far. If the model fails, the requests
-            of the step end with the error; the others go on. After Ctrl-C the next step tells of those that ended.
+            For each request that ended, or got a token and wants to know, all there is of it so far (or what is new). If the
+            model fails, the requests of the step end with the error; the others go on. After Ctrl-C the next step tells of
+            those that ended.
         """
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
@@ -242,7 +233,7 @@ class LLMEngine:
         outputs = [
             self.output_processor.make_output(request, now)
             for request in requests
-            if request.finished or request.sampling_params.output_kind is RequestOutputKind.CUMULATIVE
+            if request.finished or request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
         if recorder is not None and record is not None:
             recorder.end_step(record, output, results, requests, now)
@@ -276,73 +267,6 @@ class LLMEngine:
     def stop_trace(self) -> None:
         """Record no longer."""
         self._recorder = None
-
-    # -- checks at the door --------------------------------------------------------------------------------------
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (where there is one) and token ids of a prompt."""
-        if isinstance(prompt, dict):
-            known = prompt.keys() & {"prompt", "prompt_token_ids"}
-            if len(known) != 1:
-                raise RequestError(f"A prompt dict must have 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}.")
-            prompt = prompt[known.pop()]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("There is no tokenizer (skip_tokenizer_init=True): give the prompt as token ids.")
-            text, token_ids = prompt, self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)) or hasattr(prompt, "tolist"):  # arrays and tensors too
-            text, token_ids = None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-            if not isinstance(token_ids, list):
-                raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
-        else:
-            raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
-        if not token_ids:
-            raise RequestError("The prompt is empty: give at least one token.")
-        vocab_size = self.model_config.vocab_size
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-                raise RequestError(f"A token id must be a whole number, not {token_id!r}.")
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"Token id {token_id} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
-        return text, [int(token_id) for token_id in token_ids]
-
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        for name, token_ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")
-        if params.n > self.scheduler_config.max_num_seqs:
-            raise RequestError(
-                f"n is {params.n}, but at most max_num_seqs = {self.scheduler_config.max_num_seqs} sequences run at once: lower n."
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
-
-    def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """How long the sequences of a request may grow, prompt included."""
-        limit = self.model_config.max_model_len
-        # The last token is never fed back, so it needs no place in the cache.
-        cache_limit = self.cache_tokens + 1
-        if num_prompt_tokens >= limit:
-            raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the model takes at most {limit} with at least one "
-                f"generated token among them: shorten it."
-            )
-        if num_prompt_tokens >= cache_limit:
-            raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self.cache_tokens}: "
-                f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
-            )
-        if params.max_tokens is None:
-            return min(limit, cache_limit)
-        wanted = min(num_prompt_tokens + params.max_tokens, limit)
-        if wanted > cache_limit:
-            raise RequestError(
-                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: lower "
-                f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
-            )
-        return wanted
 
 
 def _check_plugin(name: str, plugin: Any) -> None:

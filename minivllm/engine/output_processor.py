@@ -10,6 +10,7 @@ from dataclasses import replace
 from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.sampling_params import RequestOutputKind
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 
@@ -36,6 +37,8 @@ class SequenceText:
         self._text = ""
         """All text, with the end that is held back because it may be the beginning of a stop string."""
         self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
+        self._num_given_characters, self._num_given_tokens, self._gave_end = 0, 0, False
+        """How much of it `take_new` has given out."""
 
     def add(self, token_id: int, logprobs: dict[int, Logprob] | None, visible: bool = True) -> str | None:
         """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it.
@@ -65,6 +68,24 @@ class SequenceText:
         stop = self._cut_at_stop(len(new)) if new and len(self.output.token_ids) > self._params.min_tokens else None
         self.output.text = self._text
         return stop
+
+    def copy(self) -> CompletionOutput:
+        """All there is so far, in lists of its own."""
+        logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
+        return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
+
+    def take_new(self) -> CompletionOutput | None:
+        """What there is since the last call; None if that is nothing."""
+        output, num_characters, num_tokens = self.output, self._num_given_characters, self._num_given_tokens
+        if len(output.token_ids) == num_tokens and not (output.finished and not self._gave_end):
+            return None
+        self._num_given_characters, self._num_given_tokens, self._gave_end = (
+            len(output.text),
+            len(output.token_ids),
+            output.finished,
+        )
+        logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
+        return replace(output, text=output.text[num_characters:], token_ids=output.token_ids[num_tokens:], logprobs=logprobs)
 
     def _cut_at_stop(self, num_new: int) -> str | None:
         """Cut the text before the earliest stop string that ends in its last `num_new` characters."""
@@ -161,18 +182,25 @@ class OutputProcessor:
         return stopped
 
     def make_output(self, request: Request, now: float) -> RequestOutput:
-        """What there is of a request; a finished one is then forgotten."""
+        """What there is of a request, or what is new if it wants deltas; a finished one is then forgotten."""
         state = self.states[request.request_id]
+        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
         completions = []
         for seq in request.sequences:
-            text = state.texts.get(seq.index) or SequenceText(request, seq.index, self.tokenizer)
+            text = state.texts.get(seq.index)
+            if text is None:
+                text = state.texts[seq.index] = SequenceText(request, seq.index, self.tokenizer)
             if seq.finished and text.output.finish_reason is None:
                 if seq.status is SequenceStatus.FINISHED_ERROR:
                     text.finish()
                 text.output.finish_reason = seq.finish_reason
                 text.output.stop_reason = seq.stop_reason
-            logprobs = None if text.output.logprobs is None else list(text.output.logprobs)
-            completions.append(replace(text.output, token_ids=list(text.output.token_ids), logprobs=logprobs))
+            completion = text.take_new() if is_delta else text.copy()
+            if completion is not None:
+                completions.append(completion)
+        prompt_logprobs = state.prompt_logprobs
+        if is_delta:
+            state.prompt_logprobs = None
         finished = request.finished
         if finished:
             request.metrics.finished_time = now
@@ -184,6 +212,6 @@ class OutputProcessor:
             outputs=completions,
             finished=finished,
             metrics=replace(request.metrics),
-            prompt_logprobs=state.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             error=request.error,
         )

@@ -42,7 +42,7 @@ def _num_cached_blocks(manager: Any) -> int:
     return len(allocator.get_cached_blocks()) if allocator is not None else 0
 
 
-def _given(params: SamplingParams) -> dict[str, Any]:
+def given_params(params: SamplingParams) -> dict[str, Any]:
     """The parameters that differ from the defaults, as JSON has them."""
     given: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
@@ -113,7 +113,7 @@ class TraceRecorder:
             arrival_time=request.metrics.arrival_time,
             prompt_token_ids=request.prompt_token_ids,
             max_num_tokens=int(request.max_num_tokens),
-            params=_given(request.sampling_params),
+            params=given_params(request.sampling_params),
             priority=request.priority,
         )
 

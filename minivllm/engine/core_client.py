@@ -1,0 +1,219 @@
+"""The frontend's end of the line to an `EngineCore`: in a thread of this process, or in a process of its own.
+
+Both give the same: `send` a message, get each message from the core by a callback, in a thread of the client's. The last one is a
+`CoreFailed`, when the core has gone without being asked to. Mirrors `vllm/v1/engine/core_client.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from minivllm.config import EngineArgs
+from minivllm.engine.core_messages import CoreFailed, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
+from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.engine_core_proc import CoreSetup, pack_engine_args
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+
+OnMessage = Callable[[FromCore], None]
+
+_POLL_MS = 100
+"""How long the process may be gone before it is noticed."""
+_GRACE_S = 5.0
+"""How long the core may take to end its last step when it is told to stop."""
+
+
+class CoreClient(ABC):
+    """A core that is ready, and the way to it.
+
+    Attributes:
+        ready: What the core said when it was.
+        process_id: Of the process that computes.
+    """
+
+    ready: CoreReady
+    process_id: int
+
+    @abstractmethod
+    def start(self, on_message: OnMessage) -> None:
+        """Give each message from the core to a function, from now on, in a thread of the client's."""
+
+    @abstractmethod
+    def send(self, message: ToCore) -> None:
+        """Hand over a message, from any thread. It is lost if the core has gone."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the core, and wait until it has ended. Safe to call again."""
+
+
+class InProcessClient(CoreClient):
+    """A core in a thread: for notebooks, for scheduler classes defined there, and for engines that are made elsewhere."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._core = EngineCore(engine)
+        ready = self._core.output_queue.get()
+        assert isinstance(ready, CoreReady)
+        self.ready, self.process_id = ready, os.getpid()
+        self._thread = threading.Thread(target=self._core.run_busy_loop, name="minivllm engine", daemon=True)
+        self._at_exit = weakref.finalize(self, self._core.input_queue.put, Shutdown())
+
+    def start(self, on_message: OnMessage) -> None:
+        self._thread.start()
+        threading.Thread(target=self._receive, args=(on_message,), name="minivllm outputs", daemon=True).start()
+
+    def _receive(self, on_message: OnMessage) -> None:
+        while (message := self._core.output_queue.get()) is not None:
+            on_message(message)
+
+    def send(self, message: ToCore) -> None:
+        self._core.input_queue.put(message)
+
+    def shutdown(self) -> None:
+        self._at_exit()
+        if self._thread.ident is not None:
+            self._thread.join(_GRACE_S)
+
+
+class ProcessClient(CoreClient):
+    """A core in a process of its own, reached through two sockets in a folder that only this user may enter.
+
+    Args:
+        args: The engine's.
+        num_threads: Threads that it computes with; one for each processor if None.
+
+    Raises:
+        ModelLoadError: The model cannot be found or used.
+        ConfigError: The arguments cannot work together.
+        EngineDeadError: The process ended before it was ready.
+    """
+
+    def __init__(self, args: EngineArgs, num_threads: int | None = None) -> None:
+        packed = pack_engine_args(args)
+        folder = _make_socket_folder()
+        addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
+        self._context = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._input.setsockopt(zmq.SNDHWM, 0)
+        self._input.bind(addresses[0])
+        self._output = self._context.socket(zmq.PULL)
+        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._output.bind(addresses[1])
+        self._lock = threading.Lock()
+        """A socket may be used by one thread at a time."""
+        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if num_threads is not None:
+            environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
+            stdin=subprocess.PIPE,
+            stdout=2,  # whatever it prints is for people, not for a pipe
+            env=os.environ | environment,
+            start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
+        )
+        self.process_id = self._process.pid
+        self._ends = threading.Event()
+        self._receiver: threading.Thread | None = None
+        self._at_exit = weakref.finalize(self, _end_process, self._process, folder)
+        setup = CoreSetup(packed, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel())
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+            self.ready = self._wait_until_ready()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _wait_until_ready(self) -> CoreReady:
+        message = self._receive_one()
+        while message is None:
+            message = self._receive_one()
+        if isinstance(message, CoreReady):
+            return message
+        assert isinstance(message, CoreFailed)
+        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
+            raise kind(message.message)
+        raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
+
+    def _receive_one(self) -> FromCore | None:
+        """The next message, None if there is none for a while; the process's end is a message too."""
+        if not self._output.poll(_POLL_MS):
+            status = self._process.poll()
+            if status is None or self._output.poll(0):
+                return None
+            return CoreFailed("", f"its process {_describe_exit(status)}")
+        return decode_from_core(self._output.recv())
+
+    def start(self, on_message: OnMessage) -> None:
+        self._receiver = threading.Thread(target=self._receive, args=(on_message,), name="minivllm outputs", daemon=True)
+        self._receiver.start()
+
+    def _receive(self, on_message: OnMessage) -> None:
+        while not self._ends.is_set():
+            message = self._receive_one()
+            if message is not None and not self._ends.is_set():
+                on_message(message)
+            if isinstance(message, CoreFailed):
+                return
+
+    def send(self, message: ToCore) -> None:
+        with self._lock:
+            if not self._input.closed:
+                with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
+                    self._input.send(encode(message), zmq.NOBLOCK)
+
+    def shutdown(self) -> None:
+        self._ends.set()
+        if self._at_exit.alive:
+            self.send(Shutdown())
+            self._at_exit()
+        if self._receiver is not None and self._receiver is not threading.current_thread():
+            self._receiver.join()
+        with self._lock:
+            self._context.destroy(linger=0)
+
+
+def _make_socket_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="minivllm-")
+    if len(folder) > 80:  # the path of a socket may have about 100 characters
+        Path(folder).rmdir()
+        folder = tempfile.mkdtemp(prefix="minivllm-", dir="/tmp")
+    return folder
+
+
+def _end_process(process: subprocess.Popen, folder: str) -> None:
+    """Wait for a process that was told to end, or see to it that it does; remove its sockets."""
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,126 @@
+"""What is checked at the door, and how a prompt becomes token ids. Mirrors `vllm/v1/engine/input_processor.py`.
+
+A request that passes can be served; one that does not has cost nobody a block.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any
+
+from minivllm.config import ModelConfig, SchedulerConfig
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.errors import RequestError
+from minivllm.sampling_params import SamplingParams
+
+Prompt = str | list[int] | dict[str, Any]
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+
+
+class InputProcessor:
+    """Checks requests against an engine's limits.
+
+    Args:
+        model_config: Limits of the model.
+        scheduler_config: How many sequences run at once.
+        tokenizer: None for token ids only.
+        cache_tokens: Tokens that the whole cache holds.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, scheduler_config: SchedulerConfig, tokenizer: Tokenizer | None, cache_tokens: int
+    ) -> None:
+        self._model_config = model_config
+        self._scheduler_config = scheduler_config
+        self._tokenizer = tokenizer
+        self._cache_tokens = cache_tokens
+
+    def check_request_id(self, request_id: str) -> None:
+        """Raise a RequestError for what cannot be a request's name."""
+        if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
+            raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
+
+    def check(self, num_prompt_tokens: int, params: SamplingParams, arrival_time: float | None = None, priority: int = 0) -> int:
+        """Check what is wanted of a prompt of so many tokens. Returns how long its sequences may grow, the prompt included.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be a whole number, not {priority!r}.")
+        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and -math.inf < arrival_time < math.inf):
+            raise RequestError(f"arrival_time must be a finite number of seconds, not {arrival_time!r}.")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"The sampling parameters must be a SamplingParams, not {type(params).__name__}.")
+        self._check_params(params)
+        return self._max_num_tokens(num_prompt_tokens, params)
+
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (where there is one) and token ids of a prompt.
+
+        Raises:
+            RequestError: It is no prompt, is empty, or has ids that the model does not know.
+        """
+        if isinstance(prompt, dict):
+            known = prompt.keys() & {"prompt", "prompt_token_ids"}
+            if len(known) != 1:
+                raise RequestError(f"A prompt dict must have 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}.")
+            prompt = prompt[known.pop()]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("There is no tokenizer (skip_tokenizer_init=True): give the prompt as token ids.")
+            text, token_ids = prompt, self._tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)) or hasattr(prompt, "tolist"):  # arrays and tensors too
+            text, token_ids = None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            if not isinstance(token_ids, list):
+                raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+        else:
+            raise RequestError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+        if not token_ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+        vocab_size = self._model_config.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise RequestError(f"A token id must be a whole number, not {token_id!r}.")
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"Token id {token_id} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
+        return text, [int(token_id) for token_id in token_ids]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self._model_config.vocab_size
+        for name, token_ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")
+        if params.n > self._scheduler_config.max_num_seqs:
+            raise RequestError(
+                f"n is {params.n}, but at most max_num_seqs = {self._scheduler_config.max_num_seqs} sequences run at once: lower n."
+            )
+        if params.stop and self._tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
+
+    def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """How long the sequences of a request may grow, prompt included."""
+        limit = self._model_config.max_model_len
+        # The last token is never fed back, so it needs no place in the cache.
+        cache_limit = self._cache_tokens + 1
+        if num_prompt_tokens >= limit:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens, but the model takes at most {limit} with at least one "
+                f"generated token among them: shorten it."
+            )
+        if num_prompt_tokens >= cache_limit:
+            raise RequestError(
+                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self._cache_tokens}: "
+                f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
+            )
+        if params.max_tokens is None:
+            return min(limit, cache_limit)
+        wanted = min(num_prompt_tokens + params.max_tokens, limit)
+        if wanted > cache_limit:
+            raise RequestError(
+                f"The request can grow to {wanted} tokens, but the whole cache holds only {self._cache_tokens}: lower "
+                f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
+            )
+        return wanted
