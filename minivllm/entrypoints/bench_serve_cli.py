@@ -139,10 +139,9 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
     content = {"workload": workload.name, "result": result.to_json(), "requests": [request.to_json() for request in served]}
     bench_cli.report(arguments, what, format_table(result, goals, served), content)
     if arguments.plot:
-        from minivllm.viz.serving import RequestTimes, draw_serving
+        from minivllm.viz.serving import draw_serving
 
-        times = [RequestTimes(r.start, r.ttft, tuple(r.itls), r.end, r.error is not None) for r in served]
-        draw_serving({load.describe(): times}, f"{model.id}, {workload.name}").savefig(arguments.plot, dpi=150)
+        draw_serving({load.describe(): served}, f"{model.id}, {workload.name}").savefig(arguments.plot, dpi=150)
         print(f"\nThe picture: {arguments.plot}")
     if interrupted:
         return 130

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.viz.drawing import Box, add_bars, add_legend, look_patch, tidy
 from minivllm.viz.latency import line_of, paint_waits
-from minivllm.viz.palette import STATE_LOOKS, Look
+from minivllm.viz.palette import INK, STATE_LOOKS, Look
 
 WAITING = Look("until the first token", whiteness=0.45, height=0.3)
 ANSWERED = Look("until the last", height=STATE_LOOKS["decode"].height)
 WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.6)
-FAILED = Look("failed", whiteness=1.0, height=0.6, hatch="xxxxx", outlined=True)
 
 
-class RequestTimes(NamedTuple):
-    """When things happened to a request. Times in seconds.
+class TimedRequest(Protocol):
+    """When things happened to a request, as `minivllm.bench.served_request.ServedRequest` has it. Times in seconds.
 
     Attributes:
         start: When it was sent, since the first one was.
         ttft: From then to its first token; None if none came, or if that is not known.
         itls: Between a piece of its answer and the next one.
         end: When it ended, since the first request was sent.
-        failed: Whether it failed; its waits are left out of the distributions.
+        error: Why it failed; its waits are left out of the distributions. None if it did not.
     """
 
     start: float
     ttft: float | None
-    itls: tuple[float, ...]
+    itls: Sequence[float]
     end: float
-    failed: bool = False
+    error: str | None
 
 
-def draw_serving(runs: Mapping[str, Sequence[RequestTimes]], title: str = "") -> Figure:
+def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
     """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below all requests of each run over time.
 
     A point (x, y) of a distribution says that the share y of all waits was no longer than x.
@@ -50,7 +49,7 @@ def draw_serving(runs: Mapping[str, Sequence[RequestTimes]], title: str = "") ->
     figure = Figure(figsize=(9, 3.9 + 2.4 * len(runs)), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
     grid = figure.add_gridspec(2 + len(runs), 3, height_ratios=(2.8, 0.3 + 0.2 * len(runs), *[2.0] * len(runs)))
-    answered = [[request for request in requests if not request.failed] for requests in runs.values()]
+    answered = [[request for request in requests if request.error is None] for requests in runs.values()]
     panels = {
         "time to first token (TTFT)": [[item.ttft for item in items if item.ttft is not None] for items in answered],
         "between tokens (ITL)": [[gap for item in items for gap in item.itls] for items in answered],
@@ -64,7 +63,7 @@ def draw_serving(runs: Mapping[str, Sequence[RequestTimes]], title: str = "") ->
     longest = max((request.end for requests in runs.values() for request in requests), default=0.0)
     for number, (name, requests) in enumerate(runs.items()):
         axes = figure.add_subplot(grid[2 + number, :])
-        _paint_requests(axes, requests, line_of(number))
+        _paint_requests(axes, requests, str(line_of(number).get_color()))
         axes.set_title(name, loc="right", fontsize=9)
         axes.set_xlim(0, longest or 1.0)
     labels = [f"{name}: {_count(requests)}" for name, requests in runs.items()]
@@ -75,30 +74,32 @@ def draw_serving(runs: Mapping[str, Sequence[RequestTimes]], title: str = "") ->
     return figure
 
 
-def _paint_requests(axes: Axes, requests: Sequence[RequestTimes], line: Line2D) -> None:
+def _paint_requests(axes: Axes, requests: Sequence[TimedRequest], color: str) -> None:
     """A lane for each request, the earliest above."""
-    boxes: dict[Look, list[Box]] = {WAITING: [], ANSWERED: [], WHOLE: [], FAILED: []}
+    boxes: dict[Look, list[Box]] = {WAITING: [], ANSWERED: [], WHOLE: []}
+    failures = []
     for lane, request in enumerate(sorted(requests, key=lambda request: request.start)):
-        first = None if request.ttft is None else request.start + request.ttft
-        if request.failed:
-            parts = [(FAILED, request.start, request.end)]
-        elif first is None:
-            parts = [(WHOLE, request.start, request.end)]
-        else:
-            parts = [(WAITING, request.start, first), (ANSWERED, first, request.end)]
-        for look, start, end in parts:
-            boxes[look].append((start, end, lane - look.height / 2, lane + look.height / 2))
-    color = str(line.get_color())
+        first = request.end if request.ttft is None else request.start + request.ttft
+        before = WHOLE if request.ttft is None and request.error is None else WAITING
+        for look, start, end in ((before, request.start, first), (ANSWERED, first, request.end)):
+            if end > start:
+                boxes[look].append((start, end, lane - look.height / 2, lane + look.height / 2))
+        if request.error is not None:
+            failures.append((request.end, lane))
     for look, of_look in boxes.items():
-        add_bars(axes, look, of_look, color, look.label, line_width=0.4)
-    add_legend(axes, [look_patch(look, color) for look, of_look in boxes.items() if of_look])
+        add_bars(axes, look, of_look, color, look.label)
+    handles: list[Artist] = [look_patch(look, color) for look, of_look in boxes.items() if of_look]
+    if failures:
+        ends, lanes = zip(*failures, strict=True)
+        handles += axes.plot(ends, lanes, "x", color=INK, markersize=5, label="failed", clip_on=False, zorder=4)
+    add_legend(axes, handles)
     tidy(axes, "time (s)", "requests")
     axes.set_ylim(len(requests) - 0.4, -0.6)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
 
 
-def _count(requests: Sequence[RequestTimes]) -> str:
+def _count(requests: Sequence[TimedRequest]) -> str:
     """How many requests are shown, and how many failed."""
-    failed = sum(request.failed for request in requests)
+    failed = sum(request.error is not None for request in requests)
     text = f"{len(requests)} request{'' if len(requests) == 1 else 's'}"
     return f"{text} ({failed} failed)" if failed else text
