@@ -35,29 +35,15 @@ class ServerProcess:
         pid: Of the process that has the API.
     """
 
-    def __init__(self, process: subprocess.Popen, port: int) -> None:
+    def __init__(self, pid: int, port: int) -> None:
         self.port = port
         self.base_url = f"http://127.0.0.1:{port}"
-        self.pid = process.pid
-        self._process = process
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process that has the API has not ended."""
-        return self._process.poll() is None
+        self.pid = pid
 
     def processes(self) -> list[psutil.Process]:
         """The process that has the API, and then those that it has started."""
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
-
-    def memory(self) -> int:
-        """Resident bytes of all its processes; what they share is counted for each."""
-        total = 0
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
 
     def num_file_descriptors(self) -> int:
         """Open files, sockets and pipes of all its processes."""
@@ -110,7 +96,7 @@ def start_server(*options: str, program: Sequence[str] = PROGRAM) -> Iterator[Se
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_python_path())},
+            env=_environment(),
         )
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -121,7 +107,7 @@ def start_server(*options: str, program: Sequence[str] = PROGRAM) -> Iterator[Se
                     how = "is not ready after three minutes" if process.poll() is None else f"ended with status {process.poll()}"
                     raise ConfigError(f"`minivllm serve {' '.join(options)}` {how}: {lines[-1]}")
                 time.sleep(0.1)
-            yield ServerProcess(process, port)
+            yield ServerProcess(process.pid, port)
         finally:
             _end(process)
 
@@ -180,9 +166,12 @@ def _free_port() -> int:
         return unused.getsockname()[1]
 
 
-def _python_path() -> list[str]:
-    """Where the server finds the minivllm that runs here."""
-    return list(filter(None, [str(Path(minivllm.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+def _environment() -> dict[str, str]:
+    """This process's environment, in which the server finds the minivllm that runs here, and no API key."""
+    root = str(Path(minivllm.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    environment.pop("MINIVLLM_API_KEY", None)
+    return environment
 
 
 def _end(process: subprocess.Popen) -> None:
