@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `serve`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor` and `demo`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from minivllm.entrypoints.course_cli import add_course_commands
 from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
+from minivllm.entrypoints.serve_cli import add_serve_command
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
 from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
 from minivllm.errors import MinivllmError, RequestError
@@ -66,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     _add_sampling_options(chat, max_tokens=512)
     add_engine_options(chat)
+
+    add_serve_command(commands)
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")

@@ -1,0 +1,238 @@
+"""The API server: OpenAI's routes, and some of vLLM's, over an `AsyncLLMEngine`. Mirrors vllm/entrypoints/openai/api_server.py.
+
+    uvicorn ─► RequestMiddleware ─► KeyMiddleware ─► BodyLimitMiddleware ─► route ─► AnswerResponse ─► Answer ─► engine.generate
+               id, log, errors      401              413, 408               400, 404   429, deadline,    prompts in,
+                                                                                       disconnect        JSON out
+
+`make_app` makes the app of a server's state; `server.py` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.responses import PlainTextResponse, Response
+
+from minivllm import __version__
+from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
+from minivllm.entrypoints.openai import responses as shapes
+from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
+from minivllm.entrypoints.openai.answer_response import AnswerResponse
+from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
+from minivllm.entrypoints.openai.completions import CompletionAnswer, split_prompts
+from minivllm.entrypoints.openai.errors import ApiError, add_error_handlers, quoted
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from minivllm.entrypoints.server_state import ServerState
+from minivllm.errors import EngineDeadError, RequestError
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "model": shapes.ErrorResponse,
+        "description": "The request is wrong, too large, without a key, or one too many (429).",
+    },
+    "5XX": {"model": shapes.ErrorResponse, "description": "The engine is not there (503), failed (500) or was too slow (504)."},
+}
+_EVENTS = {
+    "text/event-stream": {
+        "schema": {"type": "string"},
+        "example": 'data: {"choices":[{"index":0, ...}], ...}\n\ndata: [DONE]\n\n',
+    }
+}
+
+
+class JsonRequest(Request):
+    """A request whose body must be JSON in the strict sense: no NaN, no bytes that are no UTF-8, no million brackets."""
+
+    async def json(self) -> Any:
+        """The body. Raises an ApiError that says where it is no JSON."""
+        try:
+            return msgspec.json.decode(await self.body())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"The body is not JSON: {error}.") from None
+        except RecursionError:
+            raise ApiError(400, "The body is JSON that is nested too deeply.") from None
+
+
+class JsonRoute(APIRoute):
+    """A route with `JsonRequest`s, for bodies that say they are JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler behind a look at the Content-Type."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "")
+            if self.body_field is not None and content_type.split(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, f"Content-Type is {quoted(content_type)}, but must be application/json.")
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
+
+
+def make_app(state: ServerState) -> FastAPI:
+    """The app of a server. It watches the engine while it runs, and ends it with itself."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.keeper.watch()
+        yield
+        await state.keeper.close()
+
+    app = FastAPI(title="minivllm", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.server = state
+    app.include_router(router)
+    # The page for people comes here: add_dashboard(app, lambda: state.keeper.engine)
+    add_error_handlers(app)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=state.settings.max_request_bytes)
+    if state.settings.api_keys:
+        app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
+        _describe_keys(app)
+    app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added is the first to see a request
+    return app
+
+
+def _describe_keys(app: FastAPI) -> None:
+    """Say in /openapi.json that everything but /health needs a key."""
+    description = app.openapi()
+    description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    description["security"] = [{"key": []}]
+    description["paths"]["/health"]["get"]["security"] = []
+
+
+def _state(request: Request) -> ServerState:
+    return request.app.state.server
+
+
+def _check_model(request: Request, model: str | None) -> None:
+    name = _state(request).model_name
+    if model is not None and model != name:
+        raise ApiError(
+            404, f"There is no model {quoted(model)}: this server has {quoted(name)}.", param="model", code="model_not_found"
+        )
+
+
+def _note_ignored_fields(request: Request, names: list[str]) -> None:
+    request.scope["minivllm.record"].ignored_fields = names
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+# -- generating ----------------------------------------------------------------------------------------------------
+
+
+@router.post("/v1/completions", responses={200: {"model": shapes.CompletionResponse, "content": _EVENTS}})
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue texts."""
+    _check_model(request, body.model)
+    _note_ignored_fields(request, body.ignored_fields)
+    state = _state(request)
+    num_sequences = len(split_prompts(body.prompt)) * (body.n or 1)
+    return AnswerResponse(state, lambda: CompletionAnswer(state.keeper.engine, state.model_name, body), num_sequences)
+
+
+@router.post("/v1/chat/completions", responses={200: {"model": shapes.ChatCompletionResponse, "content": _EVENTS}})
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    _check_model(request, body.model)
+    _note_ignored_fields(request, body.ignored_fields)
+    state = _state(request)
+    return AnswerResponse(state, lambda: ChatAnswer(state.keeper.engine, state.model_name, body), body.n or 1)
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------
+
+
+@router.post("/tokenize", responses={200: {"model": shapes.TokenizeResponse}})
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The tokens of a text, or of a conversation as the model reads it."""
+    _check_model(request, body.model)
+    engine = _state(request).keeper.engine
+    tokenizer = tokenizer_of(engine).hf_tokenizer
+    if body.messages is not None:
+        tokens = await encode_chat(engine, body.messages, body.add_generation_prompt)
+    else:
+        assert body.prompt is not None
+        check_length(body.prompt, engine)
+        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    return _json(
+        {
+            "count": len(tokens),
+            "max_model_len": engine.model_config.max_model_len,
+            "tokens": tokens,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
+        }
+    )
+
+
+@router.post("/detokenize", responses={200: {"model": shapes.DetokenizeResponse}})
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of some tokens, special ones included."""
+    _check_model(request, body.model)
+    engine = _state(request).keeper.engine
+    check_length(body.tokens, engine)
+    vocab_size = engine.model_config.vocab_size
+    if (largest := max(body.tokens, default=0)) >= vocab_size:
+        raise RequestError(f"tokens has {largest}, but this model's ids go from 0 to {vocab_size - 1}.")
+    return _json({"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)})
+
+
+# -- the server and its model --------------------------------------------------------------------------------------
+
+
+@router.get("/v1/models", responses={200: {"model": shapes.ModelList}})
+async def list_models(request: Request) -> Response:
+    """The one model there is."""
+    return _json({"object": "list", "data": [_model_card(_state(request))]})
+
+
+@router.get("/v1/models/{model:path}", responses={200: {"model": shapes.ModelCard}})
+async def retrieve_model(model: str, request: Request) -> Response:
+    """A model by its name."""
+    _check_model(request, model)
+    return _json(_model_card(_state(request)))
+
+
+def _model_card(state: ServerState) -> shapes.ModelCard:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "minivllm",
+        "root": state.model_name,
+        "parent": None,
+        "max_model_len": state.keeper.engine.model_config.max_model_len,
+    }
+
+
+@router.get("/health", responses={200: {"model": shapes.HealthResponse}})
+async def health(request: Request) -> Response:
+    """Whether requests can be served; 503 with the reason if not."""
+    state = _state(request)
+    if state.closing.begun:
+        raise EngineDeadError("The server is shutting down.")
+    state.keeper.engine.check_health()
+    return _json({"status": "ok"})
+
+
+@router.get("/version", responses={200: {"model": shapes.VersionResponse}})
+async def version() -> Response:
+    """minivllm's."""
+    return _json({"version": __version__})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """The engine's metrics, for Prometheus."""
+    engine_metrics = _state(request).keeper.engine.metrics
+    return Response(engine_metrics.render(), headers={"Content-Type": engine_metrics.content_type})

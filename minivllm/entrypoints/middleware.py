@@ -1,0 +1,175 @@
+"""What happens to every request before a route sees it: an id and a line in the log, the key, and the limits of its body.
+
+Plain ASGI, a function around a function: a framework's middleware would put a task and a queue between a stream and its client,
+and hide from the one that the other is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.entrypoints.openai.errors import ApiError, as_api_error
+from minivllm.entrypoints.request_log import RequestRecord
+from minivllm.entrypoints.server_state import Closing
+
+BODY_SECONDS = 60.0
+"""How long a client may take to send its body."""
+MAX_REQUEST_ID = 128
+
+
+class RequestMiddleware:
+    """Gives a request its id, logs it, turns what nobody foresaw into status 500, and ends who only watches when the server ends."""
+
+    def __init__(self, app: ASGIApp, closing: Closing) -> None:
+        self.app = app
+        self.closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; `scope["minivllm.record"]` is what will be logged of it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = usable_request_id(header(scope, b"x-request-id"))
+        record = scope["minivllm.record"] = RequestRecord(request_id, scope["method"], scope["path"])
+        is_complete = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal is_complete
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            elif not message.get("more_body"):
+                is_complete = True
+            await send(message)
+
+        try:
+            if scope["method"] == "GET":
+                with self.closing.watching():
+                    await self.app(scope, receive, send_with_id)
+            else:
+                await self.app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            record.end = "shutdown"
+            if not self.closing.begun or is_complete:
+                raise
+            if record.status is None:
+                await ApiError(503, "The server is shutting down.").response()(scope, receive, send_with_id)
+            else:
+                await send_with_id({"type": "http.response.body", "body": b""})
+        except Exception as failure:
+            error = as_api_error(failure)
+            record.end, record.error = "error", error.message
+            if record.status is None:
+                await error.response()(scope, receive, send_with_id)
+        finally:
+            record.log()
+
+
+class KeyMiddleware:
+    """Lets through who has a key; /health is open to all.
+
+    A key comes as `Authorization: Bearer KEY`, or as the password of HTTP Basic, which is how a browser asks its user.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or answer 401."""
+        is_open = scope["type"] != "http" or scope["path"] == "/health"
+        if not is_open and not self.knows(given_key(header(scope, b"authorization"))):
+            error = ApiError(
+                401,
+                "This server needs an API key: send it as 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": 'Bearer realm="minivllm", Basic realm="minivllm", charset="UTF-8"'},
+            )
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def knows(self, key: bytes) -> bool:
+        """Whether it is one of the keys; takes the same time whatever is wrong with it."""
+        digest = _digest(key)
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+class BodyLimitMiddleware:
+    """Refuses a body that is too long, as soon as that is known, or that is not sent in time."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; `receive` raises an ApiError when there is too much or too little to receive."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = header(scope, b"content-length")
+        if announced.isdigit() and int(announced[:20]) > self.max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        num_bytes, is_complete = 0, False
+        deadline = time.monotonic() + BODY_SECONDS
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"The body did not come within {BODY_SECONDS:g} seconds.") from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_bytes:
+                raise self._too_large()
+            is_complete = not message.get("more_body")
+            return message
+
+        await self.app(scope, limited_receive, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body is longer than the {self.max_bytes} bytes that this server takes: send fewer prompts at a time.",
+        )
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """A header's value, empty if it was not sent. Of several, the first."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def usable_request_id(given: bytes) -> str:
+    """The client's id if it can stand in a log and a header, or one of ours."""
+    text = given.decode("latin-1")
+    return text if 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable() else uuid.uuid4().hex
+
+
+def given_key(authorization: bytes) -> bytes:
+    """The key in an Authorization header, empty if there is none."""
+    scheme, _, credentials = authorization.strip().partition(b" ")
+    credentials = credentials.strip()
+    if scheme.lower() == b"bearer":
+        return credentials
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, whatever the key's: comparing it tells nothing about that either."""
+    return hashlib.sha256(key).digest()

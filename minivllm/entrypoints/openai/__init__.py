@@ -1,0 +1,1 @@
+"""OpenAI's protocol: what requests and answers look like, and how the engine's outputs become answers."""

@@ -1,0 +1,243 @@
+"""What the two generating endpoints have in common: prompts go to the engine, and outputs come back as one answer or many chunks.
+
+A subclass of `Answer` knows one endpoint's JSON. How an answer gets to the client, and how it is ended early, is `answer_response.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.llm_engine import Prompt
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.entrypoints.openai.errors import ApiError
+from minivllm.entrypoints.openai.responses import Json, Usage
+from minivllm.errors import RequestError
+from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_CHARACTERS_PER_TOKEN = 16
+"""A text longer than so many characters for each token of the context is refused before it is tokenized.
+
+Prose has three to five characters a token, deeply indented code up to eight. What has more than 16 is nearly all runs of one character,
+and tokenizing megabytes of it to learn that it is too long would take a processor's time from everybody."""
+
+
+class Answer(ABC):
+    """One request and what comes of it.
+
+    Args:
+        engine: Generates.
+        model_name: As clients call the model.
+        params: What is wanted.
+        num_prompts: How many prompts `make_prompts` will give.
+        stream: Send chunks as they come, and no whole answer.
+        include_usage: Send the usage as the last chunk.
+        priority: With the "priority" policy, smaller goes first.
+
+    Attributes:
+        usage: Tokens so far.
+        time_to_first_token: Seconds from the request to the first output; None before.
+    """
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        model_name: str,
+        params: SamplingParams,
+        *,
+        num_prompts: int,
+        stream: bool,
+        include_usage: bool,
+        priority: int,
+    ) -> None:
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        self.engine = engine
+        self.params = dataclasses.replace(params, output_kind=kind)
+        self.num_sequences = num_prompts * params.n
+        self.stream = stream
+        self.include_usage = include_usage
+        self.priority = priority
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.head: Json = {"id": self.id, "object": self.object_name, "created": int(time.time()), "model": model_name}
+        """What the answer, or each chunk, begins with."""
+        if stream:
+            self.head["object"] = self.chunk_name
+        self.usage: Usage = {
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "total_tokens": 0,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        self.time_to_first_token: float | None = None
+        self._begin = time.perf_counter()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return tokenizer_of(self.engine)
+
+    # -- what an endpoint knows ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def make_prompts(self) -> list[Prompt]:
+        """The prompts, as the engine takes them. Raises RequestError."""
+
+    @abstractmethod
+    def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
+        """A whole continuation, in an answer that does not stream."""
+
+    @abstractmethod
+    def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
+        """What a stream says of a continuation before its first token, if anything."""
+
+    @abstractmethod
+    def delta(self, index: int, completion: CompletionOutput) -> Json:
+        """What is new of a continuation, in a stream."""
+
+    def extras(self, outputs: list[RequestOutput]) -> Json:
+        """What an answer that does not stream has besides choices and usage."""
+        return {}
+
+    # -- from outputs to JSON --------------------------------------------------------------------------------------
+
+    async def response(self) -> Json:
+        """Generate to the end. Returns the answer.
+
+        Raises:
+            RequestError, EngineDeadError, ApiError: There is none.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(self._outputs()) as stream:
+            async for number, output in stream:
+                if number not in outputs and output.metrics is not None:
+                    self.time_to_first_token = output.metrics.time_to_first_token
+                self._count(output, is_first=True)
+                outputs[number] = output
+        n = self.params.n
+        choices = [
+            self.choice(number * n + completion.index, completion, output)
+            for number, output in sorted(outputs.items())
+            for completion in output.outputs
+        ]
+        extras = self.extras([output for _, output in sorted(outputs.items())])
+        return {**self.head, "choices": choices, "usage": self.usage, **extras}
+
+    async def chunks(self) -> AsyncGenerator[list[Json], None]:
+        """Generate, and yield the choices of each chunk as they come; those of one output together.
+
+        Raises:
+            RequestError, EngineDeadError, ApiError: It ends early; before the first chunk if the request is wrong.
+        """
+        begun: set[int] = set()
+        n = self.params.n
+        async with aclosing(self._outputs()) as stream:
+            async for number, output in stream:
+                choices: list[Json] = []
+                is_first = number not in begun
+                if is_first:
+                    begun.add(number)
+                    if self.time_to_first_token is None:
+                        self.time_to_first_token = time.perf_counter() - self._begin
+                    openings = [self.opening(number * n + i, number, output) for i in range(n)]
+                    choices += [opening for opening in openings if opening is not None]
+                self._count(output, is_first)
+                for completion in output.outputs:
+                    if completion.text or completion.finish_reason or completion.logprobs:
+                        choices.append(self.delta(number * n + completion.index, completion))
+                if choices:
+                    yield choices
+
+    def _count(self, output: RequestOutput, is_first: bool) -> None:
+        usage = self.usage
+        if is_first:
+            usage["prompt_tokens"] += len(output.prompt_token_ids)
+            usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
+        usage["completion_tokens"] += sum(len(completion.token_ids) for completion in output.outputs)
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of all prompts as they come, with the prompt's number."""
+        prompts = await self.make_prompts()
+        streams = [
+            self.engine.generate(prompt, self.params, f"{self.id}-{i}", priority=self.priority)
+            for i, prompt in enumerate(prompts)
+        ]
+        async with aclosing(merged(streams)) as outputs:
+            async for number, output in outputs:
+                if output.error is not None:
+                    raise ApiError(500, output.error)
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    raise ApiError(503, "The request was ended by the server: try again.")
+                yield number, output
+
+
+async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """What several streams give, as it comes, with the stream's number. When this one is closed or fails, all of them are closed."""
+    if len(streams) == 1:  # nearly always, and then nothing stands between the engine and its reader
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    news: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+
+    async def forward(number: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    await news.put((number, output))
+            await news.put((number, None))
+        except Exception as error:
+            await news.put((number, error))
+
+    tasks = [asyncio.create_task(forward(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            number, item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        RequestError: The server runs without one.
+    """
+    if engine.tokenizer is None:
+        raise RequestError("This server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.")
+    return engine.tokenizer
+
+
+def check_length(prompt: str | list[int], engine: AsyncLLMEngine) -> None:
+    """Refuse what cannot fit, before a text is tokenized or a list is looked through.
+
+    Raises:
+        RequestError: It is too long.
+    """
+    limit = engine.model_config.max_model_len
+    is_text = isinstance(prompt, str)
+    if len(prompt) > limit * (MAX_CHARACTERS_PER_TOKEN if is_text else 1):
+        raise RequestError(
+            f"The prompt has {len(prompt)} {'characters' if is_text else 'tokens'}, far more than fits the {limit} tokens that the "
+            f"model takes: shorten it."
+        )

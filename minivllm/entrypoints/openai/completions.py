@@ -1,0 +1,136 @@
+"""/v1/completions: continue texts. Mirrors vllm/entrypoints/openai/serving_completion.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.llm_engine import Prompt
+from minivllm.entrypoints.openai.answer import Answer, check_length
+from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
+from minivllm.entrypoints.openai.protocol import CompletionRequest
+from minivllm.entrypoints.openai.responses import CompletionLogprobs, Json
+from minivllm.outputs import CompletionOutput, RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionAnswer(Answer):
+    """Continuations of one prompt or several.
+
+    Raises:
+        RequestError: Parameters that do not fit together.
+    """
+
+    id_prefix = "cmpl"
+    object_name = chunk_name = "text_completion"
+
+    def __init__(self, engine: AsyncLLMEngine, model_name: str, body: CompletionRequest) -> None:
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        wanted = body.shared_sampling_params()
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            wanted["prompt_logprobs"] = body.logprobs
+        self.prompts = split_prompts(body.prompt)
+        self.echo = bool(body.echo)
+        self.only_echo = max_tokens == 0
+        """The engine has to generate a token nevertheless, which nobody gets to see."""
+        self.num_logprobs = body.logprobs
+        self.wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._echoes: list[str] = []
+        """The text of each prompt, if it is to be echoed."""
+        self._offsets: dict[int, int] = {}
+        """Of each continuation that streams: the length of its text so far."""
+        params = SamplingParams(**wanted, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
+        super().__init__(
+            engine,
+            model_name,
+            params,
+            num_prompts=len(self.prompts),
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            priority=body.priority or 0,
+        )
+
+    async def make_prompts(self) -> list[Prompt]:
+        """The prompts as they were given; with `echo`, their texts are found too."""
+        for prompt in self.prompts:
+            check_length(prompt, self.engine)
+        if self.echo:
+            for prompt in self.prompts:
+                text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.tokenizer.decode, prompt, False)
+                self._echoes.append(text)
+        return list(self.prompts)
+
+    def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
+        """A whole continuation."""
+        if self.only_echo:
+            completion = without_tokens(completion)
+        echo = self._echoes[index // self.params.n] if self.echo else ""
+        logprobs = self._logprobs(completion, len(echo))
+        if self.echo and logprobs is not None:
+            logprobs = joined(self._echo_logprobs(output), logprobs)
+        choice = make_choice(index, echo + completion.text, logprobs, completion)
+        if self.wants_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
+        """The prompt, if it is to be echoed."""
+        if not self.echo:
+            return None
+        text = self._echoes[prompt_number]
+        self._offsets[index] = len(text)
+        return make_choice(index, text, None if self.num_logprobs is None else self._echo_logprobs(output), None)
+
+    def delta(self, index: int, completion: CompletionOutput) -> Json:
+        """What is new."""
+        if self.only_echo:
+            completion = without_tokens(completion)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(completion.text)
+        return make_choice(index, completion.text, self._logprobs(completion, offset), completion)
+
+    def _count(self, output: RequestOutput, is_first: bool) -> None:
+        super()._count(output, is_first)
+        if self.only_echo:
+            self.usage["completion_tokens"], self.usage["total_tokens"] = 0, self.usage["prompt_tokens"]
+
+    def _logprobs(self, completion: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+        if self.num_logprobs is None or completion.logprobs is None:
+            return None
+        return completion_logprobs(completion.token_ids, completion.logprobs, self.num_logprobs, offset)
+
+    def _echo_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
+        assert self.num_logprobs is not None and output.prompt_logprobs is not None
+        first_token = self.tokenizer.decode(output.prompt_token_ids[:1], skip_special_tokens=False)
+        return completion_logprobs(output.prompt_token_ids, output.prompt_logprobs, self.num_logprobs, 0, first_token)
+
+
+def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts that were given, one or several, each a text or token ids."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def make_choice(index: int, text: str, logprobs: CompletionLogprobs | None, completion: CompletionOutput | None) -> Json:
+    """A continuation, or what is new of it, in OpenAI's form; None where nothing has been generated yet."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": completion and completion.finish_reason,
+        "stop_reason": completion and completion.stop_reason,
+    }
+
+
+def without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    """A continuation of no tokens, for who wants the prompt alone."""
+    has_logprobs = completion.logprobs is not None
+    return CompletionOutput(completion.index, "", [], logprobs=[] if has_logprobs else None, finish_reason="length")
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """The log-probabilities of a text and of what follows it."""
+    return {name: first[name] + second[name] for name in first}  # type: ignore[literal-required, return-value]

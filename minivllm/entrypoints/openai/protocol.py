@@ -1,0 +1,225 @@
+"""What clients may ask: OpenAI's request bodies with vLLM's extra sampling fields. Mirrors vllm/entrypoints/openai/protocol.py.
+
+pydantic checks types and ranges at the door, strictly: "5" is no number and true is no 1. Three kinds of fields are not listed here. Those that
+OpenAI or vLLM have and this server cannot serve are refused when they are given a value that would change the answer
+(`UNSERVED`). All others are ignored, and named in the log, as vLLM does: clients send what the next server understands.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from minivllm.entrypoints.openai.errors import quoted
+from minivllm.errors import RequestError
+from minivllm.sampling_params import SamplingParams
+
+MAX_LOGPROBS = 20
+"""The most candidates per token that a client may ask for, as in OpenAI's chat and vLLM."""
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 4096
+
+_NONE: tuple[Any, ...] = (None,)
+_NO_TOOLS = (None, [])
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "tools": _NO_TOOLS,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _NO_TOOLS,
+    "function_call": (None, "none", "auto"),
+    "tool_calls": _NO_TOOLS,
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": _NONE,
+    "web_search_options": _NONE,
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "structured_outputs": _NONE,
+    "guided_json": _NONE,
+    "guided_regex": _NONE,
+    "guided_choice": _NONE,
+    "guided_grammar": _NONE,
+    "allowed_token_ids": _NONE,
+    "bad_words": _NO_TOOLS,
+    "logits_processors": _NO_TOOLS,
+    "prompt_embeds": _NONE,
+    "truncate_prompt_tokens": _NONE,
+    "include_stop_str_in_output": (None, False),
+    "chat_template": _NONE,
+    "documents": _NO_TOOLS,
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+}
+"""Fields that would change the answer, each with the values that would not."""
+
+WholeNumber = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+def _not_too_many(value: Any) -> Any:
+    """Counts before pydantic looks at each: a million wrong entries would take it seconds."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(value)} entries, but must have at most {MAX_LOGIT_BIAS}.")
+    return value
+
+
+class _Body(BaseModel):
+    """What all requests share: strict types, and what happens to fields that are not listed."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _refuse_unserved(self) -> _Body:
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSERVED and value not in UNSERVED[name]:
+                raise RequestError(f"{name} is {quoted(value)}, but this server cannot do that: leave {name} out.")
+        return self
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names of fields that have no effect, as a log can take them."""
+        return [ascii(name)[1:41].rstrip("'") for name in list(self.model_extra or {})[:20]]
+
+
+class StreamOptions(_Body):
+    """How to stream."""
+
+    include_usage: bool | None = Field(None, description="End with an event that has the usage.")
+
+
+class _GenerationBody(_Body):
+    """The fields that /v1/completions and /v1/chat/completions share. Null means the default."""
+
+    model: str | None = Field(None, description="The model of /v1/models; it may be left out.")
+    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations of each prompt (1).")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy (1).")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling (1).")
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_not_too_many)] | None = Field(
+        None, description="Token ids (as strings) to numbers from -100 to 100."
+    )
+    seed: WholeNumber | None = Field(None, description="Makes the answer repeatable.")
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 keep all tokens.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
+
+    @model_validator(mode="after")
+    def _check_stream_fields(self) -> _GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is given, but stream is not true: leave it out, or set stream to true.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs does not work with stream: set stream to false.")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def shared_sampling_params(self) -> dict[str, Any]:
+        """The arguments of `SamplingParams` that have the same name and meaning here; the defaults where nothing is given."""
+        names = SamplingParams.__dataclass_fields__.keys() & _GenerationBody.model_fields.keys()
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class CompletionRequest(_GenerationBody):
+    """The body of POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    ) = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Tokens to generate (16).")
+    logprobs: NumLogprobs | None = Field(None, description="Log-probabilities of so many candidates at each token.")
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="Must be n, if given.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of} but n is {self.n or 1}: leave best_of out, and choose among n yourself."
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens is 0, so there would be no answer: use at least 1, or set echo to true.")
+        return self
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know it: one text, and "system" for what OpenAI calls "developer" now."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatCompletionRequest(_GenerationBody):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, description="An older name of max_completion_tokens.")
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Tokens to generate (until the context is full)."
+    )
+    logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
+    top_logprobs: NumLogprobs | None = Field(None, description="And those of so many candidates.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is given, but logprobs is not true: set it to true.")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """The body of POST /tokenize: a prompt, or the messages of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(True, description="Add what the model wants around a prompt; messages have it anyway.")
+    add_generation_prompt: bool = Field(True, description="End messages with the opening of the model's turn.")
+    return_token_strs: bool = Field(False, description="Return each token as the vocabulary spells it, too.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt or messages must be given, and not both.")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

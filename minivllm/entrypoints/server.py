@@ -1,0 +1,163 @@
+"""Runs the API server: takes the port, starts the engine, serves until a signal or the engine's death, and ends in order.
+
+Ctrl-C or SIGTERM   nothing new is taken on; what runs has the shutdown timeout to end, then an error ends it
+a second            what still runs is ended now
+a third             the process ends
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.entrypoints.api_server import make_app
+from minivllm.entrypoints.engine_keeper import EngineKeeper
+from minivllm.entrypoints.server_state import ServerSettings, ServerState
+from minivllm.errors import ConfigError
+
+_LEEWAY = 10.0
+"""Seconds beyond the shutdown timeout until uvicorn gives up on connections that do not end."""
+
+
+def run_server(
+    start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings, *, host: str, port: int, restart_engine: bool
+) -> int:
+    """Serve until a signal, or until there is no engine any more.
+
+    Args:
+        start_engine: Starts an engine; called again after a death, if `restart_engine`.
+        settings: What is told about requests.
+        host: Address to listen at.
+        port: TCP port; 0 takes a free one.
+        restart_engine: Start another engine when one dies, instead of ending.
+
+    Returns:
+        The exit status: 0 after a signal, 1 after the engine's death.
+
+    Raises:
+        ConfigError: The port cannot be had.
+        ModelLoadError: The engine cannot be started.
+    """
+    with bind(host, port) as listener:  # before the engine is loaded: a port in use is known at once
+        address = listener.getsockname()
+        print(f"Loading the model; then the server listens at {url_of(address)}.", file=sys.stderr, flush=True)
+        if not settings.api_keys and not ipaddress.ip_address(address[0]).is_loopback:
+            print(
+                f"minivllm: warning: anybody who reaches {address[0]} can use this server: set --api-key, or leave --host out.",
+                file=sys.stderr,
+            )
+        keeper = EngineKeeper(start_engine, restart=restart_engine, on_end=lambda: server.end(1))
+        try:
+            state = ServerState(keeper, settings)
+            server = ApiServer(_uvicorn_config(state), state, greeting(url_of(address), state))
+            server.run(sockets=[listener])
+        except OSError as error:  # another server began to listen while this one loaded
+            raise ConfigError(_port_sentence(host, port, error)) from error
+        finally:
+            keeper.close_at_once()
+    return server.exit_status
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(state),
+        http="h11",  # it is always there, and bounds the size of headers
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(state.settings.shutdown_timeout + _LEEWAY),
+    )
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn's server, with another idea of the end, and with an exit status instead of a signal raised again.
+
+    Args:
+        config: uvicorn's.
+        state: The app's.
+        greeting: Printed when the server listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, greeting: str) -> None:
+        super().__init__(config)
+        self.exit_status = 0
+        self._state = state
+        self._greeting = greeting
+        self._num_signals = 0
+
+    def end(self, exit_status: int) -> None:
+        """Begin to end."""
+        self.exit_status = exit_status
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came: the first ends in order, the second at once, the third without waiting for anything."""
+        self._num_signals += 1
+        self.should_exit = True
+        if self._num_signals == 2:
+            self._state.closing.end_now()
+        elif self._num_signals > 2:
+            raise KeyboardInterrupt
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        print(self._greeting, file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to listen, wait for what runs, end the app."""
+        self._state.closing.begin(self._state.settings.shutdown_timeout)
+        await super().shutdown(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port, and does not listen yet.
+
+    Raises:
+        ConfigError: The address or the port cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(_port_sentence(host, port, error)) from error
+    except OverflowError:
+        raise ConfigError(f"port is {port}, but must be from 0 to 65535.") from None
+    return listener
+
+
+def _port_sentence(host: str, port: int, error: OSError) -> str:
+    return (
+        f"The server cannot listen at {host}, port {port} ({error.strerror or error}): choose another --port, or end who has it."
+    )
+
+
+def url_of(address: tuple) -> str:
+    """The URL of a socket's address."""
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def greeting(url: str, state: ServerState) -> str:
+    """What a person needs to know when the server listens."""
+    key = ' -H "Authorization: Bearer KEY"' if state.settings.api_keys else ""
+    return (
+        f"minivllm serves {state.model_name} at {url} until Ctrl-C. Try it:\n"
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"""-d '{{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}}'"""
+    )

@@ -1,0 +1,172 @@
+"""A server without a model, for tests: everything is real but the tokens, which are always the same sentence.
+
+The scheduler, the engine's thread, the tokenizer, uvicorn and its sockets are those that serve. The executor gives the tokens of
+`SENTENCE` over and over, after as many seconds as a test wants, with log-probabilities that are easy to check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.entrypoints.api_server import make_app
+from minivllm.entrypoints.engine_keeper import EngineKeeper
+from minivllm.entrypoints.server import ApiServer, bind, url_of
+from minivllm.entrypoints.server_state import ServerSettings, ServerState
+from minivllm.executor.base import Executor
+from minivllm.outputs import Logprob
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
+
+SENTENCE = " The quick brown fox jumps over the lazy dog."
+MODEL = "scripted"
+MAX_MODEL_LEN = 256
+MAX_NUM_SEQS = 4
+NUM_BLOCKS = 128
+
+
+class ScriptedExecutor(Executor):
+    """Says `SENTENCE`; each of n continuations begins a token later than the one before. A token's log-probability is minus a tenth
+    of its place in the sequence."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.script = tokenizer.encode(SENTENCE)
+        self.seconds_per_step = 0.0
+        self.failure: Exception | None = None
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return NUM_BLOCKS, 0
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        pass
+
+    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        time.sleep(self.seconds_per_step)
+        if self.failure is not None:
+            raise self.failure
+        return [self._speak(item) for item in output.scheduled]
+
+    def _speak(self, item: ScheduledSequence) -> SequenceOutput:
+        seq, params = item.seq, item.seq.request.sampling_params
+        result = SequenceOutput()
+        if item.needs_sampling:
+            for index in range(seq.index, seq.index + 1 + seq.num_unforked_siblings):
+                result.token_ids.append(self.script[(seq.num_output_tokens + index) % len(self.script)])
+            if params.logprobs is not None:
+                result.logprobs = [candidates(t, seq.num_tokens, params.logprobs) for t in result.token_ids]
+        if params.prompt_logprobs is not None and not seq.num_output_tokens:
+            prompt = seq.request.prompt_token_ids
+            positions = range(max(1, seq.num_computed_tokens), seq.num_computed_tokens + item.num_tokens)
+            result.prompt_logprobs = {p: candidates(prompt[p], p, params.prompt_logprobs) for p in positions}
+        return result
+
+
+def candidates(token_id: int, place: int, num_logprobs: int) -> dict[int, Logprob]:
+    """The chosen token is the second most likely one, so it is not among the top 1."""
+    entry = {token_id: Logprob(-place / 10, 2)}
+    for rank in [1, *range(3, 50)][: max(0, num_logprobs - 1) or num_logprobs]:
+        entry[token_id + rank] = Logprob(-place / 10 + (0.05 if rank == 1 else -rank), rank)
+    return entry
+
+
+def scripted_engine(smollm2_path: Path) -> AsyncLLMEngine:
+    """An engine whose `scripted` attribute is its executor."""
+    tokenizer = Tokenizer(smollm2_path)
+    model = ModelConfig(MODEL, smollm2_path, "none", {}, 1, 1, 1, 8, 49152, MAX_MODEL_LEN, (2,))
+    executor = ScriptedExecutor(tokenizer)
+    scheduler = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=1024)
+    engine = AsyncLLMEngine.from_engine(LLMEngine(model, CacheConfig(block_size=8), scheduler, executor, tokenizer))
+    engine.scripted = executor
+    return engine
+
+
+@dataclass
+class RunningServer:
+    """A server in a thread, and a client of it."""
+
+    url: str
+    client: httpx.Client
+    state: ServerState
+    server: ApiServer
+
+    @property
+    def engine(self) -> AsyncLLMEngine:
+        return self.state.keeper.engine
+
+    def complete(self, **body) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": "Once", **body})
+
+    def chat(self, **body) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **body})
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left of any request: no place taken, no stream, no sequence, no block."""
+        stats = self.engine.stats
+        left = (self.state.admission.num_sequences, self.engine.num_unfinished_requests(), stats.num_running, stats.num_waiting)
+        return left == (0, 0, 0, 0) and stats.num_used_blocks == 0
+
+    def tasks(self) -> int:
+        """How many tasks the server's event loop has."""
+        return asyncio.run_coroutine_threadsafe(_count_tasks(), self.engine._loop).result()
+
+
+async def _count_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+@contextlib.contextmanager
+def running_server(
+    start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings | None = None, *, restart: bool = False
+) -> Iterator[RunningServer]:
+    """Serve in a thread for as long as the block lasts."""
+    settings = settings or ServerSettings(shutdown_timeout=1)
+    listener = bind("127.0.0.1", 0)
+    url = url_of(listener.getsockname())
+    keeper = EngineKeeper(start_engine, restart=restart, on_end=lambda: server.end(1))
+    state = ServerState(keeper, settings)
+    config = uvicorn.Config(
+        make_app(state), http="h11", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5
+    )
+    server = ApiServer(config, state, "")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    wait_until(lambda: server.started)
+    with httpx.Client(base_url=url, timeout=20) as client:
+        try:
+            yield RunningServer(url, client, state, server)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=20)
+            keeper.close_at_once()
+    assert not thread.is_alive(), "the server did not end"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for something that should come soon."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def events(response: httpx.Response) -> Iterator[dict]:
+    """The JSON of a stream's events as they come, up to [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    for line in filter(None, response.iter_lines()):
+        assert line.startswith("data: ")
+        if line == "data: [DONE]":
+            return
+        yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream ended without [DONE]")
