@@ -6,6 +6,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
     "EngineTrace",
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from minivllm.config import EngineArgs
     from minivllm.core.scheduler import Scheduler
     from minivllm.core.static_batching import StaticBatchScheduler
+    from minivllm.engine.async_llm_engine import AsyncLLMEngine
     from minivllm.engine.llm_engine import LLMEngine
     from minivllm.engine.trace import EngineTrace
     from minivllm.entrypoints.llm import LLM
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "LLM": "entrypoints.llm",
+    "AsyncLLMEngine": "engine.async_llm_engine",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "EngineTrace": "engine.trace",

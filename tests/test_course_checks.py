@@ -245,6 +245,18 @@ def test_what_has_no_source_is_told_in_a_sentence(thing):
     assert caught.value._render_traceback_() == [f"SourceError: {caught.value}"]
 
 
+def test_an_object_that_fails_when_it_is_looked_at_is_refused_by_its_class():
+    class Awkward:
+        def __getattr__(self, name):
+            raise RuntimeError("not now")
+
+        def __repr__(self):
+            raise RuntimeError("not now either")
+
+    with pytest.raises(SourceError, match="not for a `Awkward`"):
+        find_source(Awkward())
+
+
 def test_a_notebook_shows_source_highlighted_and_as_text():
     package, _, (mine,), (method,), (bare,) = run_cells(
         "from minivllm.core.block_allocator import BlockAllocator\nshow_source(BlockAllocator)",

@@ -27,6 +27,8 @@ def pages(tmp_path_factory):
         browser = launch(playwright.chromium)
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
         page.set_default_timeout(PATIENCE * 1000)
+        # On a busy machine JupyterLab asks which kernel to take when a cell is run before the one it has started is connected.
+        page.add_locator_handler(page.locator(".jp-Dialog"), accept)
 
         def visit(lesson):
             page.goto(f"{address}/lab/tree/{lesson}.ipynb?reset")
@@ -38,6 +40,11 @@ def pages(tmp_path_factory):
             yield visit
         finally:
             browser.close()
+
+
+def accept(dialog):
+    print("JupyterLab asked:", dialog.first.inner_text())
+    dialog.first.locator(".jp-mod-accept").click()
 
 
 def run_all_cells(page):

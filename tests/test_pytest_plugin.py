@@ -100,6 +100,16 @@ def test_the_table_has_a_row_for_each_check_and_the_totals(graded):
     }
 
 
+def test_no_cell_of_the_table_is_a_formula(tmp_path):
+    notebook = make_exercise(solved_notebook())
+    check = next(cell for cell in notebook.cells if cell.id == "check-add")
+    check.source = check.source.replace(CHECKS[0], "=HYPERLINK(A1)")
+    nbformat.write(notebook, tmp_path / "formula.ipynb")
+    run_pytest(tmp_path, "--nbval", "--grades", "grades.csv", "formula.ipynb")
+    with (tmp_path / "grades.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["check"] for row in csv.DictReader(file)] == ["'=HYPERLINK(A1)", CHECKS[1], "total"]
+
+
 def test_a_check_that_does_not_end_gets_no_points_and_the_others_theirs(tmp_path):
     notebook = solved_notebook(answer="def add(a, b):\n    while True:\n        pass\n\n\ndef twice(a):\n    return 2 * a\n")
     nbformat.write(notebook, tmp_path / "slow.ipynb")

@@ -14,11 +14,11 @@ from pathlib import Path
 from threading import Event
 
 from minivllm.course.cells import GradedCell
+from minivllm.course.foreign_text import without_colours
 from minivllm.course.limits import CellRun, Limits
 from minivllm.course.runner import Surroundings, run_cells
 from minivllm.course.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MOST_REASON = 600
 
 
@@ -218,5 +218,5 @@ def _error(name: str, text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    text = _ANSI.sub("", text).strip()
+    text = without_colours(text).strip()
     return text if len(text) <= _MOST_REASON else text[:_MOST_REASON].rstrip() + " …"

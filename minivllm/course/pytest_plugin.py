@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.course.checks import count_points
+from minivllm.course.foreign_text import csv_text
 
 if TYPE_CHECKING:
     import pytest
@@ -108,5 +109,5 @@ class PointCounter:
             for notebook, checks in self._checks.items():
                 rows = [(self._points(test, check), check.points) for test, check in checks.items()]
                 for check, row in zip(checks.values(), rows, strict=True):
-                    table.writerow([notebook, check.name, *row])
-                table.writerow([notebook, "total", *map(sum, zip(*rows, strict=True))])
+                    table.writerow([csv_text(notebook), csv_text(check.name), *row])
+                table.writerow([csv_text(notebook), "total", *map(sum, zip(*rows, strict=True))])

@@ -16,10 +16,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from minivllm.course.checks import count_points
+from minivllm.course.foreign_text import csv_text, plain, plain_but_coloured
 from minivllm.course.grading import Grade
 
-_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MOST_SOURCE = 100_000
 _MOST_HTML = 300_000
 _TAGS = frozenset(
@@ -40,11 +39,6 @@ _STYLE = """
 """
 
 
-def plain(text: str) -> str:
-    """A text without colour codes and without characters that XML and HTML cannot have."""
-    return _NOT_IN_XML.sub("\ufffd", _ANSI.sub("", text))
-
-
 def write_csv(grades: Sequence[Grade], path: Path) -> None:
     """`grades.csv`: a row for each submission, with its score, the points of each check, and why not all.
 
@@ -59,18 +53,12 @@ def write_csv(grades: Sequence[Grade], path: Path) -> None:
     ]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["learner", "notebook", "score", "max", *map(_csv_text, titles), "reason"])
+        writer.writerow(["learner", "notebook", "score", "max", *map(csv_text, titles), "reason"])
         for grade in grades:
             submission = grade.submission
             points = {(submission.lesson.name, result.check.cell_id): f"{result.points:g}" for result in grade.results}
-            row = [_csv_text(submission.learner), _csv_text(submission.lesson.name), f"{grade.score:g}", f"{grade.most:g}"]
-            writer.writerow([*row, *(points.get(column, "") for column in columns), _csv_text(grade.reason)])
-
-
-def _csv_text(text: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
-    text = " ".join(plain(text).split())
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+            row = [csv_text(submission.learner), csv_text(submission.lesson.name), f"{grade.score:g}", f"{grade.most:g}"]
+            writer.writerow([*row, *(points.get(column, "") for column in columns), csv_text(grade.reason)])
 
 
 def write_junit(grades: Sequence[Grade], path: Path) -> None:
@@ -230,11 +218,6 @@ def _harmless(text: str) -> str:
 
     attributes = {"*": ["class", "style", "title"], "td": ["colspan", "rowspan"], "th": ["colspan", "rowspan"]}
     return bleach.clean(text, tags=_TAGS, attributes=attributes, css_sanitizer=CSSSanitizer(), strip=True)
-
-
-def plain_but_coloured(text: str) -> str:
-    """A text whose only control characters are those of colour codes."""
-    return "\x1b".join(_NOT_IN_XML.sub("\ufffd", part) for part in text.split("\x1b"))
 
 
 def format_summary(grades: Iterable[Grade], most_width: int = 100) -> str:

@@ -96,7 +96,10 @@ def _unwrap(obj: Any) -> Any:
     for _ in range(100):
         if isinstance(obj, type) or (inspect.isfunction(obj) and not hasattr(obj, "__wrapped__")):
             break
-        inner = next((value for name in _WRAPPERS if callable(value := getattr(obj, name, None))), None)
+        try:
+            inner = next((value for name in _WRAPPERS if callable(value := getattr(obj, name, None))), None)
+        except Exception:  # an object whose __getattr__ fails in a way of its own
+            break
         if inner is None:
             break
         obj = inner
@@ -162,5 +165,8 @@ def _holds(node: ast.ClassDef, cls: type) -> bool:
 
 
 def _shorten(obj: Any) -> str:
-    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
-    return f"`{name}`" if name else textwrap.shorten(repr(obj), 60, placeholder=" …")
+    try:
+        name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
+        return f"`{name}`" if name else textwrap.shorten(repr(obj), 60, placeholder=" …")
+    except Exception:  # a repr that fails
+        return f"a `{type(obj).__name__}`"

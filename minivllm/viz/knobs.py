@@ -39,7 +39,7 @@ START: Mapping[str, Any] = {
     "distribution": "longtail",
     "scheduler": "continuous",
 }
-_LABEL_WIDTH = "120px"
+_LABEL_WIDTH = "180px"
 _DELAY = 0.02
 """Seconds in which further moves are waited for before a run begins: those that have queued up while the last one ran."""
 
@@ -101,7 +101,7 @@ def _make_knob(widgets: Any, name: str, values: Sequence[Any], value: Any) -> An
     is_word = any(isinstance(choice, str) for choice in values)
     options = [(choice if isinstance(choice, str) else f"{choice:g}", choice) for choice in values]
     if is_word:
-        return widgets.ToggleButtons(options=options, value=value, style={"button_width": "100px"})
+        return widgets.ToggleButtons(options=options, value=value, style={"button_width": "140px"})
     return widgets.SelectionSlider(options=options, value=value, layout={"flex": "1 1 auto", "width": "auto"})
 
 

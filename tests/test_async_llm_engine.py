@@ -1,0 +1,608 @@
+"""AsyncLLMEngine: the tokens of `LLM.generate` as streams, given up at any time, with the engine in a thread or in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EngineArgs
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine import core_messages
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import AbortRequest, AddRequest, EngineStats, RequestDelta, SetTracing, Shutdown, StepDone
+from minivllm.engine.engine_core_proc import pack_engine_args, unpack_engine_args
+from minivllm.engine.process_per_request import ProcessPerRequestEngine
+from minivllm.engine.request_stream import RequestStream
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
+from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics
+from minivllm.sampling_params import RequestOutputKind
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+PROMPT = "The capital of France is"
+SMALL = EngineArgs("smollm2-135m", num_gpu_blocks_override=256, max_num_seqs=8)
+
+
+@pytest.fixture
+def engine(llm):
+    """The shared model's engine, in a thread."""
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+    yield engine
+    engine.shutdown()
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.fixture(scope="module")
+def in_a_process():
+    """An engine in a process of its own."""
+    engine = AsyncLLMEngine.from_engine_args(replace(SMALL, enable_prefix_caching=True))
+    yield engine
+    engine.shutdown()
+
+
+async def collect(engine, prompt, params, **options):
+    return [output async for output in engine.generate(prompt, params, **options)]
+
+
+async def becomes(condition, seconds=10.0):
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not become so"
+        await asyncio.sleep(0.01)
+
+
+def joined(outputs):
+    """The text and tokens of each continuation, put together from deltas."""
+    texts, tokens = {}, {}
+    for output in outputs:
+        for completion in output.outputs:
+            texts[completion.index] = texts.get(completion.index, "") + completion.text
+            tokens[completion.index] = tokens.get(completion.index, []) + completion.token_ids
+    return texts, tokens
+
+
+# -- what a stream has ----------------------------------------------------------------------------------------------
+
+VARIED = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0, max_tokens=40, stop=["answer", "\n\nThe"]),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, stop="e", n=2, logprobs=0),
+]
+
+
+def test_all_kinds_of_output_say_what_generate_says(llm):
+    expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
+
+    async def run(engine, kind):
+        return await asyncio.gather(*[collect(engine, PROMPT, replace(params, output_kind=kind)) for params in VARIED])
+
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+    results = {kind: asyncio.run(run(engine, kind)) for kind in (CUMULATIVE, DELTA, FINAL_ONLY)}
+    engine.shutdown()
+    for i, final in enumerate(expected):
+        for kind in (CUMULATIVE, FINAL_ONLY):
+            last = results[kind][i][-1]
+            assert last.finished
+            assert [msgspec.structs.asdict(c) if isinstance(c, msgspec.Struct) else c for c in last.outputs] == final.outputs
+            assert last.prompt_logprobs == final.prompt_logprobs
+        assert len(results[FINAL_ONLY][i]) == 1
+        texts, tokens = joined(results[DELTA][i])
+        assert texts == {c.index: c.text for c in final.outputs}
+        assert tokens == {c.index: c.token_ids for c in final.outputs}
+        reasons = [c for output in results[DELTA][i] for c in output.outputs if c.finished]
+        assert sorted((c.index, c.finish_reason, c.stop_reason) for c in reasons) == [
+            (c.index, c.finish_reason, c.stop_reason) for c in final.outputs
+        ]
+        logprobs = [entry for output in results[DELTA][i] for c in output.outputs if c.index == 0 for entry in c.logprobs or []]
+        assert logprobs == (final.outputs[0].logprobs or [])
+        assert results[DELTA][i][0].prompt_logprobs == final.prompt_logprobs
+
+
+def test_the_engine_itself_gives_deltas_too(llm):
+    engine, params = llm.llm_engine, replace(VARIED[2], output_kind=DELTA)
+    engine.add_request("delta", PROMPT, params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    final = llm.generate(PROMPT, VARIED[2], use_tqdm=False)[0]
+    assert joined(outputs)[0] == {c.index: c.text for c in final.outputs}
+    assert all(c.text or c.token_ids or c.finished for output in outputs for c in output.outputs)
+
+
+def test_a_slow_reader_gets_several_tokens_at_once(engine):
+    async def run():
+        params = SamplingParams(temperature=0, max_tokens=12, output_kind=DELTA)
+        outputs = []
+        async for output in engine.generate(PROMPT, params):
+            outputs.append(output)
+            await asyncio.sleep(0 if len(outputs) > 1 else 1.5)
+        return outputs
+
+    outputs = asyncio.run(run())
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 12
+    assert len(outputs) < 6
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=4), st.booleans()), min_size=1, max_size=12), st.data())
+def test_what_a_stream_joins_is_what_was_put_into_it(pieces, data):
+    """Whenever it is read, and in whichever pieces."""
+    taken, expected, ended = {}, {}, set()
+
+    async def run(kind):
+        params = SamplingParams(n=3, output_kind=kind)
+        stream = RequestStream("r", None, [1], params, 0.0)
+        last = None
+        for position, (index, text, ends) in enumerate(pieces):
+            if index in ended:
+                continue
+            expected[index] = expected.get(index, "") + text
+            ended.update([index] if ends else [])
+            new = CompletionOutput(index, text, [position], finish_reason="stop" if ends else None)
+            stream.put(RequestDelta("r", [new], finished=position == len(pieces) - 1))
+            if data.draw(st.booleans()):
+                last = await stream.get()
+                if kind is DELTA:
+                    for output in last.outputs:
+                        taken[output.index] = taken.get(output.index, "") + output.text
+        return last, stream
+
+    last, stream = asyncio.run(run(DELTA))
+    rest = {output.index: output.text for output in stream._outputs.values()}
+    assert {index: taken.get(index, "") + rest.get(index, "") for index in expected} == expected
+    taken, expected, ended = {}, {}, set()
+    last, stream = asyncio.run(run(CUMULATIVE))
+    assert {output.index: output.text for output in stream._outputs.values()} == expected
+    if last is not None:
+        assert all(expected[output.index].startswith(output.text) for output in last.outputs)
+
+
+# -- giving up ------------------------------------------------------------------------------------------------------
+
+
+def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
+    async def run():
+        params = SamplingParams(max_tokens=400, ignore_eos=True, n=2)
+        async with aclosing(engine.generate(PROMPT, params)) as stream:
+            await anext(stream)
+            await becomes(lambda: engine.stats.num_running == 2)
+            assert engine.stats.num_used_blocks > 0
+            steps = engine.stats.num_steps
+        await becomes(lambda: engine.stats.num_used_blocks == 0)
+        assert engine.stats.num_steps <= steps + 2  # the one that ran, and one that had begun when it was closed
+        assert engine.num_unfinished_requests() == 0
+
+    asyncio.run(run())
+
+
+def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
+    async def run():
+        long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        alone = (await collect(engine, PROMPT, short))[-1].outputs[0].token_ids
+        tasks = [asyncio.create_task(collect(engine, PROMPT, params)) for params in (long, short, long)]
+        await becomes(lambda: engine.stats.num_running == 3)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        outputs = await tasks[1]
+        assert outputs[-1].outputs[0].token_ids == alone
+        await becomes(lambda: engine.stats == EngineStats(num_gpu_blocks=engine.num_gpu_blocks, num_steps=engine.stats.num_steps))
+
+    asyncio.run(run())
+
+
+def test_abort_ends_the_stream_with_a_reason(engine):
+    async def run():
+        params = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=DELTA, n=2)
+        outputs = []
+        async for output in engine.generate(PROMPT, params, "mine"):
+            outputs.append(output)
+            await engine.abort("mine")
+            await engine.abort("nobody's")
+        assert outputs[-1].finished
+        assert [c.finish_reason for c in outputs[-1].outputs] == ["abort", "abort"]
+
+    asyncio.run(run())
+
+
+@settings(max_examples=12)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=12))
+def test_whoever_leaves_whenever_everything_is_free_in_the_end(llm, workload):
+    """Lengths of prompts and outputs, n, and after how many outputs each leaves (0: before the first)."""
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+
+    async def one(number, num_prompt, num_output, n, leaves_after):
+        params = SamplingParams(n=n, max_tokens=num_output, ignore_eos=True, seed=number)
+        async with aclosing(engine.generate([number + 5] * num_prompt, params)) as stream:
+            count = 0
+            async for output in stream:
+                count += 1
+                if output.finished:
+                    assert [len(c.token_ids) for c in output.outputs] == [num_output] * n
+                if count > leaves_after:
+                    return
+
+    async def run():
+        await asyncio.gather(*[one(number, *item) for number, item in enumerate(workload)])
+        await becomes(lambda: engine.stats.num_running + engine.stats.num_waiting + engine.stats.num_used_blocks == 0)
+
+    asyncio.run(run())
+    engine.shutdown()
+    assert llm.llm_engine.block_manager.get_num_free_gpu_blocks() == llm.llm_engine.block_manager.num_gpu_blocks
+    assert not llm.llm_engine.output_processor.states
+
+
+# -- bad requests, and what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "request_id", "says"),
+    [
+        ("", SamplingParams(), None, "The prompt is empty"),
+        ([10**6], SamplingParams(), None, "out of range"),
+        (PROMPT, SamplingParams(n=100), None, "lower n"),
+        ("word " * 9000, SamplingParams(), None, "shorten it"),
+        (PROMPT, SamplingParams(), "line\nbreak", "printable"),
+        (PROMPT, {"n": 1}, None, "must be a SamplingParams"),
+        (PROMPT, SamplingParams(stop_token_ids=[10**6]), None, "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_is_refused_at_the_door(engine, prompt, params, request_id, says):
+    with pytest.raises(RequestError, match=says):
+        asyncio.run(collect(engine, prompt, params, request_id=request_id))
+    assert engine.num_unfinished_requests() == 0
+
+
+def test_two_requests_cannot_have_one_id(engine):
+    async def run():
+        async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), "mine")) as stream:
+            await anext(stream)
+            with pytest.raises(RequestError, match="There is a request 'mine' already"):
+                await collect(engine, PROMPT, SamplingParams(), request_id="mine")
+            assert not (await anext(stream)).finished
+
+    asyncio.run(run())
+
+
+class BrokenScheduler(Scheduler):
+    def schedule(self):
+        raise ZeroDivisionError("a scheduler in error")
+
+
+def test_an_engine_that_fails_ends_every_stream_with_the_cause():
+    engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=BrokenScheduler), in_process=True)
+
+    async def run():
+        results = await asyncio.gather(*[collect(engine, PROMPT, None) for _ in range(3)], return_exceptions=True)
+        assert [str(error) for error in results] == ["The engine has ended: ZeroDivisionError: a scheduler in error."] * 3
+        assert str(await engine.wait_dead()) == str(results[0])
+        for attempt in (collect(engine, PROMPT, None), anext(engine.steps())):
+            with pytest.raises(EngineDeadError, match="a scheduler in error"):
+                await attempt
+
+    asyncio.run(run())
+    engine.shutdown()
+
+
+def test_a_model_that_fails_in_a_step_ends_the_requests_of_that_step(llm, monkeypatch):
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+
+    def fails(output):
+        monkeypatch.undo()
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(llm.llm_engine.executor, "execute_model", fails)
+
+    async def run():
+        failed = (await collect(engine, PROMPT, None))[-1]
+        assert failed.finished
+        assert "too much" in failed.error
+        engine.check_health()
+        return (await collect(engine, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
+
+    assert asyncio.run(run()) == " Paris"
+    engine.shutdown()
+
+
+def test_shutting_down_ends_the_streams(llm):
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+
+    async def run():
+        stream = engine.generate(PROMPT, SamplingParams(max_tokens=300, ignore_eos=True))
+        await anext(stream)
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(run())
+    engine.shutdown()
+    for request_id in list(llm.llm_engine.scheduler.requests):
+        llm.llm_engine.abort_request(request_id)
+
+
+def test_an_engine_serves_one_event_loop_after_another(engine):
+    params = SamplingParams(temperature=0, max_tokens=2)
+
+    async def abandons():
+        stream = engine.generate(PROMPT, replace(params, max_tokens=500))
+        await anext(stream)
+        return stream
+
+    kept = asyncio.run(abandons())
+    for _ in range(2):
+        assert asyncio.run(collect(engine, PROMPT, params))[-1].outputs[0].text == " Paris."
+    del kept
+    assert engine.num_unfinished_requests() == 0
+
+
+def test_the_event_loop_is_free_while_the_model_computes(engine):
+    async def run():
+        task = asyncio.create_task(collect(engine, [100] * 2000, SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0)
+        ticks = 0
+        while not task.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(run()) >= 10
+
+
+# -- watching -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
+    async def run():
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        task = asyncio.create_task(collect(engine, PROMPT, params, request_id="watched"))
+        await becomes(lambda: engine.stats.num_running == 1)
+        async with aclosing(engine.steps()) as steps:
+            records = [await anext(steps) for _ in range(5)]
+            assert [record.phase for record in records] == ["decode"] * 5
+            assert all({key.request_id for key in record.block_tables} == {"watched"} for record in records)
+            lengths = [record.scheduled[0].context_len for record in records]
+            assert lengths == list(range(lengths[0], lengths[0] + 5))
+            assert not llm.llm_engine.trace.steps
+            await task
+            for number in range(3):
+                await collect(engine, PROMPT, replace(params, max_tokens=2), request_id=f"more {number}")
+            assert not llm.llm_engine.trace.requests
+        await collect(engine, PROMPT, replace(params, max_tokens=1))
+        assert llm.llm_engine.trace is None
+
+    asyncio.run(run())
+
+
+def test_metrics_count_what_was_done(in_a_process):
+    def read(name):
+        values = [line.split()[-1] for line in in_a_process.metrics.render().decode().split("\n") if line.startswith(name)]
+        return sum(map(float, values))
+
+    names = {
+        "prompt": "minivllm:prompt_tokens_total{",
+        "generated": "minivllm:generation_tokens_total{",
+        "ttft": "minivllm:time_to_first_token_seconds_count{",
+        "itl": "minivllm:inter_token_latency_seconds_count{",
+        "e2e": "minivllm:e2e_request_latency_seconds_count{",
+        "hits": "minivllm:prefix_cache_hits_total{",
+        "length": 'minivllm:request_success_total{finished_reason="length"',
+        "abort": 'minivllm:request_success_total{finished_reason="abort"',
+    }
+    before = {key: read(name) for key, name in names.items()}
+
+    async def run():
+        prompt = list(range(500, 533))
+        for _ in range(2):  # the second time, two whole blocks are in the prefix cache
+            await collect(in_a_process, prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+        async with aclosing(in_a_process.generate([77] * 5, SamplingParams(max_tokens=300, ignore_eos=True))) as stream:
+            await anext(stream)
+        await becomes(lambda: in_a_process.stats.num_running == 0)
+
+    asyncio.run(run())
+    gained = {key: read(name) - before[key] for key, name in names.items()}
+    assert gained["prompt"] == 33 + 33 + 5
+    assert gained["hits"] == 32
+    assert gained["generated"] >= 10 + 1
+    assert gained["ttft"] == 3
+    assert gained["itl"] >= 8
+    assert (gained["e2e"], gained["length"], gained["abort"]) == (2, 2, 1)
+    assert read("minivllm:num_requests_running{") == read("minivllm:kv_cache_usage_perc{") == 0
+
+
+# -- the process ----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_generates_what_llm_generates(in_a_process, llm):
+    expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
+
+    async def run():
+        return await asyncio.gather(*[collect(in_a_process, PROMPT, params) for params in VARIED])
+
+    outputs = [outputs[-1] for outputs in asyncio.run(run())]
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    assert in_a_process.process_id != os.getpid()
+
+
+def test_a_killed_engine_ends_every_stream_within_two_seconds():
+    engine = AsyncLLMEngine.from_engine_args(SMALL)
+
+    async def run():
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        tasks = [asyncio.create_task(collect(engine, [100 + i] * 5, params)) for i in range(32)]
+        await becomes(lambda: engine.stats.num_running == 8)
+        os.kill(engine.process_id, signal.SIGKILL)
+        done, pending = await asyncio.wait(tasks, timeout=2.0)
+        assert not pending
+        assert {str(task.exception()) for task in done} == {"The engine has ended: its process was killed by SIGKILL."}
+        assert engine.num_unfinished_requests() == 0
+
+    asyncio.run(run())
+    engine.shutdown()
+
+
+def test_the_process_ends_with_its_frontend():
+    code = """
+        import os, sys
+        from minivllm.config import EngineArgs
+        from minivllm.engine.async_llm_engine import AsyncLLMEngine
+        engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m", num_gpu_blocks_override=64))
+        print(engine.process_id, flush=True)
+        sys.stdin.read()
+        """
+    frontend = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    process_id = int(frontend.stdout.readline())
+    frontend.kill()
+    frontend.communicate()
+
+    async def ends():
+        await becomes(lambda: not is_running(process_id))
+
+    asyncio.run(ends())
+
+
+def is_running(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in open(f"/proc/{process_id}/stat").read().rpartition(")")[2].split()[0]  # noqa: PTH123
+
+
+def test_what_keeps_an_engine_from_starting_is_told_in_its_words(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError):
+        AsyncLLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"watch AsyncLLMEngine.steps\(\)"):
+        AsyncLLMEngine.from_engine_args(replace(SMALL, trace=True))
+    with pytest.raises(ConfigError, match="cache"):  # found in the process, when the model is loaded
+        AsyncLLMEngine.from_engine_args(replace(SMALL, num_gpu_blocks_override=None, kv_cache_memory_bytes=1))
+
+
+def test_a_class_goes_into_the_process_by_its_name():
+    class Local(Scheduler):
+        pass
+
+    args = replace(SMALL, scheduler_cls=Scheduler, model="smollm2-135m")
+    packed = pack_engine_args(args)
+    assert unpack_engine_args(msgspec.json.decode(msgspec.json.encode(packed))) == args
+    with pytest.raises(ConfigError, match="put the class into a module, or run the engine in this process"):
+        pack_engine_args(replace(args, scheduler_cls=Local))
+
+
+def test_no_thread_stays_behind(llm):
+    before = set(threading.enumerate())
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+    asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=1)))
+    engine.shutdown()
+    end = time.monotonic() + 5
+    while {thread for thread in set(threading.enumerate()) - before if "minivllm" in thread.name} and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not {thread.name for thread in set(threading.enumerate()) - before if "minivllm" in thread.name}
+
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+LOGPROBS = [{5: Logprob(-0.25, 1, "x"), 7: Logprob(-2.5, 3)}]
+COMPLETION = CompletionOutput(1, "né\U0001f600", [5], -0.25, LOGPROBS, "stop", "end")
+MESSAGES = [
+    AddRequest("r", [1, 2], {"stop": ["x"], "logit_bias": {"5": 1.0}}, 1.5, -1),
+    AbortRequest("r"),
+    SetTracing(True),
+    Shutdown(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_to_the_core_come_back_whole(message):
+    assert core_messages.decode_to_core(core_messages.encode(message)) == message
+
+
+def test_messages_from_the_core_come_back_whole(llm):
+    engine = llm.llm_engine
+    engine.start_trace()
+    llm.generate([PROMPT] * 2, SamplingParams(n=2, max_tokens=2), use_tqdm=False)
+    record = engine.trace.steps[-1]
+    engine.stop_trace()
+    delta = RequestDelta("r", [COMPLETION], True, RequestMetrics(1.0, 2.0), [None, *LOGPROBS], "an error")
+    message = StepDone([delta], EngineStats(1, 2, 3, 4, 5, 6), record)
+    assert core_messages.decode_from_core(core_messages.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80",
+        msgspec.msgpack.encode({"type": "Nothing"}),
+        msgspec.msgpack.encode({"type": "AbortRequest", "request_id": 5}),
+        msgspec.msgpack.encode({"type": "AbortRequest", "request_id": "r", "more": 1}),
+        msgspec.msgpack.encode({"type": "AddRequest", "request_id": "r", "prompt_token_ids": ["1"], "params": {}}),
+    ],
+)
+def test_a_message_that_is_none_is_refused(data):
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        core_messages.decode_to_core(data)
+
+
+def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_a_process):
+    client = in_a_process._client
+    with client._lock:
+        client._input.send(b"nonsense")
+
+    async def run():
+        task = asyncio.create_task(collect(in_a_process, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), request_id="r"))
+        await becomes(lambda: in_a_process.stats.num_running == 1)
+        client.send(AddRequest("r", [1], {}, 0.0))  # the id is taken
+        outputs = await task
+        assert outputs[-1].error.startswith("There is a request 'r' already")
+        client.send(AbortRequest("r"))
+        return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
+
+    assert asyncio.run(run()) == " Paris"
+
+
+# -- a process for each request -------------------------------------------------------------------------------------
+
+
+def test_a_process_for_each_request_answers_the_same(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
+    engine = ProcessPerRequestEngine(SMALL, max_processes=1)
+
+    async def run():
+        tasks = [asyncio.create_task(collect(engine, PROMPT, params)) for _ in range(3)]
+        await becomes(lambda: engine.num_unfinished_requests() == 3)
+        tasks[2].cancel()
+        outputs = await asyncio.gather(*tasks[:2])
+        assert [output[-1].outputs[0].text for output in outputs] == [expected, expected]
+        assert engine.num_unfinished_requests() == 0
+        with pytest.raises(RequestError, match="empty"):
+            await collect(engine, "", params)
+        engine.shutdown()
+        with pytest.raises(EngineDeadError):
+            await collect(engine, PROMPT, params)
+
+    asyncio.run(run())
+
+
+def test_llm_is_still_what_it_was(llm):
+    assert isinstance(llm, LLM)
+    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0].outputs[0].text == " Paris."
