@@ -379,7 +379,7 @@ def test_without_a_key_nothing_but_health_answers(smollm2_path):
         wrong = [
             "Bearer first-ke",
             "Bearer",
-            "Bearer  ",
+            "Bearer x y",
             "first-key",
             "Basic !!!",
             "Basic " + base64.b64encode(b"first-key").decode(),
@@ -472,7 +472,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server):
 
 
 class StreamReader(threading.Thread):
-    """Reads a stream to its end."""
+    """Reads a stream to its end, or the error that came instead."""
 
     def __init__(self, server, **body):
         super().__init__()
@@ -484,7 +484,8 @@ class StreamReader(threading.Thread):
             httpx.Client(timeout=20) as client,
             client.stream("POST", f"{self.server.url}/v1/completions", json=self.body) as response,
         ):
-            self.chunks.extend(events(response))
+            self.status = response.status_code
+            self.chunks.extend(events(response) if self.status == 200 else [json.loads(response.read())])
 
 
 def test_the_end_lets_finish_what_runs(smollm2_path):
@@ -529,6 +530,9 @@ def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2
         for reader in readers:
             reader.join()
             assert reader.chunks[-1]["error"]["code"] == "engine_dead"
+        assert sorted(reader.status for reader in readers) == [200] * MAX_NUM_SEQS + [503] * 4, (
+            "who had no token yet gets a status"
+        )
         wait_until(lambda: server.server.should_exit)
     assert server.server.exit_status == 1
 

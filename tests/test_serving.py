@@ -1,0 +1,269 @@
+"""`minivllm serve` on the real model, as a person starts it, and OpenAI's own client, unchanged."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+from minivllm.entrypoints import cli
+from minivllm.sampling_params import SamplingParams
+
+MODEL = "smollm2-135m"
+KEY = "a-key-for-tests"
+SMALL = ["--num-gpu-blocks-override", "512", "--max-num-seqs", "16"]
+PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Zwei und zwei sind", "The opposite of hot is"]
+CHAT = [{"role": "user", "content": "Name a colour."}]
+
+
+class ServeProcess:
+    """`minivllm serve` in a process of its own, and its log."""
+
+    def __init__(self, *options, log):
+        self.log = log
+        environment = os.environ | {"MINIVLLM_API_KEY": KEY}
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", MODEL, "--port", "0", *SMALL, *options]
+            self.process = subprocess.Popen(command, stderr=file, env=environment)
+        self.url = self._wait_for_url()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+
+    def _wait_for_url(self):
+        deadline = time.monotonic() + 180
+        while (found := re.search(r"serves \S+ at (http://\S+) until Ctrl-C", self.log.read_text())) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        return found[1]
+
+    def records(self):
+        """The lines of the log that are JSON."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def end(self, sig=signal.SIGTERM):
+        self.client.close()
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = ServeProcess(log=tmp_path_factory.mktemp("serve") / "log")
+    yield served
+    served.end()
+
+
+@pytest.fixture
+def client(served):
+    return served.client
+
+
+def test_greedy_text_is_that_of_llm_generate(client, llm):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    expected = [output.text for output in outputs]
+    completion = client.completions.create(model=MODEL, prompt=PROMPTS, temperature=0, max_tokens=24)
+    assert [choice.text for choice in completion.choices] == expected
+    assert [
+        client.completions.create(model=MODEL, prompt=p, temperature=0, max_tokens=24).choices[0].text for p in PROMPTS
+    ] == expected
+    assert completion.usage.completion_tokens == sum(len(output.token_ids) for output in outputs)
+
+
+def test_greedy_chat_is_that_of_llm_chat(client, llm):
+    expected = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0]
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_completion_tokens=16)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == expected.finish_reason
+
+
+def test_streamed_pieces_join_to_the_whole_text(client):
+    wanted = {"model": MODEL, "prompt": PROMPTS[:2], "temperature": 0.9, "seed": 7, "n": 2, "max_tokens": 12}
+    whole = client.completions.create(**wanted)
+    texts = dict.fromkeys(range(4), "")
+    reasons = {}
+    for chunk in client.completions.create(**wanted, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert len(set(texts.values())) == 4, "with a temperature they differ"
+
+
+def test_a_streamed_chat_joins_and_ends_with_its_usage(client):
+    wanted = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**wanted)
+    chunks = list(client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+def test_openais_stream_helper_understands_the_stream(client):
+    with client.chat.completions.stream(model=MODEL, messages=CHAT, temperature=0, max_tokens=8) as stream:
+        deltas = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert stream.get_final_completion().choices[0].message.content == deltas != ""
+
+
+def test_a_seed_repeats_an_answer_and_another_one_does_not(client):
+    def say(seed):
+        return client.completions.create(model=MODEL, prompt="My favourite", seed=seed, max_tokens=12).choices[0].text
+
+    assert say(1) == say(1) != say(2)
+
+
+def test_stop_strings_end_the_text(client):
+    whole = client.completions.create(model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=24).choices[0].text
+    stop = whole[4:8]
+    choice = client.completions.create(model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=24, stop=[stop]).choices[0]
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_logprobs_of_completions(client):
+    choice = client.completions.create(
+        model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=4, logprobs=3, echo=True
+    ).choices[0]  # fmt: skip
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
+    assert [
+        choice.text[offset:][: len(token)] for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    ] == logprobs.tokens
+    assert logprobs.token_logprobs[0] is None and all(value <= 0 for value in logprobs.token_logprobs[1:])
+    for token, value, top in list(zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True))[-4:]:
+        assert top[token] == value == max(top.values()), "greedy takes the most likely"
+
+
+def test_logprobs_of_chats(client):
+    choice = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=4, logprobs=True, top_logprobs=2
+    ).choices[0]  # fmt: skip
+    content = choice.logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in content).decode() == choice.message.content
+    assert all(entry.token == entry.top_logprobs[0].token and len(entry.top_logprobs) == 2 for entry in content)
+
+
+def test_token_ids_are_a_prompt_too(client, tokenizer):
+    texts = [
+        client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8).choices[0].text
+        for prompt in (PROMPTS[0], tokenizer.encode(PROMPTS[0]), [tokenizer.encode(PROMPTS[0])])
+    ]
+    assert len(set(texts)) == 1
+
+
+def test_vllms_extra_fields_come_through_extra_body(client):
+    extra = {"top_k": 1, "min_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.0, "priority": 0}
+    greedy = client.completions.create(model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=8).choices[0].text
+    assert client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=8, extra_body=extra).choices[0].text == greedy
+
+
+def test_errors_are_those_that_the_client_knows(served, client):
+    with pytest.raises(openai.BadRequestError, match="temperature is -1") as caught:
+        client.completions.create(model=MODEL, prompt="a", temperature=-1)
+    assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError, match="There is no model"):
+        client.completions.create(model="gpt-5", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="takes at most"):
+        client.completions.create(model=MODEL, prompt="word " * 9000, stream=True)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="another", max_retries=0).models.list()
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_many_streams_at_once_get_what_they_would_get_alone(client):
+    def stream(prompt):
+        chunks = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=16, stream=True)
+        return "".join(choice.text for chunk in chunks for choice in chunk.choices)
+
+    alone = [stream(prompt) for prompt in PROMPTS]
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        assert list(pool.map(stream, PROMPTS * 4)) == alone * 4
+
+
+def test_a_reader_that_stops_in_the_middle_frees_its_blocks(served, client):
+    with client.completions.create(
+        model=MODEL, prompt="One, two,", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    deadline = time.monotonic() + 10
+    while "minivllm:kv_cache_usage_perc" + '{model_name="smollm2-135m"} 0.0' not in served.http.get("/metrics").text:
+        assert time.monotonic() < deadline, "the blocks are still taken"
+        time.sleep(0.05)
+    assert any(record.get("end") == "client disconnected" for record in served.records())
+
+
+def test_the_log_has_a_line_for_each_request_and_no_prompt(served, client):
+    response = client.completions.with_raw_response.create(model=MODEL, prompt="a private matter", max_tokens=3)
+    request_id = response.headers["x-request-id"]
+    deadline = time.monotonic() + 5
+    while not (lines := [record for record in served.records() if record.get("request_id") == request_id]):
+        assert time.monotonic() < deadline
+    assert (lines[0]["status"], lines[0]["completion_tokens"], lines[0]["level"]) == (200, 3, "info")
+    log = served.log.read_text()
+    assert "private" not in log and KEY not in log
+
+
+def test_sigterm_lets_what_runs_finish_and_leaves_with_status_0(tmp_path):
+    served = ServeProcess(log=tmp_path / "log")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stream = served.client.completions.create(
+            model=MODEL, prompt="One, two,", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
+        )  # fmt: skip
+        next(iter(stream))
+        rest = pool.submit(lambda: list(stream))
+        served.process.send_signal(signal.SIGTERM)
+        chunks = rest.result()
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert served.end() == 0
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_a_killed_engine_ends_streams_at_once_and_the_server_with_status_1(tmp_path):
+    served = ServeProcess(log=tmp_path / "log")
+    children = subprocess.run(["ps", "--ppid", str(served.process.pid), "-o", "pid="], capture_output=True, text=True, check=True)
+    stream = served.client.completions.create(
+        model=MODEL, prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    os.kill(int(children.stdout.split()[0]), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(openai.APIError, match="engine has ended"):
+        list(stream)
+    assert time.monotonic() - begin < 2
+    assert served.http.get("/health").status_code == 503
+    assert served.process.wait(timeout=30) == 1
+
+
+@pytest.mark.parametrize(
+    "options,sentence",
+    [
+        (["--port", "70000"], "port is 70000, but must be from 0 to 65535."),
+        (["--host", "256.1.1.1"], "The server cannot listen at 256.1.1.1"),
+        (["--max-waiting", "-1"], "max_waiting is -1"),
+        (["--request-timeout", "0"], "request_timeout is 0.0 seconds"),
+        (["--api-key", ""], "An API key must be"),
+        (["no-such-model", "--port", "0"], "There is no model 'no-such-model'"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_mistakes_on_the_command_line_get_one_sentence(options, sentence, capsys):
+    assert cli.main(["serve", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_sentence(served, capsys):
+    assert cli.main(["serve", "--port", served.url.rsplit(":", 1)[1]]) == 2
+    assert "choose another --port" in capsys.readouterr().err
