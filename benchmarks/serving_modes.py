@@ -95,7 +95,7 @@ def main() -> int:
     if arguments.plot:
         from minivllm.viz.serving import draw_serving
 
-        draw_serving(served, what).savefig(arguments.plot, dpi=150)
+        draw_serving(served, f"{MODEL}: {len(requests)} long-tailed requests, {load.describe()}").savefig(arguments.plot, dpi=150)
         print(f"\nThe picture: {arguments.plot}")
     return 0 if all(result.completed == len(requests) for result in results.values()) else 1
 

@@ -24,6 +24,7 @@ def boxes(axes, label: str) -> list[tuple[float, float]]:
 def test_each_request_is_a_lane_that_shows_when_its_first_token_came():
     figure = draw_serving({"poisson": [ANSWERED_ONE, FAILED_ONE, WHOLE_ONE]}, "a server")
     lanes = figure.axes[-1]
+    assert lanes.get_title(loc="right") == "poisson: 4.0 s in all" and lanes.get_xlabel() == "time (s)"
     assert boxes(lanes, WAITING.label) == [(0.0, 0.5), (1.0, 2.0)]
     assert boxes(lanes, ANSWERED.label) == [(2.0, 4.0)]
     assert boxes(lanes, WHOLE.label) == [(2.0, 3.0)]

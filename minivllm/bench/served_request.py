@@ -227,7 +227,7 @@ def _notes(result: ServingResult, requests: Sequence[ServedRequest]) -> list[str
             "The server did not count all output tokens: pieces of the stream were counted, which can hold several tokens."
         )
     if result.short_answers:
-        notes.append(f"{result.short_answers} answers are shorter than was asked for.")
+        notes.append(f"Answers with fewer tokens than were asked for: {result.short_answers}")
     if result.max_lateness > LATE:
         notes.append(
             f"The load generator did not keep up with the rate: it sent requests up to {result.max_lateness:.2f} s late, which no "

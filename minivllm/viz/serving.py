@@ -40,6 +40,7 @@ class TimedRequest(Protocol):
 def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
     """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below all requests of each run over time.
 
+    Each run has a time axis of its own: one that is ten times as long would leave nothing to see of the others.
     A point (x, y) of a distribution says that the share y of all waits was no longer than x.
 
     Args:
@@ -60,12 +61,12 @@ def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") ->
         paint_waits(curves, figure.add_subplot(grid[1, number]), name, seconds)
         if number == 0:
             curves.set_ylabel("share of all, no longer than this")
-    longest = max((request.end for requests in runs.values() for request in requests), default=0.0)
     for number, (name, requests) in enumerate(runs.items()):
         axes = figure.add_subplot(grid[2 + number, :])
         _paint_requests(axes, requests, str(line_of(number).get_color()))
-        axes.set_title(name, loc="right", fontsize=9)
-        axes.set_xlim(0, longest or 1.0)
+        duration = max((request.end for request in requests), default=0.0)
+        axes.set_title(f"{name}: {duration:.1f} s in all", loc="right", fontsize=9)
+        axes.set_xlim(0, duration or 1.0)
     labels = [f"{name}: {_count(requests)}" for name, requests in runs.items()]
     figure.legend(
         [line_of(number) for number in range(len(runs))], labels, loc="outside upper center", frameon=False, fontsize=9,
