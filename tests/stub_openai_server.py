@@ -19,7 +19,7 @@ class StubServer:
 
     Attributes:
         base_url: Where it listens.
-        bodies: What requests it got, in order.
+        bodies, headers: What requests it got, in order.
         handler: What it does with one.
         models: Of /v1/models; None is status 404.
         api_key: That every request must have, if any.

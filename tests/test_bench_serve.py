@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -355,6 +356,7 @@ def test_the_command_prints_a_table_and_saves_what_it_takes_to_draw_it_again(ser
     out = capsys.readouterr().out
     assert "4 of 4" in out and "time to first token (TTFT)" in out and "goodput" in out
     content = json.loads(report.read_text())
+    assert re.search(r'"itls": \[0\.\d+, 0\.\d+', report.read_text()), "a list of numbers takes one line"
     assert content["model"] == "stub" and content["command"].startswith("minivllm bench serve --base-url")
     assert content["machine"] and content["time"] and content["text"]
     assert content["result"]["output_tokens"] == 12 and content["result"]["peak_concurrency"] == 2
@@ -432,6 +434,7 @@ def test_the_model_is_the_one_that_is_named_or_the_first(server, capsys):
         (["--json", "no/such/folder/x.json"], "cannot be written"),
         (["--no-stream", "--ttft-goal", "5"], "Without a stream, the time of the first token is not known"),
         (["--timeout", "0"], "The timeout is 0.0"),
+        (["--timeout", "inf"], "The timeout is inf"),
         (["--warmup", "-1"], "--warmup is -1"),
         (["--num-requests", "0"], "--num-requests is 0"),
         (["--distribution", "uniform", "longtail"], "takes one workload"),

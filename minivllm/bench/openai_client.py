@@ -1,13 +1,14 @@
 """A client of any OpenAI-compatible server, with a stopwatch: it sends a request of a workload and notes when what came.
 
 It asks greedily, for exactly so many tokens. A prompt is token ids where the server takes them (`/v1/completions`); a chat is text, a
-word for each token id, as most vocabularies have a token for each of these words.
+word for each token id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -23,27 +24,10 @@ from minivllm.errors import ConfigError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 WORDS = (
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-)
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child",
+    "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part",
+)  # fmt: skip
+"""Each is one token in most vocabularies."""
 PROBE_SECONDS = 10.0
 """That a server has to list its models."""
 KEEP_ALIVE_SECONDS = 2.0
@@ -120,7 +104,7 @@ class OpenAIClient:
         timeout: Seconds that a request may take.
 
     Raises:
-        ConfigError: The URL is none, or the timeout is not above 0.
+        ConfigError: The URL is none, or the timeout is out of range.
     """
 
     def __init__(
@@ -134,8 +118,8 @@ class OpenAIClient:
         timeout: float = 300.0,
     ) -> None:
         self.base_url = _checked_url(base_url)
-        if not timeout > 0:
-            raise ConfigError(f"The timeout is {timeout}, but must be above 0 seconds.")
+        if not 0 < timeout < math.inf:
+            raise ConfigError(f"The timeout is {timeout}, but must be a number of seconds above 0.")
         self.endpoint = endpoint
         self.stream = stream
         self.ignore_eos = ignore_eos

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,8 +196,9 @@ def report(
 
 
 def to_text(content: dict[str, Any]) -> str:
-    """A result as JSON for a file."""
-    return json.dumps(content, indent=2) + "\n"
+    """A result as JSON for a file; a list of numbers takes one line."""
+    text = json.dumps(content, indent=2)
+    return re.sub(r"\[\n[\s\d.eE,+-]+\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text) + "\n"
 
 
 def _quantizations(arguments: argparse.Namespace) -> list[str]:

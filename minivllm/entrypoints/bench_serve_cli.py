@@ -69,7 +69,9 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
     _add_flag(
         group, "--ignore-eos", "ask for exactly so many tokens; vLLM's and minivllm's servers know how, others are told nothing of it with --no-ignore-eos"
     )  # fmt: skip
-    group.add_argument("--timeout", type=float, default=300.0, help="seconds that a request may take (default: %(default)s)")
+    group.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="that a request may take (default: %(default)s)"
+    )
 
     group = parser.add_argument_group("load")
     group.add_argument(
