@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
+from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
@@ -90,7 +91,7 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="minivllm", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = state
     app.include_router(router)
-    # The page for people comes here: add_dashboard(app, lambda: state.keeper.engine)
+    add_dashboard(app, lambda: state.keeper.engine)
     add_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=state.settings.max_request_bytes)
     if state.settings.api_keys:

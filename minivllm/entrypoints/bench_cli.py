@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from minivllm.entrypoints.options import (
     picture,
 )
 from minivllm.errors import ConfigError
+
+ONE_WORKLOAD = "This measurement takes one workload: give --workload FILE, or one --distribution."
 
 if TYPE_CHECKING:
     from minivllm.bench.quality import Quality
@@ -57,7 +60,7 @@ def _add_offline(benches) -> None:  # noqa: ANN001
         benches, "offline", run_bench_offline, "static against continuous batching on one workload, or this engine against others",
         "minivllm bench offline --distribution longtail --plot timelines.png",
     )  # fmt: skip
-    group = _add_workload_options(parser)
+    group = add_workload_options(parser)
     group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
@@ -98,7 +101,7 @@ def _add_sweep(benches) -> None:  # noqa: ANN001
         benches, "sweep", run_bench_sweep, "throughput and latency against the number of running sequences",
         "minivllm bench sweep --workload benchmarks/workloads/offline_64.json --plot sweep.png",
     )  # fmt: skip
-    group = _add_workload_options(parser)
+    group = add_workload_options(parser)
     group.add_argument(
         "--values", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
         help="values of max_num_seqs (default: %(default)s)",
@@ -110,7 +113,10 @@ def _add_sweep(benches) -> None:  # noqa: ANN001
     parser.set_defaults(distribution=["longtail"])
 
 
-def _add_workload_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+def add_workload_options(
+    parser: argparse.ArgumentParser, num_requests: str = "generated requests (default: %(default)s)"
+) -> argparse._ArgumentGroup:
+    """The options that say which requests are run. What `num_requests` counts is said by the command."""
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--workload", type=Path, metavar="FILE", help="a JSON list of {'ids': prompt tokens, 'out': tokens to generate}"
@@ -122,7 +128,7 @@ def _add_workload_options(parser: argparse.ArgumentParser) -> argparse._Argument
         default=list(DISTRIBUTIONS),
         help="lengths of generated requests (default: %(default)s)",
     )
-    group.add_argument("--num-requests", type=int, default=32, help="generated requests (default: %(default)s)")
+    group.add_argument("--num-requests", type=int, default=32, help=num_requests)
     group.add_argument("--mean-prompt-len", type=int, default=32, help="tokens (default: %(default)s)")
     group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
     group.add_argument("--workload-seed", type=int, default=0, help="of lengths and tokens (default: %(default)s)")
@@ -145,7 +151,7 @@ def _workloads(arguments: argparse.Namespace, config: ModelConfig) -> dict[str, 
 def _one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[str, list[WorkloadRequest]]:
     workloads = _workloads(arguments, config)
     if len(workloads) > 1:
-        raise ConfigError("This measurement takes one workload: give --workload FILE, or one --distribution.")
+        raise ConfigError(ONE_WORKLOAD)
     return next(iter(workloads.items()))
 
 
@@ -190,8 +196,9 @@ def report(
 
 
 def to_text(content: dict[str, Any]) -> str:
-    """A result as JSON for a file."""
-    return json.dumps(content, indent=2) + "\n"
+    """A result as JSON for a file; a list of numbers takes one line."""
+    text = json.dumps(content, indent=2)
+    return re.sub(r"\[\n[\s\d.eE,+-]+\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text) + "\n"
 
 
 def _quantizations(arguments: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
+from minivllm.entrypoints.bench_serve_cli import add_bench_serve
 from minivllm.entrypoints.course_cli import add_course_commands
 from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.kernels_cli import add_kernels
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_benchmarks(benches)
+    add_bench_serve(benches)
     add_kernels(benches)
     add_calibrate(benches)
 

@@ -122,12 +122,9 @@ def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     heights = (3.0, 0.2 + 0.2 * len(traces))
     rows = figure.subplots(2, len(panels), height_ratios=heights, squeeze=False)
     for number, (name, values) in enumerate(panels.items()):
-        scale, unit = _unit([value for of_trace in values.values() for value in of_trace])
-        scaled = [np.sort(np.asarray(of_trace)) * scale for of_trace in values.values()]
-        _draw_distributions(rows[0, number], scaled, f"{name}, {unit}")
-        _write_percentiles(rows[1, number], scaled, unit)
+        paint_waits(rows[0, number], rows[1, number], name, list(values.values()))
     rows[0, 0].set_ylabel("share of all, no longer than this")
-    lines = [_line(i) for i in range(len(traces))]
+    lines = [line_of(i) for i in range(len(traces))]
     labels = [f"{name}: {_count(trace, len(latencies[name]))}" for name, trace in traces.items()]
     figure.legend(
         lines, labels, loc="outside upper center", frameon=False, fontsize=9, handlelength=3, title=title, title_fontsize=11
@@ -135,12 +132,26 @@ def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     return figure
 
 
+def paint_waits(curve_axes: Axes, text_axes: Axes, name: str, seconds: Sequence[Sequence[float]]) -> None:
+    """Paint the distribution of a kind of wait into axes of any figure, a line for each run, and write its percentiles below.
+
+    Args:
+        curve_axes, text_axes: One below the other.
+        name: Of what is waited for.
+        seconds: The waits of each run.
+    """
+    scale, unit = _unit([value for of_run in seconds for value in of_run])
+    scaled = [np.sort(np.asarray(of_run)) * scale for of_run in seconds]
+    _draw_distributions(curve_axes, scaled, f"{name}, {unit}")
+    _write_percentiles(text_axes, scaled, unit)
+
+
 def _draw_distributions(axes: Axes, values: list[np.ndarray], label: str) -> None:
     for i, ordered in enumerate(values):
         if not len(ordered):
             continue
         shares = np.arange(len(ordered) + 1) / len(ordered)
-        style = _line(i)
+        style = line_of(i)
         axes.plot(
             np.concatenate(([ordered[0]], ordered)), shares, drawstyle="steps-post", color=style.get_color(),
             linestyle=style.get_linestyle(), linewidth=1.8,
@@ -177,15 +188,15 @@ def _write_percentiles(axes: Axes, values: list[np.ndarray], unit: str) -> None:
         axes.plot(places[percent] - 0.14, 0, marker, color="white", markersize=5, markeredgecolor="black", markeredgewidth=0.8)
         axes.text(places[percent], 0, f"p{percent}", ha="right", va="center", fontsize=8, color="#555555")
     for i, ordered in enumerate(values):
-        style = _line(i)
+        style = line_of(i)
         axes.plot([0, 0.13], [-1 - i] * 2, color=style.get_color(), linestyle=style.get_linestyle(), linewidth=1.8)
         for percent, place in places.items():
             text = _number(percentile(ordered, percent)) if len(ordered) else "–"
             axes.text(place, -1 - i, text, ha="right", va="center", fontsize=8)
 
 
-def _line(number: int) -> Line2D:
-    """How the line of a trace looks, told apart by colour and, without colours, by its dashes."""
+def line_of(number: int) -> Line2D:
+    """How the line of a run looks, told apart by colour and, without colours, by its dashes."""
     color = REQUEST_COLORS[(0, 5, 2, 3, 6)[number % 5]]
     return Line2D([], [], color=color, linestyle=LINE_STYLES[number % len(LINE_STYLES)], linewidth=1.8)
 

@@ -1,0 +1,126 @@
+"""What serving costs: the same requests through `LLM.generate`, and over HTTP with and without streaming, in turns.
+
+    python benchmarks/http_overhead.py --json overhead.json
+
+One engine computes at a time: the server rests while `LLM.generate` runs, and the engine of this process has nothing to do while the
+server runs. Meanwhile /health is asked for over and over, as a load balancer does: it must answer while the model computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from minivllm import LLM, SamplingParams
+from minivllm.bench.load_generator import Load
+from minivllm.bench.offline import percentile
+from minivllm.bench.openai_client import OpenAIClient
+from minivllm.bench.serve import measure_serving
+from minivllm.bench.server_process import HealthProbe, ServerProcess, start_server
+from minivllm.bench.workloads import WorkloadRequest, load_workload, warm_up_requests
+from minivllm.entrypoints.bench_cli import report
+from minivllm.entrypoints.options import check_writable
+
+WORKLOAD = Path(__file__).parent / "workloads" / "offline_64.json"
+MODEL = "smollm2-135m"
+LIMITS = {"max_num_seqs": 16, "max_model_len": 1024, "num_gpu_blocks_override": 512}
+HEALTH_INTERVAL = 0.05
+LEAST_RATIO, MOST_HEALTH_MS = 0.9, 50.0
+"""The project's bars: throughput over HTTP relative to `LLM.generate`, and the 99th percentile of /health."""
+WAYS = ("LLM.generate", "HTTP, streamed", "HTTP, whole")
+
+
+def run_offline(llm: LLM, requests: list[WorkloadRequest]) -> float:
+    """Output tokens per second of `LLM.generate`."""
+    prompts = [request.prompt_token_ids for request in requests]
+    params = [SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True) for request in requests]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+
+
+async def run_served(server: ServerProcess, requests: list[WorkloadRequest], stream: bool) -> float:
+    """Output tokens per second over HTTP, all requests sent at once."""
+    async with OpenAIClient(server.base_url, stream=stream) as client:
+        served, interrupted = await measure_serving(client, MODEL, requests, Load(), use_tqdm=False)
+    if interrupted:
+        raise KeyboardInterrupt
+    if failed := [request for request in served if request.error is not None]:
+        raise SystemExit(f"{len(failed)} requests failed, the first with {failed[0].error}: {failed[0].detail}")
+    return sum(request.output_tokens for request in served) / max(request.end for request in served)
+
+
+def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, list[float]], list[HealthProbe]]:
+    """The speeds of each way's rounds, and how /health was while the server computed."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
+    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+    probes = []
+    warm_up = warm_up_requests(requests, LIMITS["max_num_seqs"])
+    llm = LLM(MODEL, **LIMITS)
+    with start_server(MODEL, *options) as server:
+        for number in range(1 + rounds):
+            of_round = requests if number else warm_up
+            with server.paused():
+                results = [run_offline(llm, of_round)]
+            for stream in (True, False):
+                with HealthProbe(server.port, HEALTH_INTERVAL) as probe:
+                    results.append(asyncio.run(run_served(server, of_round, stream)))
+                if number:
+                    probes.append(probe)
+            if number:
+                for way, speed in zip(WAYS, results, strict=True):
+                    speeds[way].append(speed)
+                print(f"round {number}: " + ", ".join(f"{way} {speeds[way][-1]:.1f} tokens/s" for way in WAYS), flush=True)
+    return speeds, probes
+
+
+def format_table(speeds: dict[str, list[float]], health: dict[str, Any]) -> str:
+    """The ways, and /health."""
+    header = f"{'way':<16}{'tokens/s':>10}{'min':>8}{'max':>8}{'x LLM.generate':>16}"
+    lines = [header, "-" * len(header)]
+    base = statistics.median(speeds[WAYS[0]])
+    for way, of_way in speeds.items():
+        median = statistics.median(of_way)
+        lines.append(f"{way:<16}{median:>10.1f}{min(of_way):>8.1f}{max(of_way):>8.1f}{median / base:>16.3f}")
+    lines += [
+        "",
+        f"/health while the engine computes, {health['count']} times, one every {HEALTH_INTERVAL * 1e3:.0f} ms: "
+        f"p50 {health['p50_ms']:.1f} ms, p99 {health['p99_ms']:.1f} ms, longest {health['max_ms']:.1f} ms, "
+        f"{health['failures']} failed",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--num-requests", type=int, help="take the first so many of the workload only (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    arguments = parser.parse_args()
+    arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/http_overhead.py", *sys.argv[1:]])
+    check_writable(arguments.json)
+    requests = load_workload(WORKLOAD)[: arguments.num_requests]
+    speeds, probes = measure(requests, arguments.rounds)
+    milliseconds = [seconds * 1e3 for probe in probes for seconds in probe.seconds]
+    health = {
+        "count": len(milliseconds), "p50_ms": percentile(milliseconds, 50), "p99_ms": percentile(milliseconds, 99),
+        "max_ms": max(milliseconds), "failures": sum(probe.failures for probe in probes),
+    }  # fmt: skip
+    what = (
+        f"{MODEL}, {WORKLOAD.stem}: {len(requests)} requests, {sum(request.output_len for request in requests)} output tokens, at most "
+        f"{LIMITS['max_num_seqs']} running; medians of {arguments.rounds} rounds in turns"
+    )
+    report(arguments, what, format_table(speeds, health), {"tokens_per_second": speeds, "health": health})
+    base = statistics.median(speeds[WAYS[0]])
+    fast_enough = all(statistics.median(of_way) >= LEAST_RATIO * base for of_way in speeds.values())
+    return 0 if fast_enough and health["p99_ms"] < MOST_HEALTH_MS and not health["failures"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""A server under rough users, for minutes: does anything leak, hang or break?
+
+    python benchmarks/soak.py --streams 64 --seconds 300 --json soak.json
+
+Starts `minivllm serve`. So many clients stream answers, one after the other, and a third of them go away in mid-stream; others send
+requests that make no sense, and now and then come bursts of more requests than may wait. Afterwards everything must be as before:
+blocks, tasks, file descriptors, memory. The status is 1 if it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from minivllm.bench.openai_client import WORDS, read_events
+from minivllm.bench.server_process import HealthProbe, ServerProcess, start_server
+from minivllm.entrypoints.bench_cli import report
+from minivllm.entrypoints.options import check_writable
+
+MODEL = "smollm2-135m"
+MAX_NUM_SEQS, NUM_BLOCKS = 16, 96  # few blocks: some requests are preempted, and all blocks are soon touched
+ANSWER_SECONDS = 120.0
+"""An accepted request that takes longer is taken to hang."""
+BURST_EVERY, BURST_EXCESS = 10.0, 32
+SETTLE_SECONDS = 20.0
+"""That the server has, after the last client has gone, to be as before."""
+MOST_GROWTH = 0.05
+WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
+"""Memory is compared between a window of the run after its warm-up and one at its end."""
+
+SERVER = """
+import asyncio, pathlib, signal, sys
+from minivllm.entrypoints.cli import main
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path({file!r}).write_text(str(len(asyncio.all_tasks()))))
+sys.exit(main())
+"""
+"""`minivllm`, which on a signal writes how many asyncio tasks it has."""
+
+JSON_TYPE = {"Content-Type": "application/json"}
+BAD_REQUESTS: tuple[tuple[str, str, bytes], ...] = (
+    ("POST", "/v1/completions", b"{"),
+    ("POST", "/v1/completions", b'{"prompt": "\xff\xfe"}'),
+    ("POST", "/v1/completions", b"[" * 5000),
+    ("POST", "/v1/completions", b'{"model": "smollm2-135m", "prompt": "' + b"x" * 5 * 2**20 + b'"}'),
+    ("POST", "/nowhere", b"{}"),
+    ("GET", "/v1/completions", b""),
+    *(
+        ("POST", f"/v1/{path}", json.dumps({"model": MODEL} | body).encode())
+        for path, body in (
+            ("completions", {"model": "nobody", "prompt": "hi"}),
+            ("completions", {"prompt": ""}),
+            ("completions", {"prompt": [10**9]}),
+            ("completions", {"prompt": [5] * 100_000}),
+            ("completions", {"prompt": "hi", "max_tokens": -1}),
+            ("completions", {"prompt": "hi", "temperature": "hot"}),
+            ("completions", {"prompt": "hi", "n": 10**6}),
+            ("completions", {"prompt": ["hi"] * 5000}),
+            ("chat/completions", {"messages": []}),
+            ("chat/completions", {"messages": [{"role": "user"}]}),
+        )
+    ),
+)
+"""Method, path, body."""
+
+
+@dataclass
+class Tally:
+    """What the clients saw."""
+
+    counts: Counter = field(default_factory=Counter)
+    surprises: list[str] = field(default_factory=list)
+    """In words, the first hundred."""
+
+    def surprise(self, kind: str, words: str) -> None:
+        """Something that must not be."""
+        self.counts[kind] += 1
+        if len(self.surprises) < 100:
+            self.surprises.append(f"{kind}: {words}")
+
+
+class Users:
+    """All clients of a server, on one event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, rng: random.Random, tally: Tally) -> None:
+        self.session = session
+        self.base_url = base_url
+        self.rng = rng
+        self.tally = tally
+
+    def make_body(self) -> tuple[str, dict[str, Any]]:
+        """A path, and a good request for a stream."""
+        rng = self.rng
+        text = " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
+        body = {
+            "model": MODEL, "max_tokens": rng.randint(2, 60), "temperature": rng.choice((0, 1)), "ignore_eos": True,
+            "n": rng.choice((1, 1, 1, 2)), "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        if rng.random() < 0.3:
+            return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
+        return "/v1/completions", body | {"prompt": text}
+
+    async def stream(self) -> None:
+        """One request: read to its end, or, a third of the time, left in mid-stream."""
+        path, body = self.make_body()
+        leaves = self.rng.random() < 1 / 3
+        num_events = self.rng.randint(1, body["max_tokens"])
+        try:
+            async with self.session.post(self.base_url + path, json=body) as response:
+                if response.status != 200:
+                    self.note_refusal(response, "stream")
+                    await asyncio.sleep(0.2)
+                    return
+                self.tally.counts["accepted"] += 1
+                last, tokens = b"", 0
+                async with aclosing(read_events(response.content.iter_any())) as events:
+                    async for event in events:
+                        last, num_events = event, num_events - 1
+                        if event != b"[DONE]":
+                            answer = json.loads(event)
+                            if "error" in answer:
+                                self.tally.surprise("broken", f"an error event: {answer['error']}")
+                                return
+                            tokens = (answer.get("usage") or {}).get("completion_tokens", tokens)
+                        if leaves and num_events == 0:
+                            self.tally.counts["left"] += 1
+                            return
+                if last != b"[DONE]" or tokens != body["n"] * body["max_tokens"]:
+                    self.tally.surprise("broken", f"{tokens} tokens and then {last!r} for {body}")
+                else:
+                    self.tally.counts["completed"] += 1
+        except asyncio.TimeoutError:
+            self.tally.surprise("hung", f"{path} with {body}")
+        except (aiohttp.ClientError, OSError) as error:
+            self.tally.surprise("broken", f"{type(error).__name__}: {error}")
+
+    def note_refusal(self, response: aiohttp.ClientResponse, kind: str) -> None:
+        """A good request may be refused only because there are too many, with the advice to come again."""
+        if response.status in (429, 503) and "Retry-After" in response.headers:
+            self.tally.counts["too many"] += 1
+        else:
+            self.tally.surprise("broken", f"status {response.status} for a good {kind}")
+
+    async def send_bad_request(self) -> None:
+        """One request that makes no sense."""
+        method, path, content = self.rng.choice(BAD_REQUESTS)
+        name = f"{method} {path} {content[:60]!r}"
+        try:
+            async with self.session.request(method, self.base_url + path, data=content, headers=JSON_TYPE) as response:
+                await response.read()
+                if 400 <= response.status < 500:
+                    self.tally.counts["bad refused"] += 1
+                else:
+                    self.tally.surprise("bad taken", f"status {response.status} for {name}")
+        except asyncio.TimeoutError:
+            self.tally.surprise("hung", name)
+        except (aiohttp.ClientError, OSError):  # it stopped reading and closed: a refusal too, if a rude one
+            self.tally.counts["bad refused"] += 1
+
+    async def burst(self, size: int) -> None:
+        """So many short requests at once."""
+
+        async def send() -> None:
+            body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "ignore_eos": True}
+            try:
+                async with self.session.post(f"{self.base_url}/v1/completions", json=body) as response:
+                    await response.read()
+                    if response.status == 200:
+                        self.tally.counts["accepted"] += 1
+                        self.tally.counts["completed"] += 1
+                    else:
+                        self.note_refusal(response, "request of a burst")
+            except asyncio.TimeoutError:
+                self.tally.surprise("hung", "a request of a burst")
+            except (aiohttp.ClientError, OSError) as error:
+                self.tally.surprise("broken", f"in a burst, {type(error).__name__}: {error}")
+
+        await asyncio.gather(*(send() for _ in range(size)))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server holds."""
+
+    tasks: int
+    file_descriptors: int
+    sequences: int
+    cache_use: float
+
+    def is_within(self, other: Footprint) -> bool:
+        """Whether it holds no more than another."""
+        return all(mine <= others for mine, others in zip(vars(self).values(), vars(other).values(), strict=True))
+
+
+def measure_footprint(server: ServerProcess, task_file: Path) -> Footprint:
+    """Ask the server, and the system about it."""
+    task_file.unlink(missing_ok=True)
+    os.kill(server.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 10
+    while not (task_file.exists() and task_file.read_text()):
+        if time.monotonic() > deadline:
+            raise SystemExit("The server does not say how many tasks it has.")
+        time.sleep(0.02)
+    metrics = server.metrics()
+    sequences = metrics["minivllm:num_requests_running"] + metrics["minivllm:num_requests_waiting"]
+    return Footprint(
+        int(task_file.read_text()), server.num_file_descriptors(), int(sequences), metrics["minivllm:kv_cache_usage_perc"]
+    )
+
+
+async def load(server: ServerProcess, streams: int, seconds: float, seed: int, tally: Tally) -> dict[int, list[int]]:
+    """Be all users for so many seconds. Returns the resident bytes of each process of the server over time, by its id."""
+    end = time.monotonic() + seconds
+    memory: dict[int, list[int]] = {}
+    rng = random.Random(seed)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as session:
+        users = Users(session, server.base_url, rng, tally)
+
+        async def again(action, pause: float = 0.0) -> None:
+            while time.monotonic() < end:
+                await action()
+                await asyncio.sleep(pause)
+
+        async def sample() -> None:
+            for process in server.processes():
+                memory.setdefault(process.pid, []).append(process.memory_info().rss)
+
+        await asyncio.gather(
+            *(again(users.stream) for _ in range(streams)),
+            again(users.send_bad_request, 0.1),
+            again(lambda: users.burst(MAX_NUM_SEQS + streams + BURST_EXCESS), BURST_EVERY),
+            again(sample, min(1.0, seconds / 60)),
+        )
+    return memory
+
+
+def growth(samples: list[int]) -> float:
+    """How much larger the memory is at the end of a run than after its warm-up, as a share: medians of two windows."""
+    width = max(1, round(WINDOW_SHARE * len(samples)))
+    start = round(WARM_UP_SHARE * len(samples))
+    return statistics.median(samples[-width:]) / statistics.median(samples[start : start + width]) - 1
+
+
+class Check(NamedTuple):
+    """One of the things that were looked at: its value in words, what it must be, and whether it is so."""
+
+    name: str
+    value: str
+    bar: str
+    good: bool
+
+
+def judge(
+    tally: Tally, health: HealthProbe, before: Footprint, after: Footprint, memory: dict[int, list[int]], same_processes: bool
+) -> list[Check]:
+    """Everything that was looked at."""
+    counts = tally.counts
+    processes = "the same" if same_processes else "others"
+    checks = [
+        Check("accepted requests that hung", str(counts["hung"]), "0", counts["hung"] == 0),
+        Check("answers that broke", str(counts["broken"]), "0", counts["broken"] == 0),
+        Check("bad requests not refused", str(counts["bad taken"]), "0", counts["bad taken"] == 0),
+        Check("refused in bursts", str(counts["too many"]), "some", counts["too many"] > 0),
+        Check("left in mid-stream", str(counts["left"]), "some", counts["left"] > 0),
+        Check("/health not true", f"{health.failures} of {len(health.seconds)}", "0", health.failures == 0),
+        Check("processes afterwards", processes, "the same", same_processes),
+        Check("sequences left", str(after.sequences), "0", after.sequences == 0),
+        Check("KV cache left in use", f"{after.cache_use:.1%}", "0", after.cache_use == 0),
+    ]
+    for name in ("tasks", "file descriptors"):
+        is_, was = (getattr(footprint, name.replace(" ", "_")) for footprint in (after, before))
+        checks.append(Check(name, f"{is_}, {was} before", "no more", is_ <= was))
+    for name, samples in zip(("API server", "engine"), memory.values(), strict=False):
+        grown = growth(samples)
+        value = f"{samples[-1] / 2**20:.0f} MiB, {grown:+.1%}"
+        checks.append(Check(f"memory of the {name}", value, f"below +{MOST_GROWTH:.0%}", grown < MOST_GROWTH))
+    return checks
+
+
+def format_table(checks: list[Check], tally: Tally) -> str:
+    """A line for each check; below, what the users did, and what surprised them."""
+    lines = [f"{'':<30}{'is':>22}{'must be':>16}"]
+    lines += [f"{name:<30}{value:>22}{bar:>16}{'' if good else '  MISSED'}" for name, value, bar, good in checks]
+    counts = tally.counts
+    lines += [
+        "",
+        f"{counts['accepted']} requests accepted: {counts['completed']} completed, {counts['left']} left in mid-stream; "
+        f"{counts['too many']} refused as too many, {counts['bad refused']} as bad",
+    ]
+    return "\n".join([*lines, "", *tally.surprises] if tally.surprises else lines)
+
+
+def soak(streams: int, seconds: float, seed: int) -> tuple[list[Check], Tally, dict[int, list[int]]]:
+    """Run it. Returns the checks, what the users saw, and the memory of each process over time."""
+    with tempfile.TemporaryDirectory() as folder:
+        task_file = Path(folder) / "tasks"
+        options = [
+            MODEL, "--max-num-seqs", str(MAX_NUM_SEQS), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "512",
+            "--max-waiting", str(streams),
+        ]  # fmt: skip
+        tally = Tally()
+        with start_server(*options, program=("-c", SERVER.format(file=str(task_file)))) as server:
+            asyncio.run(load(server, 2, 2.0, seed, Tally()))  # what is made at the first request and kept is no leak
+            time.sleep(2)
+            before = measure_footprint(server, task_file)
+            pids = [process.pid for process in server.processes()]
+            with HealthProbe(server.port, 0.25) as health:
+                memory = asyncio.run(load(server, streams, seconds, seed, tally))
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while not (after := measure_footprint(server, task_file)).is_within(before) and time.monotonic() < deadline:
+                time.sleep(0.5)
+            same_processes = pids == [process.pid for process in server.processes()]
+        return judge(tally, health, before, after, memory, same_processes), tally, memory
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64, help="at one time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what the users do (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    arguments = parser.parse_args()
+    arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/soak.py", *sys.argv[1:]])
+    check_writable(arguments.json)
+    checks, tally, memory = soak(arguments.streams, arguments.seconds, arguments.seed)
+    what = f"{MODEL} behind `minivllm serve`, {arguments.streams} streams for {arguments.seconds:g} s"
+    content = {
+        "checks": [check._asdict() for check in checks],
+        "counts": tally.counts,
+        "surprises": tally.surprises,
+        "memory": dict(zip(("api_server", "engine"), memory.values(), strict=False)),
+    }
+    report(arguments, what, format_table(checks, tally), content)
+    return 0 if all(good for *_, good in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

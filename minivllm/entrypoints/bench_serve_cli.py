@@ -1,0 +1,225 @@
+"""The command line of the load generator: `minivllm bench serve`, for any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from minivllm.bench.workloads import WorkloadRequest, load_workload, make_workload, warm_up_requests
+from minivllm.entrypoints import bench_cli
+from minivllm.entrypoints.options import add_command, check_writable, picture
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.bench.load_generator import Load
+    from minivllm.bench.openai_client import ServedModel
+    from minivllm.bench.served_request import ServedRequest
+
+API_KEY_VARIABLES = ("MINIVLLM_API_KEY", "OPENAI_API_KEY")
+NUM_REQUESTS = 32
+"""Generated, where neither their number nor a duration is given."""
+VOCAB_SIZE = 32_000
+"""Token ids of generated prompts are below this: nearly every model's vocabulary is larger, and a server does not tell its size."""
+MAX_MODEL_LEN = 2048
+"""Of a model whose server does not tell."""
+
+
+WARM_UP_OFFSET = 1_000_000
+"""Of the warm-up's seed: its prompts are none of those that are measured, which a prefix cache would then have seen."""
+
+
+class _Workload(NamedTuple):
+    """Requests, and how many; None if they have no end."""
+
+    name: str
+    requests: Iterable[WorkloadRequest]
+    num_requests: int | None
+
+
+def add_bench_serve(benches) -> None:  # noqa: ANN001
+    """`minivllm bench serve`."""
+    parser = add_command(
+        benches, "serve", run_bench_serve, "what a server's users wait, and what it gives all of them together",
+        "minivllm bench serve --request-rate 2 --duration 60 --ttft-goal 500 --plot serving.png",
+    )  # fmt: skip
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of any OpenAI-compatible server (default: %(default)s)",
+    )
+    group.add_argument("--model", metavar="NAME", help="by which the server knows it (default: the first that it lists)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"(default: what the environment has as {' or '.join(API_KEY_VARIABLES)}, if anything)"
+    )
+    group.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions",
+        help="completions take prompts of exactly so many tokens; of a chat, the server counts them (default: %(default)s)",
+    )  # fmt: skip
+    _add_flag(group, "--stream", "have answers streamed; without it, nothing but their end is measured")
+    _add_flag(
+        group, "--ignore-eos", "ask for exactly so many tokens; vLLM's and minivllm's servers know how, others are told nothing of it with --no-ignore-eos"
+    )  # fmt: skip
+    group.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="that a request may take (default: %(default)s)"
+    )
+
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--request-rate", type=float, default=math.inf, metavar="R",
+        help="requests per second, each coming independently of the others (Poisson); inf is all at once (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--concurrency", type=int, metavar="C", help="instead: C at a time, the next as soon as one has ended")
+    group.add_argument("--duration", type=float, metavar="SECONDS", help="send none after this")
+    group.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="how long after --duration requests may run before they are given up (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
+    group.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="send N short requests before, which are not measured (default: %(default)s)",
+    )
+
+    bench_cli.add_workload_options(
+        parser, f"requests to send (default: all of the file, or {NUM_REQUESTS}; with --duration, as many as it takes)"
+    )
+    group = parser.add_argument_group("results")
+    for name, words in (
+        ("ttft", "its first token"),
+        ("tpot", "each further token on average"),
+        ("e2e", "its last token"),
+    ):
+        group.add_argument(
+            f"--{name}-goal", type=float, metavar="MS", help=f"a request counts for goodput if {words} took no more milliseconds"
+        )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here, with each request's times")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the distributions, and the requests over time, here")
+    parser.set_defaults(num_requests=None, distribution=["longtail"])
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, words: str) -> None:
+    group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=f"{words} (default: %(default)s)")
+
+
+def run_bench_serve(arguments: argparse.Namespace) -> int:
+    """Load the server, print a table, and write and draw what was seen. The status is 1 if no request was completed."""
+    from minivllm.bench.load_generator import Load
+    from minivllm.bench.served_request import Goals, format_table, summarize
+
+    for path in (arguments.json, arguments.plot):  # before the work, not after it
+        check_writable(path)
+    goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.e2e_goal)
+    if not arguments.stream and (goals.ttft is not None or goals.tpot is not None):
+        raise ConfigError("Without a stream, the time of the first token is not known: leave out --ttft-goal and --tpot-goal.")
+    if arguments.warmup < 0:
+        raise ConfigError(f"--warmup is {arguments.warmup}, but must be at least 0 requests.")
+    load = Load(arguments.request_rate, arguments.concurrency, arguments.duration, arguments.grace, arguments.seed)
+    model, workload, served, interrupted = asyncio.run(_measure(arguments, load))
+    if not served:
+        print("minivllm: stopped before a request was sent", file=sys.stderr)
+        return 130 if interrupted else 1
+    result = summarize(served, load, goals)
+    what = (
+        f"{model.id} at {arguments.base_url}, {arguments.endpoint}{', streamed' if arguments.stream else ''}; "
+        f"{workload.name}: {len(served)} requests, {load.describe()}{', interrupted' if interrupted else ''}"
+    )
+    arguments.model = model.id
+    arguments.command = _without_key(arguments.command)
+    content = {"workload": workload.name, "result": result.to_json(), "requests": [request.to_json() for request in served]}
+    bench_cli.report(arguments, what, format_table(result, goals, served), content)
+    if arguments.plot:
+        from minivllm.viz.serving import draw_serving
+
+        draw_serving({load.describe(): served}, f"{model.id}, {workload.name}").savefig(arguments.plot, dpi=150)
+        print(f"\nThe picture: {arguments.plot}")
+    if interrupted:
+        return 130
+    return 0 if result.completed else 1
+
+
+async def _measure(arguments: argparse.Namespace, load: Load) -> tuple[ServedModel, _Workload, list[ServedRequest], bool]:
+    from minivllm.bench.openai_client import OpenAIClient
+    from minivllm.bench.serve import measure_serving
+
+    key = arguments.api_key or next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
+    client = OpenAIClient(
+        arguments.base_url, key, endpoint=arguments.endpoint, stream=arguments.stream, ignore_eos=arguments.ignore_eos,
+        timeout=arguments.timeout,
+    )  # fmt: skip
+    async with client:
+        model = await client.find_model(arguments.model)
+        max_len = model.max_model_len or MAX_MODEL_LEN
+        workload = _make_workload(arguments, load, max_len)
+        warm_up: list[WorkloadRequest] = []
+        if arguments.warmup:
+            warm_up = warm_up_requests(
+                _generate(arguments, "uniform", arguments.warmup, max_len, WARM_UP_OFFSET), arguments.warmup
+            )
+        served, interrupted = await measure_serving(
+            client, model.id, workload.requests, load, num_requests=workload.num_requests, warm_up=warm_up
+        )
+    return model, workload, served, interrupted
+
+
+def _make_workload(arguments: argparse.Namespace, load: Load, max_len: int) -> _Workload:
+    """The requests of the file, or generated ones: as many as were asked for, or else all, or without end for a duration."""
+    count = arguments.num_requests
+    if count is not None and count < 1:
+        raise ConfigError(f"--num-requests is {count}, but must be at least 1.")
+    if len(arguments.distribution) > 1 and not arguments.workload:
+        raise ConfigError(bench_cli.ONE_WORKLOAD)
+    endless = count is None and load.duration is not None
+    if endless and not load.is_open and load.concurrency is None:
+        raise ConfigError(
+            "Requests without end cannot be sent all at once: give --num-requests, --request-rate or --concurrency."
+        )
+    if arguments.workload:
+        requests = load_workload(arguments.workload)
+        count = None if endless else count or len(requests)
+        return _Workload(arguments.workload.stem, itertools.islice(itertools.cycle(requests), count), count)
+    [distribution] = arguments.distribution
+    if endless:
+        return _Workload(distribution, _generate_without_end(arguments, distribution, max_len), None)
+    count = count or NUM_REQUESTS
+    return _Workload(distribution, _generate(arguments, distribution, count, max_len), count)
+
+
+def _generate_without_end(arguments: argparse.Namespace, distribution: str, max_len: int) -> Iterator[WorkloadRequest]:
+    for offset in itertools.count():
+        yield from _generate(arguments, distribution, NUM_REQUESTS, max_len, offset)
+
+
+def _generate(
+    arguments: argparse.Namespace, distribution: str, count: int, max_len: int, offset: int = 0
+) -> list[WorkloadRequest]:
+    """Requests of random tokens; another `offset` gives others."""
+    return make_workload(
+        distribution, count, mean_prompt_len=arguments.mean_prompt_len, mean_output_len=arguments.mean_output_len,
+        vocab_size=VOCAB_SIZE, max_len=max_len, seed=arguments.workload_seed + offset,
+    )  # fmt: skip
+
+
+def _without_key(command: str) -> str:
+    """The command line, which is printed and saved, with a word in place of a key that was given in it."""
+    parts = shlex.split(command)
+    for i, part in enumerate(parts):
+        name, equals, _ = part.partition("=")
+        if name.startswith("--a") and "--api-key".startswith(name):  # argparse takes shortened names too
+            if equals:
+                parts[i] = f"{name}=KEY"
+            elif i + 1 < len(parts):
+                parts[i + 1] = "KEY"
+    return shlex.join(parts)

@@ -1,0 +1,114 @@
+"""The stream behind the live page: Server-Sent Events made of what the engine does.
+
+    engine   once: the model, and the limits that do not change
+    steps    at most ten a second: what `StepView.report` tells of the steps since the last one
+    idle     when the engine has nothing left to do: what is still in its queues and in use, all 0 if it is well
+    busy     when it has, and yet no step has ended for a while: the same
+    dead     the last one: the engine has failed, and why
+
+While nothing happens, a comment every few seconds keeps the connection open. Each page has a stream of its own. The steps are taken
+in by a task beside it, which keeps no more than a page can use: one that does not read holds up nobody and costs no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import EngineStats
+from minivllm.entrypoints.dashboard.step_view import StepView
+from minivllm.errors import EngineDeadError
+
+EVENT_PAUSE = 0.1
+"""The least time between two events, in seconds."""
+SILENT_AFTER = 0.3
+"""Seconds without a step after which the engine is idle, or busy with a long one."""
+HEARTBEAT_PAUSE = 5.0
+"""Seconds of silence after which the page is told that the server is still there."""
+
+
+async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
+    """What a page is told from now on, event by event, until the engine is dead or the generator is closed."""
+    yield _event("engine", describe_engine(engine))
+    view, news = StepView(), asyncio.Event()
+    watcher = asyncio.create_task(_watch(engine, view, news))
+    now = asyncio.get_running_loop().time
+    said, last_said = b"", now()
+    try:
+        while not watcher.done():
+            try:
+                await asyncio.wait_for(news.wait(), SILENT_AFTER)
+            except asyncio.TimeoutError:
+                name = "busy" if engine.num_unfinished_requests() else "idle"
+                if name == "idle":
+                    view.forget_sequences()
+                if (silence := _event(name, _describe_stats(engine.stats))) != said:
+                    yield silence
+                    said, last_said = silence, now()
+                elif now() - last_said > HEARTBEAT_PAUSE:
+                    yield b": still here\n\n"
+                    last_said = now()
+                continue
+            news.clear()
+            if (report := view.report()) is not None:
+                yield _event("steps", report)
+                said, last_said = b"", now()
+                await asyncio.sleep(EVENT_PAUSE)
+        yield _event("dead", {"message": _why_it_ended(watcher)})
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
+    """What does not change while an engine lives, with the names of `EngineArgs`."""
+    scheduler, args = engine.scheduler_config, engine.args
+    return {
+        "model": engine.model_config.name,
+        "max_model_len": engine.model_config.max_model_len,
+        "block_size": args.block_size,
+        "num_gpu_blocks": engine.num_gpu_blocks,
+        "enable_prefix_caching": args.enable_prefix_caching,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "scheduling_policy": scheduler.policy,
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "preemption_mode": scheduler.preemption_mode,
+    }
+
+
+def _describe_stats(stats: EngineStats) -> dict[str, int]:
+    return {
+        "num_running": stats.num_running,
+        "num_waiting": stats.num_waiting,
+        "num_swapped": stats.num_swapped,
+        "num_used_blocks": stats.num_used_blocks,
+    }
+
+
+async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:
+    """Take in the steps as they come. It ends with the engine."""
+    try:
+        async with contextlib.aclosing(engine.steps()) as steps:
+            async for step in steps:
+                view.take(step)
+                news.set()
+    finally:
+        news.set()
+
+
+def _why_it_ended(watcher: asyncio.Task[None]) -> str:
+    try:
+        watcher.result()
+    except EngineDeadError as error:
+        return str(error)
+    return "The engine has ended."
+
+
+def _event(name: str, content: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

@@ -1,0 +1,110 @@
+// The page: events of /live change the state, and the panels draw it in the browser's next frame.
+
+import { Batch } from "./batch.js";
+import { BlockMap } from "./block_map.js";
+import { Curves } from "./curves.js";
+import { Feed } from "./feed.js";
+import { LiveState } from "./state.js";
+import { onThemeChange } from "./palette.js";
+import { PromptBox } from "./prompt.js";
+import { Queues } from "./queues.js";
+
+/** The time axis moves on so often, in milliseconds, when nothing else does. */
+const TICK = 500;
+
+const state = new LiveState();
+const status = document.getElementById("status");
+const facts = document.getElementById("facts");
+const pause = document.getElementById("pause");
+let isScheduled = false;
+let isPaused = false;
+
+const blockMap = new BlockMap(state, schedule);
+const queues = new Queues(state, highlight);
+const batch = new Batch(state, schedule, highlight);
+const curves = new Curves(state, schedule);
+const promptBox = new PromptBox(state);
+const feed = new Feed(takeEvent, tellLoss);
+
+function schedule() {
+  if (isScheduled) return;
+  isScheduled = true;
+  requestAnimationFrame(() => {
+    isScheduled = false;
+    for (const panel of [blockMap, queues, batch, promptBox]) panel.draw();
+    if (!isPaused) curves.draw();
+  });
+}
+
+function highlight(number) {
+  blockMap.highlight(number);
+  schedule();
+}
+
+function takeEvent(name, content) {
+  state.apply(name, content);
+  if (name === "engine") describeEngine(content);
+  if (name === "engine") tell("idle", "connected");
+  if (name === "idle") tell("idle", "idle: nothing to do");
+  if (name === "steps") tell("live", "live: the engine is stepping");
+  if (name === "busy") tell("live", "live: no step has ended for a while");
+  if (name !== "dead") schedule();
+}
+
+function tellLoss(reason, seconds) {
+  tell("lost", `${reason} Trying again in ${seconds} s.`);
+}
+
+function tell(kind, sentence) {
+  if (status.textContent === sentence) return;
+  status.dataset.kind = kind;
+  status.textContent = sentence;
+}
+
+function describeEngine(engine) {
+  document.getElementById("model").textContent = engine.model;
+  document.title = `${engine.model} – minivllm`;
+  const policy = `${engine.scheduling_policy}${engine.enable_chunked_prefill ? ", chunked prefill" : ""}`;
+  const known = [
+    ["cache", `${engine.num_gpu_blocks} blocks of ${engine.block_size} tokens`],
+    ["a step", `at most ${engine.max_num_seqs} sequences, ${engine.max_num_batched_tokens} tokens`],
+    ["a sequence", `at most ${engine.max_model_len} tokens`],
+    ["scheduling", `${policy}, preemption by ${engine.preemption_mode}`],
+    ["prefix caching", engine.enable_prefix_caching ? "on" : "off"],
+  ];
+  facts.replaceChildren(
+    ...known.map(([name, value]) => {
+      const fact = document.createElement("div");
+      fact.append(Object.assign(document.createElement("dt"), { textContent: name }));
+      fact.append(Object.assign(document.createElement("dd"), { textContent: value }));
+      return fact;
+    }),
+  );
+  for (const item of document.querySelectorAll(".legend .prefix")) item.hidden = !engine.enable_prefix_caching;
+  document.getElementById("max-tokens").max = engine.max_model_len;
+}
+
+pause.addEventListener("click", () => {
+  isPaused = !isPaused;
+  pause.setAttribute("aria-pressed", String(isPaused));
+  pause.textContent = isPaused ? "Go on" : "Hold the picture";
+  followIfSeen();
+  if (isPaused) tell("held", "held: the engine goes on, the picture does not");
+});
+
+/** A hidden page follows nothing: it costs the server nothing, and none of the few connections that a browser has. */
+function followIfSeen() {
+  if (document.hidden || isPaused) feed.stop();
+  else feed.start();
+}
+
+document.addEventListener("visibilitychange", followIfSeen);
+onThemeChange(() => {
+  blockMap.repaint();
+  batch.repaint();
+  schedule();
+});
+setInterval(() => {
+  if (!document.hidden) schedule();
+}, TICK);
+followIfSeen();

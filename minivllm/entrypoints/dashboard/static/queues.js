@@ -1,0 +1,79 @@
+// The queues: who waits, who runs, who is swapped out, and who ended last, as numbers and as chips.
+
+import { paint } from "./palette.js";
+
+const MOST_CHIPS = 24;
+
+export class Queues {
+  #drawn = -1;
+
+  constructor(state, onHighlight) {
+    this.state = state;
+    this.preempted = document.getElementById("preempted");
+    this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight)]));
+  }
+
+  draw() {
+    const { state, lists } = this;
+    if (this.#drawn === state.version) return;
+    this.#drawn = state.version;
+    const at = (place) => state.sequences.filter((sequence) => sequence.place === place);
+    lists.waiting.show(state.counts.waiting, state.waiting);
+    lists.running.show(state.counts.running, at("running"));
+    lists.swapped.show(state.counts.swapped, at("swapped"));
+    lists.ended.show(state.numEnded, state.ended, true);
+    const preempted = state.numPreempted ? `preempted so far: ${state.numPreempted}` : "";
+    if (this.preempted.textContent !== preempted) this.preempted.textContent = preempted;
+  }
+}
+
+class ChipList {
+  #shown = "";
+
+  constructor(name, onHighlight) {
+    this.count = document.getElementById(`${name}-count`);
+    this.list = document.getElementById(`${name}-chips`);
+    this.list.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
+    this.list.addEventListener("pointerleave", () => onHighlight(null));
+  }
+
+  /** Show how many there are, and the first of them; of those that ended, more are counted than known. */
+  show(count, items, isPast = false) {
+    if (this.count.textContent !== String(count)) this.count.textContent = String(count);
+    const shown = items.slice(0, MOST_CHIPS);
+    const signature = `${count} ${shown.map(({ number, index, why, was_preempted }) => `${number}/${index}/${why ?? ""}${was_preempted ? "x" : ""}`).join(" ")}`;
+    if (signature === this.#shown) return;
+    this.#shown = signature;
+    const chips = shown.map((item) => makeChip(item, isPast));
+    if (!isPast && count > shown.length) chips.push(makeMore(count - shown.length));
+    this.list.replaceChildren(...chips);
+  }
+}
+
+function makeChip({ number, index, request_id: id, why, was_preempted: isPreempted, num_generated: tokens, seconds }, isPast) {
+  const chip = document.createElement("li");
+  chip.className = why ? `chip ${why}` : isPreempted ? "chip preempted" : "chip";
+  chip.textContent = `#${number}${index ? `/${index}` : ""}`;
+  chip.dataset.number = String(number);
+  paint(chip, number);
+  chip.title = isPast ? `${id}: ${describeEnd(why, tokens, seconds)}` : isPreempted ? `${id}: preempted, to be recomputed` : id;
+  return chip;
+}
+
+function describeEnd(why, tokens, seconds) {
+  const got = tokens === null ? "" : `, ${tokens} tokens`;
+  return `ended (${why})${got}${seconds === null ? "" : `, after ${seconds.toFixed(1)} s`}`;
+}
+
+function makeMore(count) {
+  const chip = document.createElement("li");
+  chip.className = "more";
+  chip.textContent = `and ${count} more`;
+  return chip;
+}
+
+/** The number of the request that a chip or a row stands for; null if it stands for none. */
+export function numberOf(element) {
+  const number = element.closest?.("[data-number]")?.dataset.number;
+  return number === undefined ? null : Number(number);
+}

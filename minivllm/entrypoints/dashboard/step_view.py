@@ -1,0 +1,254 @@
+"""What a page is told of the engine's steps: of the newest all that the picture shows, of the others what the curves need.
+
+Pure bookkeeping over StepRecords. A page that is opened in the middle of things learns of them as far as the steps tell.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from minivllm.engine.trace import SequenceKey, SequenceStep, StepRecord
+
+MOST_STEPS = 2000
+"""Steps that are kept for a page that does not read: the latest."""
+MOST_HAPPENINGS = 200
+"""Ends and preemptions that are kept for it, and first tokens."""
+MOST_WAITING = 64
+"""Waiting sequences that are told of one by one: those that came first."""
+CURVE_COLUMNS = (
+    "end",
+    "length",
+    "phase",
+    "num_tokens",
+    "num_generated",
+    "num_running",
+    "num_waiting",
+    "num_swapped",
+    "num_free_blocks",
+    "mean_gap",
+    "max_gap",
+)
+"""Of a step: when it ended and how long it took, in seconds; its phase; tokens computed and won; the queues and the free blocks; the
+time between two tokens of a sequence, on average and at most, in seconds (None where no sequence has two)."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is known of a sequence that waits, runs or is swapped out.
+
+    Attributes:
+        arrived: When the first step after its arrival began: its arrival, but for the rest of the step that ran then. None if it was
+            there before the page.
+        num_prompt_tokens: None before its prompt has been computed, or if that was before the page was there.
+        num_cached_tokens: Tokens of the prompt that the prefix cache spared it.
+        num_generated: Tokens that it has won; None if some were won before the page was there.
+        context_len: Tokens whose keys and values it has; None if no step has told.
+        last_token: When it won its latest token.
+    """
+
+    arrived: float | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int = 0
+    num_generated: int | None = None
+    context_len: int | None = None
+    last_token: float | None = None
+
+
+class StepView:
+    """Takes in every step; tells from time to time what has changed since it told last."""
+
+    def __init__(self) -> None:
+        self._step: StepRecord | None = None
+        self._num_steps = 0
+        self._sequences: dict[SequenceKey, _Sequence] = {}
+        self._waiting: dict[SequenceKey, None] = {}
+        self._curve: deque[tuple[Any, ...]] = deque(maxlen=MOST_STEPS)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MOST_HAPPENINGS)
+        self._happenings: deque[dict[str, Any]] = deque(maxlen=MOST_HAPPENINGS)
+        self._told_tables: dict[SequenceKey, tuple[int, ...]] = {}
+        self._told_cached: frozenset[int] = frozenset()
+
+    # -- taking in -----------------------------------------------------------------------------------------------
+
+    def take(self, step: StepRecord) -> None:
+        """Take in the next step."""
+        self._step = step
+        self._num_steps += 1
+        for request_id in step.arrived:
+            key = SequenceKey(request_id)
+            self._sequences[key] = _Sequence(arrived=step.start, num_generated=0)
+            self._waiting[key] = None
+        self._place(step)
+        gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
+        num_generated = sum(item.num_new_tokens for item in step.scheduled)
+        self._curve.append(
+            (
+                step.end,
+                step.end - step.start,
+                step.phase,
+                step.num_tokens,
+                num_generated,
+                step.num_running,
+                step.num_waiting,
+                step.num_swapped,
+                step.num_free_blocks,
+                sum(gaps) / len(gaps) if gaps else None,
+                max(gaps, default=None),
+            )
+        )
+        self._note_happenings(step)
+        self._forget_what_ended(step)
+
+    def forget_sequences(self) -> None:
+        """The engine is idle: whatever the steps have left standing has ended. Cached blocks stay."""
+        self._sequences.clear()
+        self._waiting.clear()
+        self._told_tables.clear()
+
+    def _place(self, step: StepRecord) -> None:
+        """Find in which queue each sequence is."""
+        for tables in (step.block_tables, step.swapped_tables):
+            for key in tables:
+                self._waiting.pop(key, None)
+                if key not in self._sequences:
+                    self._sequences[key] = self._join(key, step)
+        for item in step.preempted:
+            if item.mode == "recompute":
+                key = SequenceKey(item.request_id, item.index)
+                self._sequences.setdefault(key, _Sequence())
+                self._waiting[key] = None
+        for key in [key for key in self._waiting if key.request_id in step.aborted]:
+            del self._waiting[key]
+        while len(self._waiting) > step.num_waiting:  # of a step that was missed
+            del self._waiting[next(iter(self._waiting))]
+
+    def _join(self, key: SequenceKey, step: StepRecord) -> _Sequence:
+        """A sequence that has not been seen waiting: a sibling that was forked in the step before, or one that was there already."""
+        first = self._sequences.get(SequenceKey(key.request_id))
+        if key.index and first is not None and first.num_prompt_tokens is not None:
+            prompt = first.num_prompt_tokens
+            return _Sequence(first.arrived, prompt, first.num_cached_tokens, 1, prompt, first.last_token)
+        begins = any(item.key == key and item.action == "prefill" for item in step.scheduled)
+        return _Sequence(num_generated=0 if begins else None)
+
+    def _advance(self, item: SequenceStep, step: StepRecord) -> float | None:
+        """Bring a sequence as far as the step brings it. Returns the seconds between its latest two tokens, if it got one."""
+        seq = self._sequences.setdefault(item.key, _Sequence())
+        is_first_chunk = seq.context_len is None
+        seq.context_len = item.context_len
+        if item.action == "prefill" and seq.num_generated == 0:
+            if is_first_chunk:
+                seq.num_cached_tokens = item.context_len - item.num_tokens
+            if item.num_new_tokens:
+                seq.num_prompt_tokens = item.context_len
+                if seq.arrived is not None:
+                    self._first_tokens.append((step.end, step.end - seq.arrived))
+        if not item.num_new_tokens:
+            return None
+        if seq.num_generated is not None:
+            seq.num_generated += item.num_new_tokens
+        last, seq.last_token = seq.last_token, step.end
+        return None if last is None else (step.end - last) / item.num_new_tokens
+
+    def _note_happenings(self, step: StepRecord) -> None:
+        def note(what: str, key: SequenceKey, why: str) -> None:
+            seq = self._sequences.get(key, _Sequence())
+            self._happenings.append(
+                {
+                    "what": what,
+                    "why": why,
+                    "request_id": key.request_id,
+                    "index": key.index,
+                    "num_generated": seq.num_generated,
+                    "seconds": None if seq.arrived is None else step.end - seq.arrived,
+                }
+            )
+
+        for item in step.preempted:
+            note("preempted", SequenceKey(item.request_id, item.index), item.mode)
+        for request_id in step.aborted:
+            note("ended", SequenceKey(request_id), "abort")
+        for finish in step.finished:
+            note("ended", SequenceKey(finish.request_id, finish.index), finish.reason)
+
+    def _forget_what_ended(self, step: StepRecord) -> None:
+        ended = {SequenceKey(finish.request_id, finish.index) for finish in step.finished}
+        living = (step.block_tables.keys() | step.swapped_tables.keys() | self._waiting.keys()) - ended
+        if len(self._sequences) == len(living) and not ended:
+            return
+        # A sequence that ended stays until the next step: siblings may have been forked from it.
+        self._sequences = {key: seq for key, seq in self._sequences.items() if key in living or key in step.block_tables}
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any] | None:
+        """What has happened since the last report, and how things stand; None if no step was taken in. As JSON has it.
+
+        Of a block table it has `keep`, how many of its first blocks are those of the last report, and `blocks`, those that follow;
+        of the cached blocks, those that came and those that went.
+        """
+        step = self._step
+        if step is None:
+            return None
+        tables = {**step.block_tables, **step.swapped_tables}
+        report = {
+            "number": self._num_steps,
+            "start": step.start,
+            "end": step.end,
+            "phase": step.phase,
+            "num_tokens": step.num_tokens,
+            "num_running": step.num_running,
+            "num_waiting": step.num_waiting,
+            "num_swapped": step.num_swapped,
+            "num_free_blocks": step.num_free_blocks,
+            "error": step.error,
+            "sequences": self._tell_sequences(step),
+            "waiting": [
+                {
+                    "request_id": key.request_id,
+                    "index": key.index,
+                    "was_preempted": self._sequences[key].context_len is not None,
+                }
+                for key in islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
+            ],
+            "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
+            "cached": list(step.cached_blocks - self._told_cached),
+            "uncached": list(self._told_cached - step.cached_blocks),
+            "happenings": list(self._happenings),
+            "first_tokens": list(self._first_tokens),
+            "curve": dict(zip(CURVE_COLUMNS, map(list, zip(*self._curve, strict=True)), strict=True)),
+        }
+        self._step, self._told_tables, self._told_cached = None, tables, step.cached_blocks
+        for told in (self._curve, self._first_tokens, self._happenings):
+            told.clear()
+        return report
+
+    def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
+        """All that hold blocks: on the device, in the order of the batch, and then on the host."""
+        parts = {item.key: item for item in step.scheduled}
+        told = []
+        for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
+            for key, table in tables.items():
+                seq, part, before = self._sequences.get(key, _Sequence()), parts.get(key), self._told_tables.get(key, ())
+                keep = len(before) if table[: len(before)] == before else 0
+                told.append(
+                    {
+                        "request_id": key.request_id,
+                        "index": key.index,
+                        "place": place,
+                        "action": "stalled" if part is None else part.action,
+                        "num_tokens": 0 if part is None else part.num_tokens,
+                        "num_drafts": 0 if part is None else part.num_drafts,
+                        "num_accepted": 0 if part is None else part.num_accepted,
+                        "num_prompt_tokens": seq.num_prompt_tokens,
+                        "num_cached_tokens": seq.num_cached_tokens,
+                        "num_generated": seq.num_generated,
+                        "context_len": seq.context_len,
+                        "keep": keep,
+                        "blocks": table[keep:],
+                    }
+                )
+        return told

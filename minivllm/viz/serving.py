@@ -1,0 +1,106 @@
+"""What the users of a server waited, and when each of them came and went, from the times that a load generator noted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from minivllm.viz.drawing import Box, add_bars, add_legend, look_patch, tidy
+from minivllm.viz.latency import line_of, paint_waits
+from minivllm.viz.palette import INK, STATE_LOOKS, Look
+
+WAITING = Look("until the first token", whiteness=0.45, height=0.3)
+ANSWERED = Look("until the last", height=STATE_LOOKS["decode"].height)
+WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.6)
+
+
+class TimedRequest(Protocol):
+    """When things happened to a request, as `minivllm.bench.served_request.ServedRequest` has it. Times in seconds.
+
+    Attributes:
+        start: When it was sent, since the first one was.
+        ttft: From then to its first token; None if none came, or if that is not known.
+        itls: Between a piece of its answer and the next one.
+        end: When it ended, since the first request was sent.
+        error: Why it failed; its waits are left out of the distributions. None if it did not.
+    """
+
+    start: float
+    ttft: float | None
+    itls: Sequence[float]
+    end: float
+    error: str | None
+
+
+def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
+    """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below all requests of each run over time.
+
+    Each run has a time axis of its own: one that is ten times as long would leave nothing to see of the others.
+    A point (x, y) of a distribution says that the share y of all waits was no longer than x.
+
+    Args:
+        runs: A name for each run, such as "static" and "continuous", at least one.
+        title: Stands above the figure.
+    """
+    figure = Figure(figsize=(9, 3.9 + 2.4 * len(runs)), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    grid = figure.add_gridspec(2 + len(runs), 3, height_ratios=(2.8, 0.3 + 0.2 * len(runs), *[2.0] * len(runs)))
+    answered = [[request for request in requests if request.error is None] for requests in runs.values()]
+    panels = {
+        "time to first token (TTFT)": [[item.ttft for item in items if item.ttft is not None] for items in answered],
+        "between tokens (ITL)": [[gap for item in items for gap in item.itls] for items in answered],
+        "end-to-end latency": [[item.end - item.start for item in items] for items in answered],
+    }
+    for number, (name, seconds) in enumerate(panels.items()):
+        curves = figure.add_subplot(grid[0, number])
+        paint_waits(curves, figure.add_subplot(grid[1, number]), name, seconds)
+        if number == 0:
+            curves.set_ylabel("share of all, no longer than this")
+    for number, (name, requests) in enumerate(runs.items()):
+        axes = figure.add_subplot(grid[2 + number, :])
+        _paint_requests(axes, requests, str(line_of(number).get_color()))
+        duration = max((request.end for request in requests), default=0.0)
+        axes.set_title(f"{name}: {duration:.1f} s in all", loc="right", fontsize=9)
+        axes.set_xlim(0, duration or 1.0)
+    labels = [f"{name}: {_count(requests)}" for name, requests in runs.items()]
+    figure.legend(
+        [line_of(number) for number in range(len(runs))], labels, loc="outside upper center", frameon=False, fontsize=9,
+        handlelength=3, title=title, title_fontsize=11,
+    )  # fmt: skip
+    return figure
+
+
+def _paint_requests(axes: Axes, requests: Sequence[TimedRequest], color: str) -> None:
+    """A lane for each request, the earliest above."""
+    boxes: dict[Look, list[Box]] = {WAITING: [], ANSWERED: [], WHOLE: []}
+    failures = []
+    for lane, request in enumerate(sorted(requests, key=lambda request: request.start)):
+        first = request.end if request.ttft is None else request.start + request.ttft
+        before = WHOLE if request.ttft is None and request.error is None else WAITING
+        for look, start, end in ((before, request.start, first), (ANSWERED, first, request.end)):
+            if end > start:
+                boxes[look].append((start, end, lane - look.height / 2, lane + look.height / 2))
+        if request.error is not None:
+            failures.append((request.end, lane))
+    for look, of_look in boxes.items():
+        add_bars(axes, look, of_look, color, look.label)
+    handles: list[Artist] = [look_patch(look, color) for look, of_look in boxes.items() if of_look]
+    if failures:
+        ends, lanes = zip(*failures, strict=True)
+        handles += axes.plot(ends, lanes, "x", color=INK, markersize=5, label="failed", clip_on=False, zorder=4)
+    add_legend(axes, handles)
+    tidy(axes, "time (s)", "requests")
+    axes.set_ylim(len(requests) - 0.4, -0.6)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+
+
+def _count(requests: Sequence[TimedRequest]) -> str:
+    """How many requests are shown, and how many failed."""
+    failed = sum(request.error is not None for request in requests)
+    text = f"{len(requests)} request{'' if len(requests) == 1 else 's'}"
+    return f"{text} ({failed} failed)" if failed else text

@@ -1,0 +1,102 @@
+"""The soak of benchmarks/soak.py: what it calls a leak, and its short version against the real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "soak.py"
+
+
+@pytest.fixture(scope="module")
+def soak():
+    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["soak"]
+
+
+class Health:
+    seconds = [0.001] * 10
+    failures = 0
+
+
+def judge(soak, *, tally=None, health=Health, after=None, memory=None, same_processes=True) -> list[str]:
+    """The names of the checks that are missed, of a run that is good but for what is given."""
+    good = soak.Tally()
+    good.counts.update({"accepted": 9, "completed": 6, "left": 3, "too many": 1, "bad refused": 5})
+    before = soak.Footprint(tasks=5, file_descriptors=30, sequences=0, cache_use=0.0)
+    checks = soak.judge(tally or good, health, before, after or before, memory or {1: [100] * 20, 2: [500] * 20}, same_processes)
+    assert soak.format_table(checks, good)
+    return [check.name for check in checks if not check.good]
+
+
+def test_a_run_after_which_all_is_as_before_is_good(soak):
+    assert judge(soak) == []
+
+
+@pytest.mark.parametrize(
+    "left,name",
+    [
+        ({"tasks": 6}, "tasks"),
+        ({"file_descriptors": 31}, "file descriptors"),
+        ({"sequences": 1}, "sequences left"),
+        ({"cache_use": 0.01}, "KV cache left in use"),
+    ],
+)
+def test_what_is_left_is_a_leak(soak, left, name):
+    footprint = {"tasks": 5, "file_descriptors": 30, "sequences": 0, "cache_use": 0.0} | left
+    assert judge(soak, after=soak.Footprint(**footprint)) == [name]
+
+
+def test_memory_may_grow_while_the_server_warms_up_but_not_after(soak):
+    warming_up = [100, 150, 190, 195, 199, 200, 200] + [200] * 13
+    leaking = [200 + 2 * i for i in range(20)]
+    assert judge(soak, memory={1: warming_up, 2: warming_up}) == []
+    assert judge(soak, memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
+
+
+@pytest.mark.parametrize(
+    "kind,name",
+    [
+        ("hung", "accepted requests that hung"),
+        ("broken", "answers that broke"),
+        ("bad taken", "bad requests not refused"),
+    ],
+)
+def test_a_surprise_is_a_failure(soak, kind, name):
+    tally = soak.Tally()
+    tally.counts.update({"left": 3, "too many": 1})
+    tally.surprise(kind, "why")
+    assert judge(soak, tally=tally) == [name]
+
+
+def test_an_ill_or_new_server_is_a_failure(soak):
+    class Ill(Health):
+        failures = 1
+
+    assert judge(soak, health=Ill) == ["/health not true"]
+    assert judge(soak, same_processes=False) == ["processes afterwards"]
+
+
+def test_users_who_were_too_kind_show_nothing(soak):
+    assert judge(soak, tally=soak.Tally()) == ["refused in bursts", "left in mid-stream"]
+
+
+def test_thirty_seconds_of_rough_users(tmp_path):
+    report = tmp_path / "soak.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), "--streams", "12", "--seconds", "30", "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(report.read_text())["counts"]
+    assert counts["accepted"] >= 24 and counts["completed"] and counts["left"] and counts["bad refused"] > 20
