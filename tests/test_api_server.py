@@ -595,7 +595,7 @@ def test_who_only_watches_is_not_waited_for(smollm2_path):
             next(lines)
             begin = time.monotonic()
             server.server.handle_exit(15, None)
-            assert set(lines) == {"data: news", ""}, "it ends as a response should"
+            assert set(lines) <= {"data: news", ""}, "it ends as a response should"
         assert time.monotonic() - begin < 5
 
 
