@@ -3,7 +3,7 @@
     python benchmarks/http_overhead.py --json overhead.json
 
 One engine computes at a time: the server rests while `LLM.generate` runs, and the engine of this process has nothing to do while the
-server runs. Meanwhile /health is asked for over and over, as a load balancer does: it must answer while the model computes.
+server runs. In one more round /health is asked for over and over, as a load balancer does: it must answer while the model computes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ async def run_served(server: ServerProcess, requests: list[WorkloadRequest], str
     return sum(request.output_tokens for request in served) / max(request.end for request in served)
 
 
-def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, list[float]], list[HealthProbe]]:
+def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, list[float]], HealthProbe]:
     """The speeds of each way's rounds, and how /health was while the server computed."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
-    probes = []
     warm_up = warm_up_requests(requests, LIMITS["max_num_seqs"])
     llm = LLM(MODEL, **LIMITS)
     with start_server(MODEL, *options) as server:
@@ -68,16 +67,14 @@ def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, lis
             of_round = requests if number else warm_up
             with server.paused():
                 results = [run_offline(llm, of_round)]
-            for stream in (True, False):
-                with HealthProbe(server.port, HEALTH_INTERVAL) as probe:
-                    results.append(asyncio.run(run_served(server, of_round, stream)))
-                if number:
-                    probes.append(probe)
+            results += [asyncio.run(run_served(server, of_round, stream)) for stream in (True, False)]
             if number:
                 for way, speed in zip(WAYS, results, strict=True):
                     speeds[way].append(speed)
                 print(f"round {number}: " + ", ".join(f"{way} {speeds[way][-1]:.1f} tokens/s" for way in WAYS), flush=True)
-    return speeds, probes
+        with HealthProbe(server.port, HEALTH_INTERVAL) as probe:
+            asyncio.run(run_served(server, requests, True))
+    return speeds, probe
 
 
 def format_table(speeds: dict[str, list[float]], health: dict[str, Any]) -> str:
@@ -106,11 +103,11 @@ def main() -> int:
     arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/http_overhead.py", *sys.argv[1:]])
     check_writable(arguments.json)
     requests = load_workload(WORKLOAD)[: arguments.num_requests]
-    speeds, probes = measure(requests, arguments.rounds)
-    milliseconds = [seconds * 1e3 for probe in probes for seconds in probe.seconds]
+    speeds, probe = measure(requests, arguments.rounds)
+    milliseconds = [seconds * 1e3 for seconds in probe.seconds]
     health = {
         "count": len(milliseconds), "p50_ms": percentile(milliseconds, 50), "p99_ms": percentile(milliseconds, 99),
-        "max_ms": max(milliseconds), "failures": sum(probe.failures for probe in probes),
+        "max_ms": max(milliseconds), "failures": probe.failures,
     }  # fmt: skip
     what = (
         f"{MODEL}, {WORKLOAD.stem}: {len(requests)} requests, {sum(request.output_len for request in requests)} output tokens, at most "
