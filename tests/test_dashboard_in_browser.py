@@ -16,6 +16,7 @@ import urllib.request
 import pytest
 import uvicorn
 from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, sync_api
+from test_serving import KEY, ServeProcess
 from watched_engine import MODEL, make_app, make_engine
 
 pytestmark = needs_chromium
@@ -293,3 +294,35 @@ def test_a_dead_engine_is_told_and_the_next_one_is_found(open_page, server):
     send(page, "are you there", max_tokens=3)
     expect(page.locator(".answer .note").first).to_contain_text("ended: length")
     open_page.complaints[:] = [text for text in open_page.complaints if "ERR_INCOMPLETE_CHUNKED_ENCODING" not in text]
+
+
+def test_a_browser_that_is_asked_for_the_key_shows_the_page_of_the_real_server(browser, tmp_path):
+    served = ServeProcess(log=tmp_path / "log")
+    try:
+        context = browser.new_context(viewport=WIDE, http_credentials={"username": "anybody", "password": KEY})
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE * 1000)
+        assert page.goto(served.url).status == 200
+        expect(page.locator("#model")).to_have_text("smollm2-135m")
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Max tokens").fill("24")
+        page.get_by_label("completion", exact=True).check()
+        page.get_by_label("Prompt", exact=True).fill("The capital of France is")
+        page.get_by_role("button", name="Send", exact=True).click()
+        expect(page.locator("body")).to_contain_text("Paris.")
+        page.get_by_label("chat", exact=True).check()
+        page.get_by_label("Prompt", exact=True).fill("Tell me a short story about a lighthouse keeper.")
+        page.get_by_label("Max tokens").fill("128")
+        page.get_by_label("Temperature").fill("0.8")
+        for _ in range(2):
+            page.get_by_role("button", name="Send 8 at once", exact=True).click()
+            page.wait_for_timeout(1500)
+        page.wait_for_timeout(4000)
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / "live_page.png")  # the README's picture
+        context.close()
+        stranger = browser.new_context()
+        assert stranger.new_page().goto(served.url).status == 401
+        stranger.close()
+    finally:
+        assert served.end() == 0

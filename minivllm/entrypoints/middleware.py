@@ -91,7 +91,8 @@ class KeyMiddleware:
                 401,
                 "This server needs an API key: send it as 'Authorization: Bearer KEY'.",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": 'Bearer realm="minivllm", Basic realm="minivllm", charset="UTF-8"'},
+                # Chromium knows only the first of two challenges, and asks its user for the password of Basic.
+                headers={"WWW-Authenticate": 'Basic realm="minivllm", charset="UTF-8", Bearer realm="minivllm"'},
             )
             await error.response()(scope, receive, send)
             return
