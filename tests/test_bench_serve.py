@@ -328,6 +328,19 @@ def test_the_table_says_what_went_wrong():
     assert "(asked 2.00, sent 0.67)" in table
 
 
+def test_a_late_answer_without_any_token_misses_the_goal_for_the_first_one():
+    empty_after_two_seconds = ServedRequest(10, 3, start=0.0, end=2.0, counted_by="usage")
+    assert not Goals(ttft=1500).are_met_by(empty_after_two_seconds)
+    assert Goals(ttft=2500, tpot=1).are_met_by(empty_after_two_seconds)
+
+
+@pytest.mark.parametrize("goal", [0, -5, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["ttft", "tpot", "e2e"])
+def test_a_goal_that_cannot_be_is_refused(name, goal):
+    with pytest.raises(ConfigError, match=f"The goal for {name} is {goal}, but must be a number of milliseconds above 0"):
+        Goals(**{name: goal})
+
+
 def test_a_run_in_which_all_failed_has_no_distributions():
     result = summarize([WORKED_EXAMPLE[2]], Load(), Goals())
     assert (result.completed, result.ttft, result.goodput, result.output_tokens_per_second) == (0, None, None, 0.0)
@@ -433,6 +446,7 @@ def test_the_model_is_the_one_that_is_named_or_the_first(server, capsys):
         (["--base-url", "http://me:secret@127.0.0.1"], "must not hold a name or a password"),
         (["--json", "no/such/folder/x.json"], "cannot be written"),
         (["--no-stream", "--ttft-goal", "5"], "Without a stream, the time of the first token is not known"),
+        (["--ttft-goal", "-5"], "The goal for ttft is -5.0"),
         (["--timeout", "0"], "The timeout is 0.0"),
         (["--timeout", "inf"], "The timeout is inf"),
         (["--warmup", "-1"], "--warmup is -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from minivllm.bench.load_generator import Load
 from minivllm.bench.offline import percentile
+from minivllm.errors import ConfigError
 
 LATE = 0.1
 """Seconds by which a request may be sent after its moment before the load generator is said not to have kept up."""
@@ -78,17 +80,31 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True)
 class Goals:
-    """What a request must keep to count for goodput, in milliseconds; None is no goal."""
+    """What a request must keep to count for goodput, in milliseconds; None is no goal.
+
+    Raises:
+        ConfigError: A goal is not a number above 0.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, goal in vars(self).items():
+            if goal is not None and not 0 < goal < math.inf:
+                raise ConfigError(f"The goal for {name} is {goal}, but must be a number of milliseconds above 0.")
+
     def are_met_by(self, request: ServedRequest) -> bool:
-        """Whether a completed request meets all goals. One with a single output token has no TPOT to miss."""
+        """Whether a completed request meets all goals.
+
+        One with a single output token has no TPOT to miss. One that ended without any piece is taken to have begun at its end: its
+        user waited that long to see that nothing comes.
+        """
         if request.error is not None:
             return False
-        pairs = ((self.ttft, request.ttft), (self.tpot, request.tpot), (self.e2e, request.latency))
+        ttft = request.latency if request.ttft is None else request.ttft
+        pairs = ((self.ttft, ttft), (self.tpot, request.tpot), (self.e2e, request.latency))
         return all(goal is None or time is None or time * 1e3 <= goal for goal, time in pairs)
 
     def describe(self) -> str:
