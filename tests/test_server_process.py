@@ -18,6 +18,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
         Handler.asked += 1
+        if "--slow" in sys.argv and Handler.asked == 4:
+            time.sleep(1)
         self.send_response(503 if "--ill" in sys.argv and Handler.asked > 3 else 200)
         self.end_headers()
         if self.path == "/metrics":
@@ -25,7 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
-"""A child process, /health and /metrics; with --ill its health ends soon."""
+"""A child process, /health and /metrics; with --ill its health ends soon, with --slow one answer takes a second."""
 
 
 def test_it_is_ready_when_it_is_given_and_gone_with_its_children_afterwards():
@@ -58,3 +60,11 @@ def test_health_is_asked_for_again_and_again_and_its_end_is_noticed():
         time.sleep(0.6)
     assert 3 < len(probe.seconds) <= 13
     assert len(probe.seconds) - 3 <= probe.failures < len(probe.seconds)
+
+
+def test_a_second_without_an_answer_is_late_for_all_who_would_have_asked_in_it():
+    with start_server("--slow", program=("-c", SERVER)) as server, HealthProbe(server.port, 0.1) as probe:
+        time.sleep(2)
+    late = [seconds for seconds in probe.seconds if seconds > 0.25]
+    assert max(late) >= 1 and 4 <= len(late), "asked after 0.1 s of that second, after 0.2 s, ..."
+    assert probe.failures == 0
