@@ -41,10 +41,10 @@ export class PromptBox {
     this.#running.add(controller);
     this.#update();
     const answers = this.#addAnswers(text, count);
-    const began = performance.now();
     try {
       const model = await findModel(controller.signal);
       const [path, body] = await makeRequest(model, text, isChat, count, controller.signal);
+      const began = performance.now();
       const stream = streamAnswers(path, { model, ...body, ...options }, controller.signal);
       for await (const { id, choices } of stream) {
         for (const choice of choices) {
