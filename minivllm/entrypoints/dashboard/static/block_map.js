@@ -89,8 +89,8 @@ export class BlockMap {
   }
 
   /** A number that differs where a block looks different. */
-  #look({ first, held, several }, block) {
-    let look = (first[block] + 1) * 31 + held[block];
+  #look({ size, first, held, several }, block) {
+    let look = (first[block] + 1) * (size + 1) + held[block];
     for (const owner of several.get(block) ?? []) look = Math.imul(look, 31) + owner + 7;
     look = Math.imul(look, 31) + (this.state.shared.get(block) ?? 0);
     look = Math.imul(look, 4) + (this.state.cached.has(block) ? 1 : 0);

@@ -6,7 +6,7 @@ export async function* readEvents(response) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(tellBreak);
       if (done) return;
       const blocks = (rest + value).split(/\r?\n\r?\n/);
       rest = blocks.pop();
@@ -23,6 +23,11 @@ export async function* readEvents(response) {
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function tellBreak(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Error("The connection to the server broke off.");
 }
 
 /** Ask the server. Throws an Error whose message is a sentence for people. */

@@ -44,7 +44,7 @@ export class Feed {
         }
       } catch (error) {
         if (signal.aborted) return;
-        reason = error instanceof TypeError ? reason : error.message;
+        reason = error.message;
       }
       this.onLost(reason, pause);
       await new Promise((resolve) => setTimeout(resolve, 1000 * pause));
