@@ -184,6 +184,20 @@ def test_what_others_write_stays_text(open_page):
     assert page.locator(".answer img, .answer b").count() == 0
 
 
+def test_the_first_token_is_timed_from_the_request_not_from_what_the_page_asks_before_it(open_page):
+    page = open_page()
+
+    def answer_late(route):
+        time.sleep(2)
+        route.continue_()
+
+    page.route("**/v1/models", answer_late)
+    send(page, "are you there", max_tokens=2)
+    note = page.locator(".answer .note")
+    expect(note).to_contain_text("ended: length")
+    assert re.match(r"first token after \d+ ms, all after \d+ ms; ended", note.inner_text()), "and not after seconds"
+
+
 def test_an_error_is_shown_as_its_sentence(open_page):
     page = open_page()
     send(page, "wrong")
@@ -225,10 +239,35 @@ def test_a_held_picture_stands_still_while_the_engine_goes_on(open_page, server)
     page.mouse.move(5, 5)
     until(lambda: map_picture(page) == still)
     numbers = page.locator(".sequence .chip").all_inner_texts()
-    page.get_by_role("button", name="Go on").click()
+    go_on = page.get_by_role("button", name="Go on")
+    assert go_on.get_attribute("aria-pressed") is None, "its words say what it does: it is not 'Go on, pressed'"
+    go_on.click()
     until(lambda: map_picture(page) != still)
     assert page.locator(".sequence .chip").all_inner_texts() == numbers, "they keep their numbers and colours"
     page.get_by_role("button", name="Stop").click()
+
+
+CURVES = "() => [...document.querySelectorAll('#charts canvas')].map((canvas) => canvas.toDataURL())"
+
+
+def test_curves_stand_still_while_there_is_no_server_to_follow(open_page):
+    page = open_page()
+    send(page, "are you there", max_tokens=20)
+    expect(page.locator(".answer .note")).to_contain_text("ended: length")
+    page.route("**/live", lambda route: route.abort())
+    page.get_by_role("button", name="Hold the picture").click()
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("#status")).to_contain_text("The server cannot be reached: is it still running? Trying again in")
+    page.wait_for_timeout(700)  # the next frame is half a second away at most
+    still = page.evaluate(CURVES)
+    page.wait_for_timeout(1200)
+    assert page.evaluate(CURVES) == still
+    blank = page.evaluate("() => { const other = document.createElement('canvas'); return other.toDataURL(); }")
+    page.set_viewport_size(NARROW)
+    page.wait_for_timeout(300)
+    resized = page.evaluate(CURVES)
+    assert resized != still and blank not in resized
+    open_page.complaints[:] = [text for text in open_page.complaints if "ERR_FAILED" not in text]
 
 
 def test_it_keeps_up_with_64_that_run(open_page, server):

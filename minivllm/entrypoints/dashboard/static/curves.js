@@ -37,7 +37,7 @@ const CHARTS = [
     ],
   },
   {
-    title: "Time to first token",
+    title: "Time to first token, in the engine",
     ticks: "seconds",
     least: 0.01,
     lines: [{ isFirstTokens: true }],
@@ -62,8 +62,8 @@ export class Curves {
     this.#charts = CHARTS.map((chart) => new Chart(chart, home, schedule));
   }
 
-  draw() {
-    const now = this.state.now();
+  /** Draw them as they were at a moment of the engine's clock, in seconds; null if it is not known. */
+  draw(now) {
     for (const chart of this.#charts) chart.draw(this.state, now);
   }
 }
@@ -188,20 +188,22 @@ class Chart {
   }
 }
 
-/** [seconds ago, value] from the oldest to the newest. */
-function pointsOf(line, state, now) {
+/** [seconds ago, value] from the oldest to the newest; null where the page did not follow. */
+export function pointsOf(line, state, now) {
   if (line.isFirstTokens) return state.firstTokens.map(([time, value]) => [now - time, value]).filter(([ago]) => ago < WINDOW);
   const points = [];
   const newest = Math.floor(now / BIN) - (line.isRate ? 1 : 0); // what is still being counted is no rate yet
   const oldest = newest - WINDOW / BIN;
   const known = [...state.bins.keys()];
-  const from = Math.max(oldest, Math.min(...known));
-  let last = null;
-  for (let number = from; number <= newest; number += 1) {
+  const before = state.bins.get(Math.max(...known.filter((number) => number < oldest)));
+  let isKnown = before !== undefined && !before.isGap;
+  let last = isKnown ? line.of(before) : null;
+  for (let number = Math.max(oldest, Math.min(...known)); number <= newest; number += 1) {
     const bin = state.bins.get(number);
-    let value = bin === undefined ? null : line.of(bin);
-    if (value === null && line.otherwise === "last") value = last;
-    if (value === null && line.otherwise === 0) value = 0;
+    if (bin !== undefined) isKnown = !bin.isGap;
+    let value = bin === undefined || !isKnown ? null : line.of(bin);
+    if (value === null && isKnown && line.otherwise === "last") value = last;
+    if (value === null && isKnown && line.otherwise === 0) value = 0;
     last = value;
     points.push([Math.max(0, now - (number + (line.isStep ? 0 : 0.5)) * BIN), value]);
   }

@@ -18,6 +18,8 @@ const facts = document.getElementById("facts");
 const pause = document.getElementById("pause");
 let isScheduled = false;
 let isPaused = false;
+/** The engine's time at which the curves stand still, because the page does not follow; null while it does. */
+let stoppedAt = null;
 
 const blockMap = new BlockMap(state, schedule);
 const queues = new Queues(state, highlight);
@@ -32,7 +34,7 @@ function schedule() {
   requestAnimationFrame(() => {
     isScheduled = false;
     for (const panel of [blockMap, queues, batch, promptBox]) panel.draw();
-    if (!isPaused) curves.draw();
+    curves.draw(stoppedAt ?? state.now());
   });
 }
 
@@ -43,6 +45,7 @@ function highlight(number) {
 
 function takeEvent(name, content) {
   state.apply(name, content);
+  if (name !== "dead") stoppedAt = null;
   if (name === "engine") describeEngine(content);
   if (name === "engine") tell("idle", "connected");
   if (name === "idle") tell("idle", "idle: nothing to do");
@@ -52,6 +55,7 @@ function takeEvent(name, content) {
 }
 
 function tellLoss(reason, seconds) {
+  stoppedAt ??= state.now();
   tell("lost", `${reason} Trying again in ${seconds} s.`);
 }
 
@@ -86,10 +90,11 @@ function describeEngine(engine) {
 
 pause.addEventListener("click", () => {
   isPaused = !isPaused;
-  pause.setAttribute("aria-pressed", String(isPaused));
   pause.textContent = isPaused ? "Go on" : "Hold the picture";
   followIfSeen();
-  if (isPaused) tell("held", "held: the engine goes on, the picture does not");
+  if (!isPaused) return;
+  stoppedAt ??= state.now();
+  tell("held", "held: the engine goes on, the picture does not");
 });
 
 /** A hidden page follows nothing: it costs the server nothing, and none of the few connections that a browser has. */

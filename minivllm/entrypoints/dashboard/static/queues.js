@@ -22,7 +22,7 @@ export class Queues {
     lists.running.show(state.counts.running, at("running"));
     lists.swapped.show(state.counts.swapped, at("swapped"));
     lists.ended.show(state.numEnded, state.ended, true);
-    const preempted = state.numPreempted ? `preempted so far: ${state.numPreempted}` : "";
+    const preempted = state.numPreempted ? `preemptions seen: ${state.numPreempted}` : "";
     if (this.preempted.textContent !== preempted) this.preempted.textContent = preempted;
   }
 }

@@ -4,6 +4,10 @@
 export const WINDOW = 60;
 /** Seconds in one of their points. */
 export const BIN = 0.5;
+/** Seconds by which the page's clock may fall behind the engine's from one report to the next: they drift apart over hours. */
+const DRIFT = 0.001;
+/** Stands where the page did not follow: nothing is known from here to the next point. */
+const GAP = Object.freeze({ isGap: true });
 const MOST_ENDED = 40;
 const MOST_DOTS = 600;
 
@@ -24,7 +28,7 @@ export class LiveState {
   cached = new Set();
   shared = new Map();
   error = null;
-  /** Point number of the curves → what the steps in it add up to. */
+  /** Point number of the curves → what the steps in it add up to. Of those before the window, the last one is there too. */
   bins = new Map();
   /** [engine's time, seconds] for each first token. */
   firstTokens = [];
@@ -32,6 +36,7 @@ export class LiveState {
   version = 0;
   /** The page's clock minus the engine's, in seconds. */
   #offset = null;
+  #isNewClock = true;
   #newestBin = -1;
   #tables = new Map();
   #isNew = true;
@@ -62,8 +67,9 @@ export class LiveState {
   #begin(engine) {
     this.engine = engine;
     this.#tables.clear();
-    this.#offset = null;
+    this.#isNewClock = true;
     this.#isNew = true;
+    if (this.#newestBin >= 0) this.bins.set(this.#newestBin + 1, GAP);
   }
 
   #forgetCached() {
@@ -138,8 +144,9 @@ export class LiveState {
 
   #takeTimes(report) {
     const offset = performance.now() / 1000 - report.end;
-    // What comes quickest shows best how the clocks differ; a large change is another clock.
-    if (this.#offset === null || offset < this.#offset) this.#offset = offset;
+    // What comes quickest shows best how the clocks differ.
+    this.#offset = this.#isNewClock ? offset : Math.min(offset, this.#offset + DRIFT);
+    this.#isNewClock = false;
     if (Math.floor(report.end / BIN) < this.#newestBin - WINDOW / BIN) this.#forgetTimes();
     const { curve } = report;
     for (let i = 0; i < curve.end.length; i += 1) {
@@ -166,12 +173,14 @@ export class LiveState {
   #bin(time) {
     const number = Math.floor(time / BIN);
     let bin = this.bins.get(number);
-    if (bin === undefined) {
+    if (bin === undefined || bin.isGap) {
       bin = { generated: 0, running: 0, waiting: 0, swapped: 0, used: 0, decodeSeconds: 0, decodeSteps: 0 };
       Object.assign(bin, { prefillSeconds: 0, prefillSteps: 0, gapSeconds: 0, gaps: 0, longestGap: 0 });
       this.bins.set(number, bin);
       this.#newestBin = Math.max(this.#newestBin, number);
-      for (const old of this.bins.keys()) if (old < this.#newestBin - WINDOW / BIN - 2) this.bins.delete(old);
+      const old = [...this.bins.keys()].filter((other) => other < this.#newestBin - WINDOW / BIN - 2);
+      const latest = Math.max(...old);
+      for (const other of old) if (other !== latest) this.bins.delete(other);
     }
     return bin;
   }

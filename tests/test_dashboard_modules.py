@@ -1,0 +1,121 @@
+"""The live page's modules on their own, in a real browser without a server: the state, the curves, the block map, the streams.
+
+Skipped where there is no Chromium. What the page does with an engine is in test_dashboard_in_browser.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+from browser import launch, needs_chromium, sync_api
+
+from minivllm.entrypoints.dashboard import _FILES, _MEDIA_TYPES
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = launch(playwright.chromium)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """The page, in which nothing has been started."""
+
+    def give(route):
+        path = _FILES[route.request.url.rpartition("/")[2] or "index.html"]
+        route.fulfill(body="" if path.name == "main.js" else path.read_text(), content_type=_MEDIA_TYPES[path.suffix])
+
+    page = browser.new_page()
+    page.route("**/*", give)
+    page.goto("http://127.0.0.1:9/")
+    yield page
+    page.close()
+
+
+FOLLOWED = """async (moments) => {
+    const { LiveState } = await import("/dashboard/state.js");
+    const { pointsOf } = await import("/dashboard/curves.js");
+    const state = new LiveState();
+    let clock = 0;
+    performance.now = () => 1000 * clock;
+    const engine = { num_gpu_blocks: 10 };
+    const idle = { num_running: 0, num_waiting: 0, num_swapped: 0, num_used_blocks: 2 };
+    const columns = { length: 0.1, phase: "decode", num_tokens: 1, num_generated: 1, num_running: 3, num_waiting: 0, num_swapped: 0,
+        num_free_blocks: 6, mean_gap: null, max_gap: null };
+    const step = (end) => ({ start: end - 0.1, end, sequences: [], waiting: [], happenings: [], cached: [], uncached: [], shared: {},
+        first_tokens: [], num_running: 3, num_waiting: 0, num_swapped: 0, num_free_blocks: 6, error: null,
+        curve: { end: [end], ...Object.fromEntries(Object.entries(columns).map(([name, value]) => [name, [value]])) } });
+    for (const [pageTime, event, engineTime] of moments) {
+        clock = pageTime;
+        state.apply(event, event === "engine" ? engine : event === "idle" ? idle : step(engineTime ?? pageTime));
+    }
+    const line = (fields) => pointsOf(fields, state, state.now()).map(([ago, value]) => [Math.round(ago), value]);
+    const rate = line({ of: (bin) => bin.generated, otherwise: 0 });
+    const running = line({ of: (bin) => bin.running, otherwise: "last" });
+    return { rate, running, now: state.now(), numBins: state.bins.size };
+}"""
+"""What the curves show after some events, each with the page's time in seconds and, where it differs, the engine's."""
+
+
+def follow(page, *moments):
+    return page.evaluate(FOLLOWED, moments)
+
+
+def value_at(points, ago):
+    return {value for moment, value in points if moment == ago}
+
+
+def test_where_the_page_did_not_follow_the_curves_have_a_gap(page):
+    shown = follow(page, [100, "engine"], [100, "steps"], [101, "steps"], [120, "engine"], [121, "steps"], [130, "steps"])
+    for ago in (15, 20, 25):
+        assert value_at(shown["rate"], ago) == {None} == value_at(shown["running"], ago), "held, hidden or without a server"
+    assert value_at(shown["rate"], 5) == {0} and value_at(shown["running"], 5) == {3}, "followed, but no step ended"
+
+
+def test_after_minutes_without_anything_the_curves_still_say_how_things_stand(page):
+    shown = follow(page, [100, "engine"], [100, "steps"], [101, "idle"], [400, "idle"])
+    assert value_at(shown["running"], 30) == {0} == value_at(shown["rate"], 30)
+
+
+def test_a_page_that_is_open_for_hours_keeps_little_and_its_clock_stays_right(page):
+    hours = [[100, "engine"], *([100 + t, "steps", 5000 + t * (1 - 1e-4)] for t in range(36_000))]
+    shown = follow(page, *hours)
+    assert shown["numBins"] < 200
+    engine_time = hours[-1][2]
+    assert abs(shown["now"] - engine_time) < 0.1, "a clock that gains 0.1 ms in a second gains 3.6 s in ten hours"
+
+
+def test_a_block_is_drawn_again_when_it_changes_hands(page):
+    changed = page.evaluate(
+        """async () => {
+            const { BlockMap } = await import("/dashboard/block_map.js");
+            const state = { engine: { block_size: 32 }, numBlocks: 4, numUsedBlocks: 1, shared: new Map(), cached: new Set() };
+            const hold = (number, length) => {
+                state.sequences = [{ place: "running", number, index: 0, blocks: [0], context_len: length, num_prompt_tokens: 1 }];
+            };
+            hold(4, 32);
+            const map = await new Promise((resolve) => { const map = new BlockMap(state, () => resolve(map)); });
+            const canvas = document.getElementById("map-canvas");
+            map.draw();
+            const before = canvas.toDataURL();
+            hold(5, 1);
+            map.draw();
+            return canvas.toDataURL() !== before;
+        }"""
+    )
+    assert changed, "all 32 slots of #4, and then one of #5"
+
+
+def test_a_connection_that_breaks_is_told_in_a_sentence(page):
+    told = page.evaluate(
+        """async () => {
+            const { readEvents } = await import("/dashboard/events.js");
+            const body = new ReadableStream({ start: (stream) => stream.error(new TypeError("network error")) });
+            try { for await (const event of readEvents({ body })); } catch (error) { return error.message; }
+        }"""
+    )
+    assert told == "The connection to the server broke off."
