@@ -109,6 +109,33 @@ def test_every_step_is_told_and_no_event_comes_sooner_than_it_may(monkeypatch):
     assert min(gaps) >= 0.95 * live_module.EVENT_PAUSE
 
 
+def test_a_page_that_is_opened_in_the_middle_does_not_take_its_own_coming_for_that_of_the_requests():
+    async def main():
+        engine = make_engine(seconds=0.01, max_num_seqs=1)
+
+        async def generate(max_tokens):
+            async for _ in engine.generate([1] * 20, SamplingParams(max_tokens=max_tokens)):
+                pass
+
+        try:
+            requests = [asyncio.create_task(generate(40)), asyncio.create_task(generate(3))]
+            while engine.stats.num_steps < 5:
+                await asyncio.sleep(0.01)
+            told = []
+            async with aclosing(live_events(engine)) as events:
+                async for event in events:
+                    name, content = parse(event)
+                    if name == "idle":
+                        return told
+                    if name == "steps":
+                        told += content["first_tokens"] + [item["seconds"] for item in content["happenings"]]
+        finally:
+            await asyncio.gather(*requests)
+            engine.shutdown()
+
+    assert asyncio.run(main()) == [None, None], "two ends, and nobody knows how long they and their first tokens took"
+
+
 def test_an_idle_engine_is_told_once_and_then_the_server_only_says_that_it_is_there(monkeypatch):
     monkeypatch.setattr(live_module, "SILENT_AFTER", 0.01)
     monkeypatch.setattr(live_module, "HEARTBEAT_PAUSE", 0.05)

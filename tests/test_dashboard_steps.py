@@ -16,7 +16,7 @@ from minivllm.engine.trace import Finish, Preemption, SequenceKey, SequenceStep,
 from minivllm.entrypoints.dashboard.step_view import MOST_STEPS, MOST_WAITING, StepView
 from minivllm.sampling_params import SamplingParams
 
-A, B = SequenceKey("a"), SequenceKey("b")
+A, B, C = SequenceKey("a"), SequenceKey("b"), SequenceKey("c")
 
 
 def make_step(number, scheduled=(), tables=None, **fields):
@@ -231,3 +231,22 @@ def traced_engine(num_blocks, enable_prefix_caching):
     cache = CacheConfig(enable_prefix_caching=enable_prefix_caching)
     scheduler = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=2048)
     return LLMEngine(model_config(), cache, scheduler, WaitingExecutor(num_blocks, 0.0), None, trace=True)
+
+
+def test_requests_that_were_there_before_the_page_have_no_time_to_first_token():
+    view = StepView(is_midway=True)
+    view.take(make_step(10, [(A, "decode", 1, 40, 1)], {A: (0, 1, 2)}, arrived=["a", "b"], num_waiting=1))
+    view.take(make_step(11, [(B, "prefill", 5, 5, 1)], {B: (3,)}, finished=[Finish("a", 0, "length")]))
+    view.take(make_step(12, [(C, "prefill", 5, 5, 1)], {B: (3,), C: (4,)}, arrived=["c"]))
+    report = view.report()
+    [ended] = report["happenings"]
+    assert (ended["num_generated"], ended["seconds"]) == (None, None), "its beginning was not seen"
+    assert report["first_tokens"] == [(12.5, 0.5)], "that of c, which came later"
+    b, c = report["sequences"]
+    assert (b["num_prompt_tokens"], b["num_generated"]) == (5, 1) == (c["num_prompt_tokens"], c["num_generated"])
+
+
+def test_a_prompt_that_is_found_half_computed_is_not_said_to_be_cached():
+    view = StepView(is_midway=True)
+    view.take(make_step(0, [(A, "prefill", 8, 24, 1)], {A: (0, 1)}, arrived=["a"]))
+    assert only(view.report()["sequences"])["num_cached_tokens"] == 0

@@ -35,7 +35,7 @@ HEARTBEAT_PAUSE = 5.0
 async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
     """What a page is told from now on, event by event, until the engine is dead or the generator is closed."""
     yield _event("engine", describe_engine(engine))
-    view, news = StepView(), asyncio.Event()
+    view, news = StepView(is_midway=engine.num_unfinished_requests() > 0), asyncio.Event()
     watcher = asyncio.create_task(_watch(engine, view, news))
     now = asyncio.get_running_loop().time
     said, last_said = b"", now()

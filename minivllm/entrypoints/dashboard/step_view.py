@@ -58,9 +58,14 @@ class _Sequence:
 
 
 class StepView:
-    """Takes in every step; tells from time to time what has changed since it told last."""
+    """Takes in every step; tells from time to time what has changed since it told last.
 
-    def __init__(self) -> None:
+    Args:
+        is_midway: There are requests already. The first step names them among those that arrived, but when they did is not known.
+    """
+
+    def __init__(self, is_midway: bool = False) -> None:
+        self._is_midway = is_midway
         self._step: StepRecord | None = None
         self._num_steps = 0
         self._sequences: dict[SequenceKey, _Sequence] = {}
@@ -79,8 +84,9 @@ class StepView:
         self._num_steps += 1
         for request_id in step.arrived:
             key = SequenceKey(request_id)
-            self._sequences[key] = _Sequence(arrived=step.start, num_generated=0)
+            self._sequences[key] = self._join(key, step) if self._is_midway else _Sequence(arrived=step.start, num_generated=0)
             self._waiting[key] = None
+        self._is_midway = False
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
         num_generated = sum(item.num_new_tokens for item in step.scheduled)
@@ -131,8 +137,9 @@ class StepView:
         if key.index and first is not None and first.num_prompt_tokens is not None:
             prompt = first.num_prompt_tokens
             return _Sequence(first.arrived, prompt, first.num_cached_tokens, 1, prompt, first.last_token)
-        begins = any(item.key == key and item.action == "prefill" for item in step.scheduled)
-        return _Sequence(num_generated=0 if begins else None)
+        actions = [item.action for item in step.scheduled if item.key == key]
+        waits = not actions and key not in step.block_tables and key not in step.swapped_tables
+        return _Sequence(num_generated=0 if waits or "prefill" in actions else None)
 
     def _advance(self, item: SequenceStep, step: StepRecord) -> float | None:
         """Bring a sequence as far as the step brings it. Returns the seconds between its latest two tokens, if it got one."""
@@ -140,7 +147,7 @@ class StepView:
         is_first_chunk = seq.context_len is None
         seq.context_len = item.context_len
         if item.action == "prefill" and seq.num_generated == 0:
-            if is_first_chunk:
+            if is_first_chunk and seq.arrived is not None:
                 seq.num_cached_tokens = item.context_len - item.num_tokens
             if item.num_new_tokens:
                 seq.num_prompt_tokens = item.context_len
