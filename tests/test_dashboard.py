@@ -191,6 +191,20 @@ def test_the_last_steps_of_an_engine_are_told_before_its_death():
     assert asyncio.run(main()) == ["steps", "dead"]
 
 
+def test_a_step_that_ends_while_no_event_may_be_sent_is_told_before_the_death_that_follows_it():
+    async def main():
+        engine, told = ScriptedEngine(), []
+        engine.script.put_nowait(make_step(0))
+        async for event in live_events(engine):
+            told.append(parse(event))
+            if len(told) == 2:
+                engine.script.put_nowait(make_step(1))
+                engine.script.put_nowait(EngineDeadError("It died."))
+        return [(name, content.get("start")) for name, content in told[1:]]
+
+    assert asyncio.run(main()) == [("steps", 0), ("steps", 1), ("dead", None)]
+
+
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
 
 

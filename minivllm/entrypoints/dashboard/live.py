@@ -59,6 +59,8 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                 yield _event("steps", report)
                 said, last_said = b"", now()
                 await asyncio.sleep(EVENT_PAUSE)
+        if (report := view.report()) is not None:  # of the step that it died of, perhaps
+            yield _event("steps", report)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
         watcher.cancel()
