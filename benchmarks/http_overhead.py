@@ -22,6 +22,7 @@ from minivllm.bench.load_generator import Load
 from minivllm.bench.offline import percentile
 from minivllm.bench.openai_client import OpenAIClient
 from minivllm.bench.serve import measure_serving
+from minivllm.bench.served_request import Goals, summarize
 from minivllm.bench.server_process import HealthProbe, ServerProcess, start_server
 from minivllm.bench.workloads import WorkloadRequest, load_workload, warm_up_requests
 from minivllm.entrypoints.bench_cli import report
@@ -53,7 +54,7 @@ async def run_served(server: ServerProcess, requests: list[WorkloadRequest], str
         raise KeyboardInterrupt
     if failed := [request for request in served if request.error is not None]:
         raise SystemExit(f"{len(failed)} requests failed, the first with {failed[0].error}: {failed[0].detail}")
-    return sum(request.output_tokens for request in served) / max(request.end for request in served)
+    return summarize(served, Load(), Goals()).output_tokens_per_second
 
 
 def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, list[float]], HealthProbe]:
