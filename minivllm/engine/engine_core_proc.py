@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import sys
 import threading
 from dataclasses import fields
@@ -36,6 +37,7 @@ class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
     """What the process is told at its start: the engine's arguments, the sockets, and where Python finds modules."""
 
     engine_args: dict[str, Any]
+    socket_folder: str
     input_address: str
     output_address: str
     sys_path: list[str]
@@ -104,31 +106,46 @@ class EngineCoreProc:
         threading.Thread(target=self._receive, args=(core,), daemon=True).start()
         sender = threading.Thread(target=self._send, args=(core,))
         sender.start()
-        core.run_busy_loop()
+        was_told = core.run_busy_loop()
         sender.join()
-        return 0
+        self._context.term()  # returns when the last message has gone out
+        return 0 if was_told else 1
 
     def _receive(self, core: EngineCore) -> None:
         """The input thread."""
-        while True:
-            try:
-                core.input_queue.put(decode_to_core(self._input.recv()))
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                logger.error("A message that cannot be read was dropped: %s", error)
-            except zmq.ContextTerminated:
-                return
+        try:
+            while True:
+                data = self._input.recv()
+                try:
+                    core.input_queue.put(decode_to_core(data))
+                except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                    logger.error("A message that cannot be read was dropped: %s", error)
+        except zmq.ContextTerminated:
+            self._input.close(linger=0)
+        except Exception:
+            _end_at_once()
 
     def _send(self, core: EngineCore) -> None:
         """The output thread: it ends after the core's last message."""
-        while (message := core.output_queue.get()) is not None:
-            self._output.send(encode(message))
-        self._output.close(linger=1000)
+        try:
+            while (message := core.output_queue.get()) is not None:
+                self._output.send(encode(message))
+            self._output.close(linger=1000)
+        except Exception:
+            _end_at_once()
 
 
-def _end_with_the_frontend() -> None:
-    """Wait until standard input closes: only the frontend holds its other end."""
+def _end_at_once() -> None:
+    """A thread has failed: the frontend sees the process end, but would wait for ever for one that only steps."""
+    logger.exception("The engine's process cannot go on.")
+    os._exit(1)
+
+
+def _end_with_the_frontend(socket_folder: str) -> None:
+    """Wait until standard input closes: only the frontend holds its other end. It may have had no time to tidy up."""
     while os.read(0, 1024):
         pass
+    shutil.rmtree(socket_folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -143,7 +160,7 @@ def main() -> int:
     setup = msgspec.json.decode(line, type=CoreSetup)
     sys.path[:] = setup.sys_path
     logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_end_with_the_frontend, daemon=True).start()
+    threading.Thread(target=_end_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
     return EngineCoreProc(setup).run()
 
 
