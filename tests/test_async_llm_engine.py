@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -34,6 +35,7 @@ from minivllm.engine.request_stream import RequestStream
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics
 from minivllm.sampling_params import RequestOutputKind
+from minivllm.scheduler_output import SchedulerOutput
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROMPT = "The capital of France is"
@@ -630,6 +632,28 @@ def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatc
     with pytest.raises(EngineDeadError, match="its process ended with status 1"):
         asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)))
     engine.shutdown()
+
+
+def test_what_the_process_logs_is_in_the_log_of_its_frontend(caplog):
+    engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=NoisyScheduler))
+    asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=1)))
+    with pytest.raises(EngineDeadError, match="NoisyScheduler scheduled nothing"):
+        asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=3)))
+    engine.shutdown()
+    assert ("a.learner", logging.WARNING, "noise of 1") in caplog.record_tuples
+    assert any("Traceback" in text and level == logging.ERROR for _, level, text in caplog.record_tuples)
+
+
+class NoisyScheduler(Scheduler):
+    """Logs what it schedules, and schedules nothing the third time."""
+
+    count = 0
+
+    def schedule(self):
+        NoisyScheduler.count += 1
+        output = super().schedule() if NoisyScheduler.count < 3 else SchedulerOutput()
+        logging.getLogger("a.learner").warning("noise of %d", len(output.scheduled))
+        return output
 
 
 def test_no_thread_stays_behind(llm):

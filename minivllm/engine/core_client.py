@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import CoreSetup, pack_engine_args
 from minivllm.engine.llm_engine import LLMEngine
@@ -181,7 +181,11 @@ class _Outputs:
         """The next message; None when no more are wanted."""
         while not self._ends.is_set():
             if self._socket.poll(_POLL_MS):
-                return decode_from_core(self._socket.recv())
+                message = decode_from_core(self._socket.recv())
+                if not isinstance(message, CoreLog):
+                    return message
+                logging.getLogger(message.logger).log(message.level, "%s", message.text)
+                continue
             status = self._process.poll()
             if status is not None and not self._socket.poll(0):
                 return CoreFailed("", f"its process {_describe_exit(status)}")

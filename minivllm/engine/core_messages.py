@@ -116,7 +116,15 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     message: str
 
 
-FromCore = CoreReady | StepDone | CoreFailed
+class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Something for the frontend's log: a level and a logger's name, as `logging` has them, and the text."""
+
+    level: int
+    logger: str
+    text: str
+
+
+FromCore = CoreReady | StepDone | CoreFailed | CoreLog
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_CORE = msgspec.msgpack.Decoder(ToCore)

@@ -15,6 +15,8 @@ import os
 import shutil
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +24,7 @@ import msgspec
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, decode_to_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
@@ -79,6 +81,22 @@ def _unpack(value: Any) -> Any:
     return found
 
 
+class LogToFrontend(logging.Handler):
+    """Sends what is logged to the frontend, whose log has a form of its own.
+
+    Args:
+        put: Where the messages go.
+    """
+
+    def __init__(self, put: Callable[[CoreLog], object]) -> None:
+        super().__init__()
+        self.put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record, with its traceback if it has one."""
+        self.put(CoreLog(record.levelno, record.name, self.format(record)))
+
+
 class EngineCoreProc:
     """The process: a core between two sockets.
 
@@ -94,6 +112,8 @@ class EngineCoreProc:
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
         self._engine_args = setup.engine_args
+        self._log = LogToFrontend(lambda message: self._output.send(encode(message)))
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
         """Load the engine and serve until told to stop. Returns the exit status."""
@@ -103,6 +123,7 @@ class EngineCoreProc:
             self._output.send(encode(CoreFailed(type(error).__name__, str(error))))
             self._context.destroy(linger=1000)
             return 1
+        self._log.put = core.output_queue.put  # from here on, the socket is the output thread's
         threading.Thread(target=self._receive, args=(core,), daemon=True).start()
         sender = threading.Thread(target=self._send, args=(core,))
         sender.start()
@@ -137,7 +158,7 @@ class EngineCoreProc:
 
 def _end_at_once() -> None:
     """A thread has failed: the frontend sees the process end, but would wait for ever for one that only steps."""
-    logger.exception("The engine's process cannot go on.")
+    traceback.print_exc()  # the way of the log may be what has failed
     os._exit(1)
 
 
@@ -159,7 +180,6 @@ def main() -> int:
         line += part
     setup = msgspec.json.decode(line, type=CoreSetup)
     sys.path[:] = setup.sys_path
-    logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
     return EngineCoreProc(setup).run()
 
