@@ -45,8 +45,8 @@ async def measure(base_url: str, requests: list[WorkloadRequest], load: Load) ->
 def format_comparison(results: dict[str, ServingResult]) -> str:
     """A line for each mode."""
     header = (
-        f"{'mode':<12}{'completed':>10}{'seconds':>9}{'requests/s':>12}{'tokens/s':>10}{'TTFT p50':>12}{'p99':>10}{'ITL p50':>11}"
-        f"{'p99':>10}{'end to end p50':>16}{'p99':>10}"
+        f"{'mode':<12}{'completed':>10}{'seconds':>9}{'requests/s':>12}{'tokens/s':>10}{'TTFT p50':>12}{'p99':>12}{'ITL p50':>11}"
+        f"{'p99':>12}{'end to end p50':>16}{'p99':>12}"
     )
     lines = [header, "-" * len(header)]
     for mode, result in results.items():
@@ -59,8 +59,8 @@ def format_comparison(results: dict[str, ServingResult]) -> str:
 
 def _pair(distribution, width: int) -> str:
     if distribution is None:
-        return f"{'–':>{width}}{'–':>10}"
-    return f"{distribution.p50:>{width - 3},.0f} ms{distribution.p99:>7,.0f} ms"
+        return f"{'–':>{width}}{'–':>12}"
+    return f"{distribution.p50:>{width - 3},.0f} ms{distribution.p99:>9,.0f} ms"
 
 
 def main() -> int:

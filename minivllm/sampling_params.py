@@ -137,6 +137,8 @@ def _check_int(name: str, value: Any, low: int | None = None, high: int | None =
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, not {value!r}{suffix}.")
     value = int(value)
+    if abs(value) >= 2**63:
+        raise RequestError(f"{name} is {value}, but must be less than 2**63{suffix}.")
     if low is not None and value < low:
         raise RequestError(f"{name} is {value}, but must be at least {low}{suffix}.")
     if high is not None and value > high:
@@ -158,6 +160,9 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
         raise RequestError(f"stop must be a string or a list of strings, not {stop!r}.")
+    for string in strings:
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            raise RequestError(f"stop has {string!r}, which is not valid Unicode.")
     if "" in strings:
         raise RequestError("stop contains an empty string, which would end every text at once: remove it.")
     return tuple(strings)

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm import LLM, SamplingParams
+from minivllm import SamplingParams
 from minivllm.config import EngineArgs
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine import core_messages
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import AbortRequest, AddRequest, EngineStats, RequestDelta, SetTracing, Shutdown, StepDone
 from minivllm.engine.engine_core_proc import pack_engine_args, unpack_engine_args
+from minivllm.engine.metrics import Metrics
 from minivllm.engine.process_per_request import ProcessPerRequestEngine
 from minivllm.engine.request_stream import RequestStream
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics
 from minivllm.sampling_params import RequestOutputKind
+from minivllm.scheduler_output import SchedulerOutput
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROMPT = "The capital of France is"
@@ -99,7 +105,7 @@ def test_all_kinds_of_output_say_what_generate_says(llm):
         for kind in (CUMULATIVE, FINAL_ONLY):
             last = results[kind][i][-1]
             assert last.finished
-            assert [msgspec.structs.asdict(c) if isinstance(c, msgspec.Struct) else c for c in last.outputs] == final.outputs
+            assert last.outputs == final.outputs
             assert last.prompt_logprobs == final.prompt_logprobs
         assert len(results[FINAL_ONLY][i]) == 1
         texts, tokens = joined(results[DELTA][i])
@@ -146,7 +152,7 @@ def test_what_a_stream_joins_is_what_was_put_into_it(pieces, data):
 
     async def run(kind):
         params = SamplingParams(n=3, output_kind=kind)
-        stream = RequestStream("r", None, [1], params, 0.0)
+        stream = RequestStream("r", 0, None, [1], params, 0.0)
         last = None
         for position, (index, text, ends) in enumerate(pieces):
             if index in ended:
@@ -154,7 +160,7 @@ def test_what_a_stream_joins_is_what_was_put_into_it(pieces, data):
             expected[index] = expected.get(index, "") + text
             ended.update([index] if ends else [])
             new = CompletionOutput(index, text, [position], finish_reason="stop" if ends else None)
-            stream.put(RequestDelta("r", [new], finished=position == len(pieces) - 1))
+            stream.put(RequestDelta("r", 0, [new], finished=position == len(pieces) - 1))
             if data.draw(st.booleans()):
                 last = await stream.get()
                 if kind is DELTA:
@@ -184,7 +190,7 @@ def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
             assert engine.stats.num_used_blocks > 0
             steps = engine.stats.num_steps
         await becomes(lambda: engine.stats.num_used_blocks == 0)
-        assert engine.stats.num_steps <= steps + 2  # the one that ran, and one that had begun when it was closed
+        assert engine.stats.num_steps <= steps + 2  # the one that ran when it was looked at, and the one when it was closed
         assert engine.num_unfinished_requests() == 0
 
     asyncio.run(run())
@@ -279,6 +285,65 @@ def test_two_requests_cannot_have_one_id(engine):
     asyncio.run(run())
 
 
+def test_an_id_may_be_used_again_at_once(engine):
+    """What the last step brings to the first owner of the id is not the second one's."""
+
+    async def run():
+        greedy = SamplingParams(temperature=0, max_tokens=4, output_kind=DELTA)
+        expected = joined(await collect(engine, PROMPT, greedy))
+        for number in range(20):
+            async with aclosing(engine.generate([200 + number] * 9, replace(greedy, max_tokens=300), "mine")) as stream:
+                await anext(stream)
+            assert joined(await collect(engine, PROMPT, greedy, request_id="mine")) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"priority": 10**30}, {}),
+        ({"arrival_time": True}, {}),
+        ({}, {"seed": 2**64}),
+        ({}, {"top_k": 10**30}),
+        ({}, {"stop": "\ud800"}),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sent_to_the_core_is_refused_at_the_door(in_a_process, options, wanted):
+    with pytest.raises(RequestError):
+        asyncio.run(collect(in_a_process, PROMPT, SamplingParams(**wanted), **options))
+    assert in_a_process.num_unfinished_requests() == 0
+
+
+def test_an_engine_with_work_or_a_trace_of_its_own_is_not_taken_over(llm):
+    llm.llm_engine.start_trace()
+    with pytest.raises(ConfigError, match="records a trace"):
+        AsyncLLMEngine.from_engine(llm.llm_engine)
+    llm.llm_engine.stop_trace()
+    llm.llm_engine.add_request("mine", PROMPT)
+    with pytest.raises(ConfigError, match="unfinished requests"):
+        AsyncLLMEngine.from_engine(llm.llm_engine)
+    llm.llm_engine.abort_request("mine")
+
+
+def test_a_model_that_fails_in_every_step_is_the_end_of_the_engine(llm, monkeypatch):
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+
+    def fails(output):
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(llm.llm_engine.executor, "execute_model", fails)
+
+    async def run():
+        for _ in range(3):
+            assert "too much" in (await collect(engine, PROMPT, None))[-1].error
+        assert "3 steps in a row failed" in str(await asyncio.wait_for(engine.wait_dead(), 10))
+
+    asyncio.run(run())
+    engine.shutdown()
+
+
 class BrokenScheduler(Scheduler):
     def schedule(self):
         raise ZeroDivisionError("a scheduler in error")
@@ -332,8 +397,8 @@ def test_shutting_down_ends_the_streams(llm):
 
     asyncio.run(run())
     engine.shutdown()
-    for request_id in list(llm.llm_engine.scheduler.requests):
-        llm.llm_engine.abort_request(request_id)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.block_manager.get_num_free_gpu_blocks() == llm.llm_engine.block_manager.num_gpu_blocks
 
 
 def test_an_engine_serves_one_event_loop_after_another(engine):
@@ -392,6 +457,7 @@ def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
 def test_metrics_count_what_was_done(in_a_process):
     def read(name):
         values = [line.split()[-1] for line in in_a_process.metrics.render().decode().split("\n") if line.startswith(name)]
+        assert values or "request_success" in name, name  # a reason is there once it has been
         return sum(map(float, values))
 
     names = {
@@ -423,6 +489,32 @@ def test_metrics_count_what_was_done(in_a_process):
     assert gained["itl"] >= 8
     assert (gained["e2e"], gained["length"], gained["abort"]) == (2, 2, 1)
     assert read("minivllm:num_requests_running{") == read("minivllm:kv_cache_usage_perc{") == 0
+
+
+def test_each_of_n_answers_has_its_own_length_and_pace():
+    metrics = Metrics("model")
+    stream = RequestStream("r", 0, None, [1, 2, 3], SamplingParams(n=2), 10.0)
+    for moment, lengths in ((11.0, (1, 1)), (12.0, (1, 1)), (14.0, (0, 2))):
+        outputs = [CompletionOutput(i, "", [5] * length, finish_reason="stop") for i, length in enumerate(lengths) if length]
+        delta = RequestDelta("r", 0, outputs, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5))
+        metrics.take_delta(stream, delta, moment, has_prefix_cache=False)
+    sums = {
+        name: (value("sum"), value("count"))
+        for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
+        for value in [
+            lambda what, name=name: metrics.registry.get_sample_value(f"minivllm:{name}_{what}", {"model_name": "model"})
+        ]
+    }
+    assert sums["request_generation_tokens"] == (2 + 4, 2)
+    assert sums["request_time_per_output_token_seconds"] == (1.0 + 3.0 / 3, 2)
+    assert sums["e2e_request_latency_seconds"] == (4.0, 1)
+
+
+def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
+    metrics = Metrics("model")
+    for total in (2, 2, 5, 0, 1):  # then another engine, which begins anew
+        metrics.set_stats(EngineStats(num_preemptions=total))
+    assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model"}) == 5 + 1
 
 
 # -- the process ----------------------------------------------------------------------------------------------------
@@ -469,11 +561,13 @@ def test_the_process_ends_with_its_frontend():
         [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
     process_id = int(frontend.stdout.readline())
+    sockets = set(Path(tempfile.gettempdir()).glob("minivllm-*/to_core"))
     frontend.kill()
     frontend.communicate()
 
     async def ends():
         await becomes(lambda: not is_running(process_id))
+        await becomes(lambda: any(not socket.exists() for socket in sockets))
 
     asyncio.run(ends())
 
@@ -507,6 +601,61 @@ def test_a_class_goes_into_the_process_by_its_name():
         pack_engine_args(replace(args, scheduler_cls=Local))
 
 
+def test_an_engine_that_nobody_has_any_more_ends(llm):
+    in_a_thread, in_a_process = AsyncLLMEngine.from_engine(llm.llm_engine), AsyncLLMEngine.from_engine_args(SMALL)
+    asyncio.run(collect(in_a_process, PROMPT, SamplingParams(max_tokens=2)))
+    process_id = in_a_process.process_id
+    del in_a_thread, in_a_process
+    gc.collect()
+
+    async def ends():
+        await becomes(lambda: not is_running(process_id))
+        await becomes(lambda: not any("minivllm engine" in thread.name for thread in threading.enumerate()))
+
+    asyncio.run(ends())
+
+
+def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatch, tmp_path):
+    (tmp_path / "strange.py").write_text(
+        "from minivllm.core.scheduler import Scheduler\n"
+        "class Strange(Scheduler):\n"
+        "    def update(self, output, results):\n"
+        "        advanced = super().update(output, results)\n"
+        "        for seq, _ in advanced:\n"
+        "            seq.stop_reason = object()\n"
+        "        return advanced\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from strange import Strange
+
+    engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=Strange))
+    with pytest.raises(EngineDeadError, match="its process ended with status 1"):
+        asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)))
+    engine.shutdown()
+
+
+def test_what_the_process_logs_is_in_the_log_of_its_frontend(caplog):
+    engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=NoisyScheduler))
+    asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=1)))
+    with pytest.raises(EngineDeadError, match="NoisyScheduler scheduled nothing"):
+        asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=3)))
+    engine.shutdown()
+    assert ("a.learner", logging.WARNING, "noise of 1") in caplog.record_tuples
+    assert any("Traceback" in text and level == logging.ERROR for _, level, text in caplog.record_tuples)
+
+
+class NoisyScheduler(Scheduler):
+    """Logs what it schedules, and schedules nothing the third time."""
+
+    count = 0
+
+    def schedule(self):
+        NoisyScheduler.count += 1
+        output = super().schedule() if NoisyScheduler.count < 3 else SchedulerOutput()
+        logging.getLogger("a.learner").warning("noise of %d", len(output.scheduled))
+        return output
+
+
 def test_no_thread_stays_behind(llm):
     before = set(threading.enumerate())
     engine = AsyncLLMEngine.from_engine(llm.llm_engine)
@@ -523,7 +672,7 @@ def test_no_thread_stays_behind(llm):
 LOGPROBS = [{5: Logprob(-0.25, 1, "x"), 7: Logprob(-2.5, 3)}]
 COMPLETION = CompletionOutput(1, "né\U0001f600", [5], -0.25, LOGPROBS, "stop", "end")
 MESSAGES = [
-    AddRequest("r", [1, 2], {"stop": ["x"], "logit_bias": {"5": 1.0}}, 1.5, -1),
+    AddRequest("r", 7, [1, 2], {"stop": ["x"], "logit_bias": {"5": 1.0}}, 1.5, -1),
     AbortRequest("r"),
     SetTracing(True),
     Shutdown(),
@@ -541,8 +690,8 @@ def test_messages_from_the_core_come_back_whole(llm):
     llm.generate([PROMPT] * 2, SamplingParams(n=2, max_tokens=2), use_tqdm=False)
     record = engine.trace.steps[-1]
     engine.stop_trace()
-    delta = RequestDelta("r", [COMPLETION], True, RequestMetrics(1.0, 2.0), [None, *LOGPROBS], "an error")
-    message = StepDone([delta], EngineStats(1, 2, 3, 4, 5, 6), record)
+    delta = RequestDelta("r", 7, [COMPLETION], True, RequestMetrics(1.0, 2.0), [None, *LOGPROBS], "an error")
+    message = StepDone([delta], EngineStats(1, 2, 3, 4, 5, 6, 7), record)
     assert core_messages.decode_from_core(core_messages.encode(message)) == message
 
 
@@ -570,7 +719,7 @@ def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_
     async def run():
         task = asyncio.create_task(collect(in_a_process, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), request_id="r"))
         await becomes(lambda: in_a_process.stats.num_running == 1)
-        client.send(AddRequest("r", [1], {}, 0.0))  # the id is taken
+        client.send(AddRequest("r", in_a_process._streams["r"].number, [1], {}, 0.0))  # the id is taken
         outputs = await task
         assert outputs[-1].error.startswith("There is a request 'r' already")
         client.send(AbortRequest("r"))
@@ -601,8 +750,3 @@ def test_a_process_for_each_request_answers_the_same(llm):
             await collect(engine, PROMPT, params)
 
     asyncio.run(run())
-
-
-def test_llm_is_still_what_it_was(llm):
-    assert isinstance(llm, LLM)
-    assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0].outputs[0].text == " Paris."

@@ -11,6 +11,7 @@ The loop that steps never runs on the event loop, so that HTTP stays responsive 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections import deque
@@ -75,8 +76,9 @@ class AsyncLLMEngine:
         self.dead_error: EngineDeadError | None = None
         self.process_id = client.process_id
         self._client = client
-        self._input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
+        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
         self._streams: dict[str, RequestStream] = {}
+        self._numbers = itertools.count()
         self._watchers: dict[object, _StepQueue] = {}
         self._deaths: list[asyncio.Future[None]] = []
         """Who waits for the end."""
@@ -114,7 +116,15 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, args: EngineArgs | None = None) -> AsyncLLMEngine:
-        """Run an engine that exists, in a thread of this process. From now on nobody else may use it."""
+        """Run an engine that exists, in a thread of this process. Until `shutdown` nobody else may use it.
+
+        Raises:
+            ConfigError: It has unfinished requests, or records a trace.
+        """
+        if engine.has_unfinished_requests():
+            raise ConfigError("The engine has unfinished requests: finish or abort them first.")
+        if engine.trace is not None:
+            raise ConfigError("The engine records a trace, which would grow for ever: stop_trace() first.")
         if args is None:
             cache = engine.cache_config
             args = EngineArgs(block_size=cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
@@ -152,16 +162,17 @@ class AsyncLLMEngine:
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         params = SamplingParams() if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        self._input_processor.check_request_id(request_id)
+        self.input_processor.check_request_id(request_id)
         # In a thread: a long text takes long to encode, and others want to be served meanwhile.
-        text, token_ids = await asyncio.to_thread(self._input_processor.read_prompt, prompt)
-        self._input_processor.check(len(token_ids), params, arrival_time, priority)
+        text, token_ids = await asyncio.to_thread(self.input_processor.read_prompt, prompt)
+        self.input_processor.check(len(token_ids), params, arrival_time, priority)
         self.check_health()
         if request_id in self._streams:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
-        stream = self._streams[request_id] = RequestStream(request_id, text, token_ids, params, arrival_time)
-        self._client.send(AddRequest(request_id, token_ids, given_params(params), arrival_time, priority))
+        number = next(self._numbers)
+        stream = self._streams[request_id] = RequestStream(request_id, number, text, token_ids, params, arrival_time)
         try:
+            self._client.send(AddRequest(request_id, number, token_ids, given_params(params), arrival_time, priority))
             while True:
                 output = await stream.get()
                 yield output
@@ -224,7 +235,10 @@ class AsyncLLMEngine:
         if self.dead_error is None:
             future = asyncio.get_running_loop().create_future()
             self._deaths.append(future)
-            await future
+            try:
+                await future
+            finally:
+                self._deaths.remove(future)
         assert self.dead_error is not None
         return self.dead_error
 
@@ -250,8 +264,10 @@ class AsyncLLMEngine:
         if self._loop is not None and self._loop.is_running():
             raise RequestError("This engine serves another event loop: use it from one thread.")
         self._loop = loop
-        self._deaths.clear()
-        self._watchers.clear()
+        self._deaths = []
+        if self._watchers:
+            self._watchers = {}
+            self._client.send(SetTracing(False))
         for stream in list(self._streams.values()):
             self._abort(stream)
 
@@ -267,13 +283,15 @@ class AsyncLLMEngine:
             self._handle(message)
 
     def _handle(self, message: FromCore) -> None:
+        if self.dead_error is not None:
+            return
         if isinstance(message, StepDone):
             self.stats = message.stats
             self.metrics.set_stats(message.stats)
             now = time.perf_counter()
             for delta in message.deltas:
                 stream = self._streams.get(delta.request_id)
-                if stream is None:  # given up meanwhile
+                if stream is None or stream.number != delta.number:  # given up meanwhile
                     continue
                 self.metrics.take_delta(stream, delta, now, self.args.enable_prefix_caching)
                 stream.put(delta)
@@ -282,9 +300,9 @@ class AsyncLLMEngine:
             if message.record is not None:
                 for watcher in self._watchers.values():
                     watcher.put(message.record)
-        elif isinstance(message, CoreFailed) and self.dead_error is None:
+        elif isinstance(message, CoreFailed):
             cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
-            self._die(EngineDeadError(f"The engine has ended: {cause}."))
+            self._die(EngineDeadError(f"The engine has ended: {cause.rstrip('.')}."))
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead_error = error

@@ -19,12 +19,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakMethod
 
 import msgspec
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import CoreSetup, pack_engine_args
 from minivllm.engine.llm_engine import LLMEngine
@@ -71,21 +72,19 @@ class InProcessClient(CoreClient):
         assert isinstance(ready, CoreReady)
         self.ready, self.process_id = ready, os.getpid()
         self._thread = threading.Thread(target=self._core.run_busy_loop, name="minivllm engine", daemon=True)
-        self._at_exit = weakref.finalize(self, self._core.input_queue.put, Shutdown())
+        self._stop = weakref.finalize(self, self._core.input_queue.put, Shutdown())
+        """Also called when nobody has this client any more: its threads hold the core, and not the client."""
 
     def start(self, on_message: OnMessage) -> None:
         self._thread.start()
-        threading.Thread(target=self._receive, args=(on_message,), name="minivllm outputs", daemon=True).start()
-
-    def _receive(self, on_message: OnMessage) -> None:
-        while (message := self._core.output_queue.get()) is not None:
-            on_message(message)
+        receive = self._core.output_queue.get
+        threading.Thread(target=_forward, args=(receive, WeakMethod(on_message)), name="minivllm outputs", daemon=True).start()
 
     def send(self, message: ToCore) -> None:
         self._core.input_queue.put(message)
 
     def shutdown(self) -> None:
-        self._at_exit()
+        self._stop()
         if self._thread.ident is not None:
             self._thread.join(_GRACE_S)
 
@@ -111,39 +110,33 @@ class ProcessClient(CoreClient):
         self._input = self._context.socket(zmq.PUSH)
         self._input.setsockopt(zmq.SNDHWM, 0)
         self._input.bind(addresses[0])
-        self._output = self._context.socket(zmq.PULL)
-        self._output.setsockopt(zmq.RCVHWM, 0)
-        self._output.bind(addresses[1])
+        output = self._context.socket(zmq.PULL)
+        output.setsockopt(zmq.RCVHWM, 0)
+        output.bind(addresses[1])
         self._lock = threading.Lock()
         """A socket may be used by one thread at a time."""
-        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        if num_threads is not None:
-            environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
-            stdin=subprocess.PIPE,
-            stdout=2,  # whatever it prints is for people, not for a pipe
-            env=os.environ | environment,
-            start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
-        )
+        self._process = _start_process(num_threads)
         self.process_id = self._process.pid
         self._ends = threading.Event()
+        self._outputs = _Outputs(output, self._process, self._ends)
         self._receiver: threading.Thread | None = None
-        self._at_exit = weakref.finalize(self, _end_process, self._process, folder)
-        setup = CoreSetup(packed, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel())
+        self._stop = weakref.finalize(self, _end_process, self._process, self._ends, folder)
+        """Also called when nobody has this client any more, or Python ends."""
+        setup = CoreSetup(
+            packed, folder, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel()
+        )  # fmt: skip
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
             self._process.stdin.flush()
             self.ready = self._wait_until_ready()
         except BaseException:
+            self._stop()
             self.shutdown()
             raise
 
     def _wait_until_ready(self) -> CoreReady:
-        message = self._receive_one()
-        while message is None:
-            message = self._receive_one()
+        message = self._outputs.receive()
         if isinstance(message, CoreReady):
             return message
         assert isinstance(message, CoreFailed)
@@ -151,42 +144,81 @@ class ProcessClient(CoreClient):
             raise kind(message.message)
         raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
 
-    def _receive_one(self) -> FromCore | None:
-        """The next message, None if there is none for a while; the process's end is a message too."""
-        if not self._output.poll(_POLL_MS):
-            status = self._process.poll()
-            if status is None or self._output.poll(0):
-                return None
-            return CoreFailed("", f"its process {_describe_exit(status)}")
-        return decode_from_core(self._output.recv())
-
     def start(self, on_message: OnMessage) -> None:
-        self._receiver = threading.Thread(target=self._receive, args=(on_message,), name="minivllm outputs", daemon=True)
+        target = (self._outputs.receive, WeakMethod(on_message))
+        self._receiver = threading.Thread(target=_forward, args=target, name="minivllm outputs", daemon=True)
         self._receiver.start()
 
-    def _receive(self, on_message: OnMessage) -> None:
-        while not self._ends.is_set():
-            message = self._receive_one()
-            if message is not None and not self._ends.is_set():
-                on_message(message)
-            if isinstance(message, CoreFailed):
-                return
-
     def send(self, message: ToCore) -> None:
+        data = encode(message)
         with self._lock:
             if not self._input.closed:
                 with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
-                    self._input.send(encode(message), zmq.NOBLOCK)
+                    self._input.send(data, zmq.NOBLOCK)
 
     def shutdown(self) -> None:
         self._ends.set()
-        if self._at_exit.alive:
+        if self._stop.alive:
             self.send(Shutdown())
-            self._at_exit()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
+            self._stop()
         if self._receiver is not None and self._receiver is not threading.current_thread():
             self._receiver.join()
         with self._lock:
             self._context.destroy(linger=0)
+
+
+class _Outputs:
+    """The messages of a core in a process; that it has ended is the last one."""
+
+    def __init__(self, socket: zmq.Socket, process: subprocess.Popen, ends: threading.Event) -> None:
+        self._socket = socket
+        self._process = process
+        self._ends = ends
+
+    def receive(self) -> FromCore | None:
+        """The next message; None when no more are wanted."""
+        while not self._ends.is_set():
+            if self._socket.poll(_POLL_MS):
+                message = decode_from_core(self._socket.recv())
+                if not isinstance(message, CoreLog):
+                    return message
+                logging.getLogger(message.logger).log(message.level, "%s", message.text)
+                continue
+            status = self._process.poll()
+            if status is not None and not self._socket.poll(0):
+                return CoreFailed("", f"its process {_describe_exit(status)}")
+        return None
+
+
+def _forward(receive: Callable[[], FromCore | None], on_message: WeakMethod) -> None:
+    """The thread of the outputs: give each message to whoever still wants it, until the last one."""
+    while True:
+        try:
+            message = receive()
+        except Exception as error:  # something that is no message: what comes after it cannot be trusted either
+            message = CoreFailed(type(error).__name__, str(error))
+        method = on_message()
+        if message is None or method is None:
+            return
+        method(message)
+        del method
+        if isinstance(message, CoreFailed):
+            return
+
+
+def _start_process(num_threads: int | None) -> subprocess.Popen:
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    if num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
+        stdin=subprocess.PIPE,
+        stdout=2,  # whatever it prints is for people, not for a pipe
+        env=os.environ | environment,
+        start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
+    )
 
 
 def _make_socket_folder() -> str:
@@ -197,17 +229,18 @@ def _make_socket_folder() -> str:
     return folder
 
 
-def _end_process(process: subprocess.Popen, folder: str) -> None:
-    """Wait for a process that was told to end, or see to it that it does; remove its sockets."""
+def _end_process(process: subprocess.Popen, ends: threading.Event, folder: str) -> None:
+    """End a process, if it has not ended, and remove its sockets. It ends by itself when its standard input closes."""
+    ends.set()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _describe_exit(status: int) -> str:

@@ -20,7 +20,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         num_running, num_waiting, num_swapped: Sequences in each queue.
         num_used_blocks, num_gpu_blocks: Device blocks that are referenced, and all there are.
-        num_steps: Steps since the engine began.
+        num_steps, num_preemptions: Steps, and sequences that lost their blocks, since the engine began.
     """
 
     num_running: int = 0
@@ -29,6 +29,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_used_blocks: int = 0
     num_gpu_blocks: int = 0
     num_steps: int = 0
+    num_preemptions: int = 0
 
     @property
     def cache_usage(self) -> float:
@@ -40,9 +41,13 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AddRequest(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A request that has passed the door. `params` has those sampling parameters that differ from the defaults."""
+    """A request that has passed the door. `params` has those sampling parameters that differ from the defaults.
+
+    `number` comes back with all that comes of it: an id may be used again while the last step of its former owner computes.
+    """
 
     request_id: str
+    number: int
     prompt_token_ids: list[int]
     params: dict[str, Any]
     arrival_time: float
@@ -82,6 +87,7 @@ class RequestDelta(msgspec.Struct, forbid_unknown_fields=True):
     """What is new of a request: a `RequestOutput` of kind DELTA without its prompt, which the frontend knows."""
 
     request_id: str
+    number: int
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
@@ -89,9 +95,10 @@ class RequestDelta(msgspec.Struct, forbid_unknown_fields=True):
     error: str | None = None
 
     @classmethod
-    def of(cls, output: RequestOutput) -> RequestDelta:
+    def of(cls, output: RequestOutput, number: int) -> RequestDelta:
         """The message for an output."""
-        return cls(output.request_id, output.outputs, output.finished, output.metrics, output.prompt_logprobs, output.error)
+        metrics, logprobs = output.metrics, output.prompt_logprobs
+        return cls(output.request_id, number, output.outputs, output.finished, metrics, logprobs, output.error)
 
 
 class StepDone(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -109,7 +116,15 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     message: str
 
 
-FromCore = CoreReady | StepDone | CoreFailed
+class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Something for the frontend's log: a level and a logger's name, as `logging` has them, and the text."""
+
+    level: int
+    logger: str
+    text: str
+
+
+FromCore = CoreReady | StepDone | CoreFailed | CoreLog
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_CORE = msgspec.msgpack.Decoder(ToCore)

@@ -30,6 +30,9 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_MOST_FAILED_STEPS = 3
+"""After so many steps in a row that the model failed in, it is taken to be broken."""
+
 
 class EngineCore:
     """Steps an `LLMEngine` for as long as it has work, and waits for messages when it has none.
@@ -47,23 +50,32 @@ class EngineCore:
         self.input_queue: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
         self._num_steps = 0
+        self._num_failed_steps = 0
+        self._numbers: dict[str, int] = {}
+        """Of the requests that live."""
         self._refused: list[RequestDelta] = []
         """Requests that did not get in: the next message tells of them."""
-        self.output_queue.put(CoreReady(engine.block_manager.num_gpu_blocks, engine.block_manager.num_cpu_blocks))
+        self.output_queue.put(CoreReady(int(engine.block_manager.num_gpu_blocks), int(engine.block_manager.num_cpu_blocks)))
 
-    def run_busy_loop(self) -> None:
-        """Take messages and step, until told to stop, or until the engine itself fails.
+    def run_busy_loop(self) -> bool:
+        """Take messages and step, until told to stop, or until the engine itself fails. Returns whether it was told.
 
         A model that fails in a step does not end the loop: the requests of that step end with an error, and the others go on.
+        One that fails in several steps in a row does. Requests that are left are aborted.
         """
         try:
             while self._take_messages():
                 if self.engine.has_unfinished_requests():
                     self._step()
+            return True
         except Exception as error:
             logger.exception("The engine failed.")
             self.output_queue.put(CoreFailed(type(error).__name__, str(error)))
+            return False
         finally:
+            for request_id in list(self.engine.scheduler.requests):
+                self.engine.abort_request(request_id)
+            self.engine.stop_trace()
             self.output_queue.put(None)
 
     def _take_messages(self) -> bool:
@@ -93,10 +105,12 @@ class EngineCore:
                     arrival_time=message.arrival_time,
                     priority=message.priority,
                 )
+                self._numbers[message.request_id] = message.number
             except (RequestError, TypeError) as error:  # the frontend has checked it: only a frontend in error comes here
-                self._refused.append(RequestDelta(message.request_id, [], finished=True, error=str(error)))
+                self._refused.append(RequestDelta(message.request_id, message.number, [], finished=True, error=str(error)))
         elif isinstance(message, AbortRequest):
             self.engine.abort_request(message.request_id)
+            self._numbers.pop(message.request_id, None)
             self._forget_ended_requests()
         elif isinstance(message, SetTracing):
             if message.on:
@@ -105,10 +119,18 @@ class EngineCore:
                 self.engine.stop_trace()
 
     def _step(self) -> None:
-        deltas = [RequestDelta.of(output) for output in self.engine.step()]
+        outputs = self.engine.step()
         self._num_steps += 1
+        deltas = [RequestDelta.of(output, self._numbers.get(output.request_id, -1)) for output in outputs]
+        for output in outputs:
+            if output.finished:
+                self._numbers.pop(output.request_id, None)
         self._send(deltas)
         self._forget_ended_requests()
+        if outputs:
+            self._num_failed_steps = self._num_failed_steps + 1 if all(output.error for output in outputs) else 0
+        if self._num_failed_steps == _MOST_FAILED_STEPS:
+            raise RuntimeError(f"{_MOST_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
 
     def _send(self, deltas: list[RequestDelta]) -> None:
         engine, manager = self.engine, self.engine.block_manager
@@ -116,9 +138,10 @@ class EngineCore:
             num_running=len(engine.scheduler.running),
             num_waiting=len(engine.scheduler.waiting),
             num_swapped=len(engine.scheduler.swapped),
-            num_used_blocks=manager.num_gpu_blocks - manager.get_num_free_gpu_blocks(),
-            num_gpu_blocks=manager.num_gpu_blocks,
+            num_used_blocks=int(manager.num_gpu_blocks - manager.get_num_free_gpu_blocks()),  # a learner's may count in numpy
+            num_gpu_blocks=int(manager.num_gpu_blocks),
             num_steps=self._num_steps,
+            num_preemptions=engine.num_preemptions,
         )
         deltas, self._refused = self._refused + deltas, []
         record = engine.trace.steps.pop() if engine.trace and engine.trace.steps else None

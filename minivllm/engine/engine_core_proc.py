@@ -12,8 +12,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +24,7 @@ import msgspec
 import zmq
 
 from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, decode_to_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
@@ -36,6 +39,7 @@ class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
     """What the process is told at its start: the engine's arguments, the sockets, and where Python finds modules."""
 
     engine_args: dict[str, Any]
+    socket_folder: str
     input_address: str
     output_address: str
     sys_path: list[str]
@@ -77,6 +81,22 @@ def _unpack(value: Any) -> Any:
     return found
 
 
+class LogToFrontend(logging.Handler):
+    """Sends what is logged to the frontend, whose log has a form of its own.
+
+    Args:
+        put: Where the messages go.
+    """
+
+    def __init__(self, put: Callable[[CoreLog], object]) -> None:
+        super().__init__()
+        self.put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record, with its traceback if it has one."""
+        self.put(CoreLog(record.levelno, record.name, self.format(record)))
+
+
 class EngineCoreProc:
     """The process: a core between two sockets.
 
@@ -92,6 +112,8 @@ class EngineCoreProc:
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
         self._engine_args = setup.engine_args
+        self._log = LogToFrontend(lambda message: self._output.send(encode(message)))
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
         """Load the engine and serve until told to stop. Returns the exit status."""
@@ -101,34 +123,50 @@ class EngineCoreProc:
             self._output.send(encode(CoreFailed(type(error).__name__, str(error))))
             self._context.destroy(linger=1000)
             return 1
+        self._log.put = core.output_queue.put  # from here on, the socket is the output thread's
         threading.Thread(target=self._receive, args=(core,), daemon=True).start()
         sender = threading.Thread(target=self._send, args=(core,))
         sender.start()
-        core.run_busy_loop()
+        was_told = core.run_busy_loop()
         sender.join()
-        return 0
+        self._context.term()  # returns when the last message has gone out
+        return 0 if was_told else 1
 
     def _receive(self, core: EngineCore) -> None:
         """The input thread."""
-        while True:
-            try:
-                core.input_queue.put(decode_to_core(self._input.recv()))
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                logger.error("A message that cannot be read was dropped: %s", error)
-            except zmq.ContextTerminated:
-                return
+        try:
+            while True:
+                data = self._input.recv()
+                try:
+                    core.input_queue.put(decode_to_core(data))
+                except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                    logger.error("A message that cannot be read was dropped: %s", error)
+        except zmq.ContextTerminated:
+            self._input.close(linger=0)
+        except Exception:
+            _end_at_once()
 
     def _send(self, core: EngineCore) -> None:
         """The output thread: it ends after the core's last message."""
-        while (message := core.output_queue.get()) is not None:
-            self._output.send(encode(message))
-        self._output.close(linger=1000)
+        try:
+            while (message := core.output_queue.get()) is not None:
+                self._output.send(encode(message))
+            self._output.close(linger=1000)
+        except Exception:
+            _end_at_once()
 
 
-def _end_with_the_frontend() -> None:
-    """Wait until standard input closes: only the frontend holds its other end."""
+def _end_at_once() -> None:
+    """A thread has failed: the frontend sees the process end, but would wait for ever for one that only steps."""
+    traceback.print_exc()  # the way of the log may be what has failed
+    os._exit(1)
+
+
+def _end_with_the_frontend(socket_folder: str) -> None:
+    """Wait until standard input closes: only the frontend holds its other end. It may have had no time to tidy up."""
     while os.read(0, 1024):
         pass
+    shutil.rmtree(socket_folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -142,8 +180,7 @@ def main() -> int:
         line += part
     setup = msgspec.json.decode(line, type=CoreSetup)
     sys.path[:] = setup.sys_path
-    logging.basicConfig(level=setup.log_level, format="%(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_end_with_the_frontend, daemon=True).start()
+    threading.Thread(target=_end_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
     return EngineCoreProc(setup).run()
 
 

@@ -47,9 +47,10 @@ class InputProcessor:
         Raises:
             RequestError: It cannot be served.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be a whole number, not {priority!r}.")
-        if arrival_time is not None and not (isinstance(arrival_time, (int, float)) and -math.inf < arrival_time < math.inf):
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63:
+            raise RequestError(f"priority must be a whole number of less than 2**63, not {priority!r}.")
+        is_number = isinstance(arrival_time, (int, float)) and not isinstance(arrival_time, bool)
+        if arrival_time is not None and not (is_number and -math.inf < arrival_time < math.inf):
             raise RequestError(f"arrival_time must be a finite number of seconds, not {arrival_time!r}.")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"The sampling parameters must be a SamplingParams, not {type(params).__name__}.")

@@ -82,6 +82,8 @@ class LLMEngine:
         """Tokens that the whole cache holds."""
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens)
         self.output_processor = OutputProcessor(tokenizer)
+        self.num_preemptions = 0
+        """How often a sequence lost its cache blocks, since the engine was made."""
         self._recorder: TraceRecorder | None = None
         self._undelivered: list[RequestOutput] = []
         """Outputs of a step that was interrupted; the next one gives them out."""
@@ -201,6 +203,7 @@ class LLMEngine:
         recorder = self._recorder
         start = self.clock()
         output = self.scheduler.schedule()
+        self.num_preemptions += len(output.preempted)
         if not output.scheduled and not output.preempted:
             if self.scheduler.has_unfinished_requests():
                 name, count = type(self.scheduler).__name__, len(self.scheduler.requests)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from minivllm.engine.core_messages import EngineStats, RequestDelta
-from minivllm.engine.request_stream import RequestStream
+from minivllm.engine.request_stream import GeneratedTokens, RequestStream
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -67,13 +67,15 @@ class Metrics:
         self._tpot = label(
             Histogram,
             "request_time_per_output_token_seconds",
-            "Of a request: from first to last token, by token.",
+            "Of an answer: from its first token to its last, by token.",
             buckets=_ITL_S,
         )
         self._e2e = label(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
         self._queue = label(Histogram, "request_queue_time_seconds", "From arrival to the first step.", buckets=_REQUEST_S)
         self._request_prompt = label(Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
-        self._request_output = label(Histogram, "request_generation_tokens", "Tokens generated for a request.", buckets=_TOKENS)
+        self._request_output = label(
+            Histogram, "request_generation_tokens", "Tokens of an answer; each of n has its own.", buckets=_TOKENS
+        )
         self._finished = Counter(
             "minivllm:request_success",
             "Requests that ended, by reason.",
@@ -81,6 +83,8 @@ class Metrics:
             registry=self.registry,
         )
         self._model_name = model_name
+        self._num_preemptions = 0
+        """That the engine told of last."""
 
     def render(self) -> bytes:
         """All of it, as Prometheus scrapes it."""
@@ -91,6 +95,8 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting + stats.num_swapped)
         self._cache_usage.set(stats.cache_usage)
+        self._preemptions.inc(max(0, stats.num_preemptions - self._num_preemptions))
+        self._num_preemptions = stats.num_preemptions
 
     def take_delta(self, stream: RequestStream, delta: RequestDelta, now: float, has_prefix_cache: bool) -> None:
         """Something has come of a request; called before the stream takes it.
@@ -101,18 +107,19 @@ class Metrics:
             now: Seconds of `time.perf_counter`.
             has_prefix_cache: Whether prompts are looked up.
         """
-        metrics, num_new = delta.metrics, sum(len(output.token_ids) for output in delta.outputs)
-        if metrics is not None:
-            self._preemptions.inc(metrics.num_preemptions - stream.num_preemptions)
-            stream.num_preemptions = metrics.num_preemptions
+        num_new = sum(len(output.token_ids) for output in delta.outputs)
         if num_new:
             if stream.last_token_time is None:
                 self._take_first_token(stream, delta, now, has_prefix_cache)
             else:
                 self._itl.observe(now - stream.last_token_time)
             self._generation_tokens.inc(num_new)
-            stream.num_generated_tokens += num_new
             stream.last_token_time = now
+            for output in delta.outputs:
+                if output.token_ids:
+                    generated = stream.generated.setdefault(output.index, GeneratedTokens(0, now, now))
+                    generated.count += len(output.token_ids)
+                    generated.last_time = now
         if delta.finished:
             reasons = [output.finish_reason for output in delta.outputs if output.finish_reason]
             self.take_end(stream, "error" if delta.error else reasons[-1] if reasons else "error", now)
@@ -135,6 +142,7 @@ class Metrics:
             return
         self._e2e.observe(now - stream.arrival_time)
         self._request_prompt.observe(stream.num_prompt_tokens)
-        self._request_output.observe(stream.num_generated_tokens)
-        if stream.num_generated_tokens > 1 and stream.first_token_time is not None:
-            self._tpot.observe((now - stream.first_token_time) / (stream.num_generated_tokens - 1))
+        for generated in stream.generated.values():
+            self._request_output.observe(generated.count)
+            if generated.count > 1:
+                self._tpot.observe((generated.last_time - generated.first_time) / (generated.count - 1))

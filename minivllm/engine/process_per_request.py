@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -51,13 +50,16 @@ class ProcessPerRequestEngine:
         self.num_gpu_blocks = args.num_gpu_blocks_override or -(-self.model_config.max_model_len // args.block_size)
         self.dead_error: EngineDeadError | None = None
         cache_tokens = self.num_gpu_blocks * args.block_size
-        self._input_processor = InputProcessor(self.model_config, self.scheduler_config, self.tokenizer, cache_tokens)
+        self.input_processor = InputProcessor(self.model_config, self.scheduler_config, self.tokenizer, cache_tokens)
         self._engine_args = dataclasses.replace(args, num_gpu_blocks_override=self.num_gpu_blocks)
         self._metrics = Metrics(self.model_config.name)
         self._places = asyncio.Semaphore(self.max_processes)
         self._engines: dict[str, AsyncLLMEngine | None] = {}
         """The engine of each request that lives; None while it waits for one."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Engines of requests that were given up while they started."""
         self._ended = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> ProcessPerRequestEngine:
@@ -90,37 +92,54 @@ class ProcessPerRequestEngine:
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         params = SamplingParams() if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        self._input_processor.check_request_id(request_id)
-        _, token_ids = await asyncio.to_thread(self._input_processor.read_prompt, prompt)
-        self._input_processor.check(len(token_ids), params, arrival_time, priority)
+        self.input_processor.check_request_id(request_id)
+        _, token_ids = await asyncio.to_thread(self.input_processor.read_prompt, prompt)
+        self.input_processor.check(len(token_ids), params, arrival_time, priority)
         if request_id in self._engines:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
         self._engines[request_id] = None
         try:
-            async with self._places:
-                engine = self._engines[request_id] = await self._start()
-                engine.metrics = self._metrics
+            await self._places.acquire()
+            engine = self._engines[request_id] = await self._start()
+            try:
                 outputs = engine.generate(prompt, params, request_id, priority=priority, arrival_time=arrival_time)
                 async with aclosing(outputs):
                     async for output in outputs:
                         yield output
-                await asyncio.to_thread(engine.shutdown)
+            finally:
+                await self._end(engine)
         finally:
-            engine = self._engines.pop(request_id, None)
-            if engine is not None and engine.dead_error is None:  # given up
-                await asyncio.to_thread(engine.shutdown)
+            del self._engines[request_id]
 
     async def _start(self) -> AsyncLLMEngine:
-        self.check_health()
+        """Start an engine in a place that is held; the place is free again when there is none after all."""
         threads = max(1, (os.cpu_count() or 1) // self.max_processes)
         starting = asyncio.ensure_future(
             asyncio.to_thread(AsyncLLMEngine.from_engine_args, self._engine_args, num_threads=threads)
         )
         try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # a thread cannot be cancelled: what it starts is ended when it is there
-            starting.add_done_callback(_end_engine)
+            self.check_health()
+            engine = await asyncio.shield(starting)
+            engine.metrics = self._metrics
+            self.check_health()
+            return engine
+        except BaseException:  # given up; but a thread cannot be cancelled, so what it starts is ended when it is there
+            starting.add_done_callback(self._end_started)
             raise
+
+    def _end_started(self, starting: asyncio.Future[AsyncLLMEngine]) -> None:
+        if starting.cancelled() or starting.exception() is not None:
+            self._places.release()
+        else:
+            task = asyncio.ensure_future(self._end(starting.result()))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, engine: AsyncLLMEngine) -> None:
+        """End an engine; then its place is free."""
+        ending = asyncio.ensure_future(asyncio.to_thread(engine.shutdown))
+        ending.add_done_callback(lambda _: self._places.release())
+        await asyncio.shield(ending)
 
     async def abort(self, request_id: str) -> None:
         """End a request that runs: its stream ends with the finish reason "abort"."""
@@ -134,6 +153,7 @@ class ProcessPerRequestEngine:
 
     async def steps(self) -> AsyncGenerator[StepRecord, None]:
         """Nothing: there is no batch to watch. It ends when the engine is shut down."""
+        self._loop = asyncio.get_running_loop()
         await self._ended.wait()
         self.check_health()
         yield  # type: ignore[misc] # never reached: this is a generator
@@ -145,6 +165,7 @@ class ProcessPerRequestEngine:
 
     async def wait_dead(self) -> EngineDeadError:
         """Return when it is shut down."""
+        self._loop = asyncio.get_running_loop()
         await self._ended.wait()
         assert self.dead_error is not None
         return self.dead_error
@@ -156,9 +177,7 @@ class ProcessPerRequestEngine:
         for engine in list(self._engines.values()):
             if engine is not None:
                 engine.shutdown()
-        self._ended.set()
-
-
-def _end_engine(starting: asyncio.Future[AsyncLLMEngine]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        threading.Thread(target=starting.result().shutdown).start()
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._ended.set)
+        else:
+            self._ended.set()

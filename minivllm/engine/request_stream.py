@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from minivllm.engine.core_messages import RequestDelta
 from minivllm.errors import EngineDeadError
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+@dataclass
+class GeneratedTokens:
+    """How many tokens a sequence has, and when its first and its last came, in seconds of `time.perf_counter`."""
+
+    count: int
+    first_time: float
+    last_time: float
 
 
 class RequestStream:
@@ -18,20 +27,28 @@ class RequestStream:
 
     Args:
         request_id, prompt, prompt_token_ids, params: The request.
+        number: Of this one among all that have the same id, one after the other.
         arrival_time: When it came, in seconds of `time.perf_counter`.
     """
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, arrival_time: float
+        self,
+        request_id: str,
+        number: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
     ) -> None:
         self.request_id = request_id
+        self.number = number
         self.params = params
         self.arrival_time = arrival_time
         self.num_prompt_tokens = len(prompt_token_ids)
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
+        self.generated: dict[int, GeneratedTokens] = {}
+        """Of each sequence, by index."""
         self.finished = False
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
@@ -67,7 +84,7 @@ class RequestStream:
         """It was given up: what has not ended ends here."""
         indices = [index for index in range(self.params.n) if index not in self._ended]
         outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in indices]
-        self.put(RequestDelta(self.request_id, outputs, finished=True, metrics=self._metrics))
+        self.put(RequestDelta(self.request_id, self.number, outputs, finished=True, metrics=self._metrics))
 
     def fail(self, error: EngineDeadError) -> None:
         """Nothing more will come."""
