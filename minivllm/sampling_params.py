@@ -185,9 +185,9 @@ def _checked_logit_bias(logit_bias: object) -> dict[int, float] | None:
         raise RequestError(f"logit_bias must map token ids to numbers, not be {logit_bias!r}.")
     checked = {}
     for token_id, bias in logit_bias.items():
-        if isinstance(token_id, str) and token_id.isdecimal():  # JSON has only string keys
+        if isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20:  # JSON has only string keys
             token_id = int(token_id)
-        _check_int("a token id in logit_bias", token_id, low=0)
+        _check_int("a token id in logit_bias", token_id[:20] if isinstance(token_id, str) else token_id, low=0)
         _check_float(f"the logit_bias of token {token_id}", bias, low=-100.0, high=100.0)
         checked[token_id] = float(bias)
     return checked

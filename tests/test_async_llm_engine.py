@@ -416,6 +416,19 @@ def test_an_engine_serves_one_event_loop_after_another(engine):
     assert engine.num_unfinished_requests() == 0
 
 
+def test_a_loop_that_stands_still_does_not_hide_the_end_of_the_engine(llm):
+    engine = AsyncLLMEngine.from_engine(llm.llm_engine)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    assert first.run_until_complete(collect(engine, PROMPT, params))[-1].outputs[0].text == " Paris."
+    engine.shutdown()  # while the first loop is not closed, and will not run again
+    assert isinstance(engine.dead_error, EngineDeadError)
+    with pytest.raises(EngineDeadError, match="it was shut down"):
+        second.run_until_complete(collect(engine, PROMPT, params))
+    first.close()
+    second.close()
+
+
 def test_the_event_loop_is_free_while_the_model_computes(engine):
     async def run():
         task = asyncio.create_task(collect(engine, [100] * 2000, SamplingParams(max_tokens=2)))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stub_openai_server import DONE, StubServer, event, piece, steady, stream, usage
 
 import minivllm
+from minivllm.bench import openai_client
 from minivllm.bench.load_generator import Load, generate_load
 from minivllm.bench.openai_client import OpenAIClient, read_events
 from minivllm.bench.served_request import Goals, ServedRequest, format_table, peak_concurrency, summarize
@@ -492,3 +493,43 @@ def test_ctrl_c_prints_what_there_is(server):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in out and "2 of 3" in out and "Failed, given up: 1" in out
+
+
+async def _read_all(*chunks):
+    async def stream():
+        for chunk in chunks:
+            yield chunk
+
+    served = ServedRequest(1, 1, 0.0, start=0.0)
+    await openai_client._read_stream(stream(), served)
+    return served
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b"data: [DONE]\n\n"],
+        [b"x" * (openai_client._LONGEST_LINE + 1)],
+        [b'data: {"choices":[{"text":"\xff"}]}\n\n'],
+        [b"data: " + b"[" * 200_000 + b"\n\n"],
+        [b'data: {"error":' + b"[" * 200_000 + b"\n\n"],
+        [b'data: {"choices":[],"usage":{"prompt_tokens":-5,"completion_tokens":3}}\n\n'],
+        [b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":99999999999999999999}}\n\n'],
+    ],
+    ids=range(7),
+)
+def test_a_stream_that_makes_no_sense_is_a_broken_answer(chunks):
+    with pytest.raises((openai_client._FailedRequest, *openai_client._NO_JSON)):
+        asyncio.run(_read_all(*chunks))
+
+
+def test_a_model_whose_name_would_change_the_terminal_is_not_taken():
+    assert openai_client._listed_models(b'{"data":[{"id":"a\\u001b[31m"},{"id":"b"}]}') == [openai_client.ServedModel("b")]
+    assert openai_client._listed_models(b'{"data":[{"id":"\xff"}]}') == []
+    assert openai_client._message(b'{"error":{"message":"no\\u0007 bell"}}') == "no  bell"
+
+
+@pytest.mark.parametrize("options", [{"base_url": "http://[::1"}, {"base_url": "http://localhost", "api_key": "a\nb"}])
+def test_what_cannot_be_sent_is_refused(options):
+    with pytest.raises(ConfigError):
+        openai_client.OpenAIClient(**options)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,6 +33,10 @@ PROBE_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 2.0
 """That an idle connection is kept: less than servers do, which would otherwise close it while a request is on its way."""
 _LONGEST_DETAIL = 200
+_LONGEST_LINE = 2**20
+"""Bytes of a line that is kept until it ends."""
+_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for bytes that are none, or none that can be read."""
 
 
 class ServedModel(msgspec.Struct):
@@ -72,9 +76,12 @@ class _Choice(msgspec.Struct):
         return self.finish_reason is None and (self.delta is None or self.delta.role is None)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: _Count
+    completion_tokens: _Count
 
 
 class _Answer(msgspec.Struct):
@@ -124,6 +131,8 @@ class OpenAIClient:
         self.stream = stream
         self.ignore_eos = ignore_eos
         self.timeout = timeout
+        if api_key and not api_key.isprintable():
+            raise ConfigError("The API key must be printable characters: it is sent in a header.")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession
 
@@ -193,7 +202,7 @@ class OpenAIClient:
             served.error, served.detail = "no connection", str(error)
         except (aiohttp.ClientError, OSError) as error:
             served.error, served.detail = "broken connection", str(error)
-        except msgspec.MsgspecError as error:
+        except _NO_JSON as error:
             served.error, served.detail = "broken answer", str(error)
         served.end = time.perf_counter()
         return served
@@ -215,7 +224,10 @@ class OpenAIClient:
 
 def _checked_url(url: str) -> str:
     """Without `/v1` and a slash at the end."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"The base URL is {url!r}, which is none ({error}).") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"The base URL is {url!r}, but must be like http://127.0.0.1:8000.")
     if parts.username is not None:
@@ -225,9 +237,10 @@ def _checked_url(url: str) -> str:
 
 def _listed_models(body: bytes) -> list[ServedModel]:
     try:
-        return msgspec.json.decode(body, type=_ModelList).data
-    except msgspec.MsgspecError:
+        models = msgspec.json.decode(body, type=_ModelList).data
+    except _NO_JSON:
         return []
+    return [model for model in models if model.id.isprintable()]
 
 
 async def _read_stream(chunks: AsyncIterator[bytes], served: ServedRequest) -> None:
@@ -256,6 +269,8 @@ async def _read_stream(chunks: AsyncIterator[bytes], served: ServedRequest) -> N
                 served.output_tokens = num_pieces
     if not has_ended:
         raise _FailedRequest("broken answer", "the stream stopped before its end")
+    if num_pieces == 0 and served.output_tokens == 0:
+        raise _FailedRequest("broken answer", "the stream had no token")
 
 
 async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -264,6 +279,8 @@ async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     data: list[bytes] = []
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise _FailedRequest("broken answer", f"a line of the stream has more than {_LONGEST_LINE} bytes")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
@@ -293,4 +310,5 @@ def _message(body: bytes) -> str:
         text = error["message"] if isinstance(error, dict) else str(error)
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode(errors="replace")
-    return str(text).strip()[:_LONGEST_DETAIL]
+    text = str(text).strip()[:_LONGEST_DETAIL]
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -11,6 +11,7 @@ The loop that steps never runs on the event loop, so that HTTP stays responsive 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
@@ -248,11 +249,7 @@ class AsyncLLMEngine:
         Streams that have not ended get an EngineDeadError. Safe to call again, and from any thread.
         """
         self._client.shutdown()
-        failed = CoreFailed("", "it was shut down")
-        if self._loop is not None and self._loop is _running_loop():
-            self._handle(failed)
-        else:
-            self._receive(failed)
+        self._receive(CoreFailed("", "it was shut down"))
 
     # -- messages from the core ----------------------------------------------------------------------------------
 
@@ -273,19 +270,20 @@ class AsyncLLMEngine:
 
     def _receive(self, message: FromCore) -> None:
         """Take a message, in a thread of the client's, to the event loop."""
+        if isinstance(message, CoreFailed) and self.dead_error is None:  # known at once, whatever the loop does
+            cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
+            self.dead_error = EngineDeadError(f"The engine has ended: {cause.rstrip('.')}.")
         loop = self._loop
-        if loop is None:
-            self._handle(message)
-            return
-        try:
-            loop.call_soon_threadsafe(self._handle, message)
-        except RuntimeError:  # the loop was closed, and nobody reads its streams
-            self._handle(message)
+        if loop is not None and loop.is_running():
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                loop.call_soon_threadsafe(self._handle, message)
+                return
+        self._handle(message)  # there is no loop whose streams it could disturb
 
     def _handle(self, message: FromCore) -> None:
-        if self.dead_error is not None:
-            return
-        if isinstance(message, StepDone):
+        if isinstance(message, CoreFailed):
+            self._end_streams()
+        elif isinstance(message, StepDone) and self.dead_error is None:
             self.stats = message.stats
             self.metrics.set_stats(message.stats)
             now = time.perf_counter()
@@ -300,12 +298,11 @@ class AsyncLLMEngine:
             if message.record is not None:
                 for watcher in self._watchers.values():
                     watcher.put(message.record)
-        elif isinstance(message, CoreFailed):
-            cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
-            self._die(EngineDeadError(f"The engine has ended: {cause.rstrip('.')}."))
 
-    def _die(self, error: EngineDeadError) -> None:
-        self.dead_error = error
+    def _end_streams(self) -> None:
+        """Nothing more will come: tell everybody who waits."""
+        error = self.dead_error
+        assert error is not None
         self.stats = EngineStats(num_gpu_blocks=self.num_gpu_blocks)
         self.metrics.set_stats(self.stats)
         streams, self._streams = self._streams, {}
@@ -317,13 +314,6 @@ class AsyncLLMEngine:
         for future in self._deaths:
             if not future.done():
                 future.set_result(None)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class _StepQueue:
