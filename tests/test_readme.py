@@ -48,7 +48,9 @@ def test_its_measurements_are_as_they_were_written():
 
 def test_its_commands_exist():
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL))
-    commands = re.findall(r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels|calibrate|serve))?)", shell, flags=re.MULTILINE)
+    commands = re.findall(
+        r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels|calibrate|serve))?)", shell, flags=re.MULTILINE
+    )
     assert len(commands) >= 5
     for command in commands:
         with pytest.raises(SystemExit) as stopped:

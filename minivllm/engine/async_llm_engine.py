@@ -75,7 +75,7 @@ class AsyncLLMEngine:
         self.dead_error: EngineDeadError | None = None
         self.process_id = client.process_id
         self._client = client
-        self._input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
+        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
         self._streams: dict[str, RequestStream] = {}
         self._watchers: dict[object, _StepQueue] = {}
         self._deaths: list[asyncio.Future[None]] = []
@@ -152,10 +152,10 @@ class AsyncLLMEngine:
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         params = SamplingParams() if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        self._input_processor.check_request_id(request_id)
+        self.input_processor.check_request_id(request_id)
         # In a thread: a long text takes long to encode, and others want to be served meanwhile.
-        text, token_ids = await asyncio.to_thread(self._input_processor.read_prompt, prompt)
-        self._input_processor.check(len(token_ids), params, arrival_time, priority)
+        text, token_ids = await asyncio.to_thread(self.input_processor.read_prompt, prompt)
+        self.input_processor.check(len(token_ids), params, arrival_time, priority)
         self.check_health()
         if request_id in self._streams:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")

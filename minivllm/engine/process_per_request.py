@@ -51,7 +51,7 @@ class ProcessPerRequestEngine:
         self.num_gpu_blocks = args.num_gpu_blocks_override or -(-self.model_config.max_model_len // args.block_size)
         self.dead_error: EngineDeadError | None = None
         cache_tokens = self.num_gpu_blocks * args.block_size
-        self._input_processor = InputProcessor(self.model_config, self.scheduler_config, self.tokenizer, cache_tokens)
+        self.input_processor = InputProcessor(self.model_config, self.scheduler_config, self.tokenizer, cache_tokens)
         self._engine_args = dataclasses.replace(args, num_gpu_blocks_override=self.num_gpu_blocks)
         self._metrics = Metrics(self.model_config.name)
         self._places = asyncio.Semaphore(self.max_processes)
@@ -90,9 +90,9 @@ class ProcessPerRequestEngine:
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         params = SamplingParams() if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        self._input_processor.check_request_id(request_id)
-        _, token_ids = await asyncio.to_thread(self._input_processor.read_prompt, prompt)
-        self._input_processor.check(len(token_ids), params, arrival_time, priority)
+        self.input_processor.check_request_id(request_id)
+        _, token_ids = await asyncio.to_thread(self.input_processor.read_prompt, prompt)
+        self.input_processor.check(len(token_ids), params, arrival_time, priority)
         if request_id in self._engines:
             raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
         self._engines[request_id] = None

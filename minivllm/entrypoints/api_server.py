@@ -20,11 +20,11 @@ from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
+from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
-from minivllm.entrypoints.openai.answer_response import AnswerResponse
 from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
 from minivllm.entrypoints.openai.completions import CompletionAnswer, split_prompts
 from minivllm.entrypoints.openai.errors import ApiError, add_error_handlers, quoted

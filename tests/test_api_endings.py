@@ -1,0 +1,192 @@
+"""How requests and the API server end: clients that leave, signals, a dead engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from scripted_server import (
+    MAX_NUM_SEQS,
+    connect,
+    error_of,
+    events,
+    running_server,
+    scripted_engine,
+    wait_until,
+)
+from starlette.responses import StreamingResponse
+
+from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_path):
+    with running_server(lambda: scripted_engine(smollm2_path)) as server:
+        yield server
+
+
+@pytest.fixture
+def slow(server):
+    """The same server, at ten tokens a second."""
+    executor = server.engine.scripted
+    executor.seconds_per_step = 0.1
+    yield server
+    executor.seconds_per_step = 0.0
+    wait_until(server.is_idle)
+
+
+# -- clients that leave --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stream": True}, {}, {"prompt": ["a", "b", "c"]}, {"prompt": ["a", "b"], "n": 2, "stream": True}]
+)
+def test_a_client_that_leaves_frees_everything(slow, fields):
+    num_tasks = slow.tasks()
+    body = json.dumps({"prompt": "a", "max_tokens": 200, **fields}).encode()
+    with connect(slow) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: slow.engine.stats.num_running > 0)
+    wait_until(slow.is_idle, seconds=2)
+    wait_until(lambda: slow.tasks() <= num_tasks, seconds=2)
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server):
+    num_tasks = server.tasks()
+    with connect(server) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+        )
+        wait_until(lambda: server.tasks() > num_tasks)
+    wait_until(lambda: server.tasks() <= num_tasks)
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+class StreamReader(threading.Thread):
+    """Reads a stream to its end, or the error that came instead."""
+
+    def __init__(self, server, **body):
+        super().__init__()
+        self.server, self.body, self.chunks = server, {"prompt": "a", "stream": True, **body}, []
+        self.start()
+
+    def run(self):
+        with (
+            httpx.Client(timeout=20) as client,
+            client.stream("POST", f"{self.server.url}/v1/completions", json=self.body) as response,
+        ):
+            self.status = response.status_code
+            self.chunks.extend(events(response) if self.status == 200 else [json.loads(response.read())])
+
+
+def test_the_end_lets_finish_what_runs(smollm2_path):
+    with running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=10)) as server:
+        server.engine.scripted.seconds_per_step = 0.05
+        reader = StreamReader(server, max_tokens=20)
+        wait_until(lambda: bool(server.engine.stats.num_running))
+        server.server.handle_exit(15, None)
+        reader.join()
+        assert reader.chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.server.exit_status == 0
+
+
+@pytest.mark.parametrize("num_signals,shutdown_timeout", [(1, 0.3), (2, 60)])
+def test_what_does_not_end_in_time_or_after_a_second_signal_is_ended_clearly(smollm2_path, num_signals, shutdown_timeout):
+    with running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=shutdown_timeout)) as server:
+        server.engine.scripted.seconds_per_step = 0.1
+        reader = StreamReader(server, max_tokens=240)
+        wait_until(lambda: bool(server.engine.stats.num_running))
+        begin = time.monotonic()
+        for _ in range(num_signals):
+            server.server.handle_exit(2, None)
+            time.sleep(0.3)
+        reader.join()
+        assert reader.chunks[-1]["error"]["code"] == "shutdown"
+        assert time.monotonic() - begin < 5
+    assert server.server.exit_status == 0
+
+
+def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2_path):
+    with running_server(lambda: scripted_engine(smollm2_path)) as server:
+        server.engine.scripted.seconds_per_step = 0.05
+        readers = [StreamReader(server, max_tokens=200) for _ in range(8)]
+        wait_until(lambda: server.engine.stats.num_running == MAX_NUM_SEQS and server.engine.stats.num_waiting > 0)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.complete, max_tokens=200)
+            wait_until(lambda: server.engine.num_unfinished_requests() == 9)
+            engine = server.engine
+            engine.shutdown()
+            assert "was shut down" in error_of(waiting.result(), 503)["message"]
+        assert "was shut down" in error_of(server.client.get("/health"), 503)["message"]
+        for reader in readers:
+            reader.join()
+            assert reader.chunks[-1]["error"]["code"] == "engine_dead"
+        assert sorted(reader.status for reader in readers) == [200] * MAX_NUM_SEQS + [503] * 4, (
+            "who had no token yet gets a status"
+        )
+        wait_until(lambda: server.server.should_exit)
+    assert server.server.exit_status == 1
+
+
+def test_a_dead_engine_is_replaced_if_told_so(smollm2_path, monkeypatch):
+    may_start = threading.Event()
+    may_start.set()
+
+    def start_engine():
+        assert may_start.wait(timeout=10)
+        return scripted_engine(smollm2_path)
+
+    with running_server(start_engine, restart=True) as server:
+        may_start.clear()
+        server.engine.shutdown()
+        wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
+        response = server.complete()
+        error_of(response, 503)
+        assert int(response.headers["retry-after"]) >= 1
+        may_start.set()
+        wait_until(lambda: server.client.get("/health").status_code == 200)
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.engine_keeper.EngineKeeper.PAUSE", 0.05)
+    starts = []
+
+    def start_engine():
+        starts.append(time.monotonic())
+        if len(starts) > 1:
+            raise ConfigError("There is no memory.")
+        return scripted_engine(smollm2_path)
+
+    with running_server(start_engine, restart=True) as server:
+        server.engine.shutdown()
+        wait_until(lambda: server.server.should_exit)
+    assert (len(starts), server.server.exit_status) == (4, 1)
+
+
+def test_who_only_watches_is_not_waited_for(smollm2_path):
+    async def for_ever():
+        while True:
+            yield b"data: news\n\n"
+            await asyncio.sleep(0.05)
+
+    with running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=60)) as server:
+        server.server.config.app.add_api_route("/watch", lambda: StreamingResponse(for_ever(), media_type="text/event-stream"))
+        with server.client.stream("GET", "/watch") as response:
+            lines = response.iter_lines()
+            next(lines)
+            begin = time.monotonic()
+            server.server.handle_exit(15, None)
+            assert set(lines) <= {"data: news", ""}, "it ends as a response should"
+        assert time.monotonic() - begin < 5
