@@ -158,6 +158,7 @@ def test_a_streamed_completion_joins_to_the_whole_one(server):
         {"n": 2},
         {"echo": True, "logprobs": 1},
         {"stop": "lazy"},
+        {"stop": "lazy", "logprobs": 1},
         {"prompt": ["a", "b"]},
         {"echo": True, "max_tokens": 0},
     ):
@@ -194,6 +195,27 @@ def test_the_usage_comes_last_when_asked_for(server):
     assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [USAGE]
     assert chunks[-1]["choices"] == []
     assert all("usage" not in chunk for chunk in events(server.complete(max_tokens=3, stream=True)))
+
+
+def test_one_prompt_that_is_too_long_among_several_is_refused_before_any_is_served(slow, monkeypatch):
+    prompts = ["a", "word " * 300]
+    encode = slow.engine.tokenizer.encode
+    monkeypatch.setattr(slow.engine.tokenizer, "encode", lambda text: time.sleep(len(text) / 3000) or encode(text))
+    for stream in (False, True):
+        error = error_of(slow.complete(prompt=prompts, max_tokens=5, stream=stream), 400)
+        assert "301 tokens" in error["message"]
+    assert slow.engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_token_of_several_prompts_is_the_earliest(server, monkeypatch, stream):
+    """The server runs four at once, so the last two of six prompts wait for the others."""
+    monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
+    records = []
+    monkeypatch.setattr("minivllm.entrypoints.request_log.RequestRecord.log", lambda record: records.append(record))
+    server.complete(prompt=["a"] * 6, max_tokens=6, stream=stream)
+    wait_until(lambda: len(records) > 0)
+    assert 0.04 < records[0].answer.time_to_first_token < 0.2
 
 
 def test_tokens_come_when_they_are_there(slow):
