@@ -182,7 +182,26 @@ def error_of(response: httpx.Response, status: int) -> dict:
     return response.json()["error"]
 
 
-def connect(server: RunningServer) -> socket.socket:
+def connect(server: RunningServer, connection: socket.socket | None = None) -> socket.socket:
     """A bare connection, for what no client of HTTP would do."""
+    connection = connection or socket.socket()
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def post(path: str, **body) -> bytes:
+    """A request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection. Raises TimeoutError if it does not."""
+    received = b""
+    with contextlib.suppress(ConnectionError):  # it hung up on what it had not read
+        while more := connection.recv(65536):
+            received += more
+    return received

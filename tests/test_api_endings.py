@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import logging
+import socket
 import threading
 import time
 
@@ -15,6 +17,7 @@ from scripted_server import (
     connect,
     error_of,
     events,
+    post,
     running_server,
     scripted_engine,
     wait_until,
@@ -49,25 +52,37 @@ def slow(server):
 )
 def test_a_client_that_leaves_frees_everything(slow, fields):
     num_tasks = slow.tasks()
-    body = json.dumps({"prompt": "a", "max_tokens": 200, **fields}).encode()
     with connect(slow) as connection:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        connection.sendall(head.encode() + body)
+        connection.sendall(post("/v1/completions", **{"prompt": "a", "max_tokens": 200, **fields}))
         wait_until(lambda: slow.engine.stats.num_running > 0)
     wait_until(slow.is_idle, seconds=2)
     wait_until(lambda: slow.tasks() <= num_tasks, seconds=2)
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server):
+def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_a_line_in_the_log_and_nothing_else(server, caplog):
     num_tasks = server.tasks()
-    with connect(server) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
-        )
-        wait_until(lambda: server.tasks() > num_tasks)
-    wait_until(lambda: server.tasks() <= num_tasks)
+    with caplog.at_level(logging.INFO, "minivllm.requests"):
+        with connect(server) as connection:
+            connection.sendall(post("/v1/completions", prompt="a")[:-5])
+            wait_until(lambda: server.tasks() > num_tasks)
+        wait_until(lambda: server.tasks() <= num_tasks)
+    (record,) = caplog.records
+    assert (record.fields["status"], record.fields["end"]) == (None, "client disconnected")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read_is_given_up(server, monkeypatch, stream):
+    """It would hold its places for ever; and the connection, which waits to be emptied."""
+    monkeypatch.setattr("minivllm.entrypoints.connection.TAKE_SECONDS", 0.3)
+    num_connections = len(server.server.server_state.connections)
+    server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connect(server, connection)
+        connection.sendall(post("/v1/completions", prompt="a", max_tokens=200, n=4, logprobs=20, stream=stream))
+        wait_until(lambda: len(server.server.server_state.connections) > num_connections)
+        wait_until(server.is_idle)
+        wait_until(lambda: len(server.server.server_state.connections) == num_connections)
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
@@ -115,6 +130,31 @@ def test_what_does_not_end_in_time_or_after_a_second_signal_is_ended_clearly(smo
         assert reader.chunks[-1]["error"]["code"] == "shutdown"
         assert time.monotonic() - begin < 5
     assert server.server.exit_status == 0
+
+
+def test_a_second_signal_ends_who_has_not_sent_its_body_too(smollm2_path, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.server_state.LAST_WORD_SECONDS", 0.2)
+    with (
+        running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=60)) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall(post("/v1/completions", prompt="a")[:-5])
+        wait_until(lambda: bool(server.server.server_state.tasks))
+        begin = time.monotonic()
+        for _ in range(2):
+            server.server.handle_exit(2, None)
+            time.sleep(0.3)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 503")
+        assert time.monotonic() - begin < 5
+
+
+def test_a_third_signal_waits_for_nothing(server, monkeypatch):
+    statuses = []
+    monkeypatch.setattr("minivllm.entrypoints.server.os._exit", statuses.append)
+    monkeypatch.setattr(server.server, "_num_signals", 2)
+    monkeypatch.setattr(server.server, "should_exit", server.server.should_exit)
+    server.server.handle_exit(2, None)
+    assert statuses == [130]
 
 
 def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import json
 import logging
 
@@ -14,6 +15,8 @@ from scripted_server import (
     connect,
     error_of,
     events,
+    post,
+    read_to_the_end,
     running_server,
     scripted_engine,
     wait_until,
@@ -214,8 +217,23 @@ def test_an_answer_that_takes_too_long_is_ended(smollm2_path):
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
     monkeypatch.setattr("minivllm.entrypoints.middleware.BODY_SECONDS", 0.2)
     with connect(server) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+        connection.sendall(post("/tokenize", prompt="a")[:-5])
+        assert read_to_the_end(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_an_upload_without_end_is_hung_up_on(smollm2_path):
+    with (
+        running_server(lambda: scripted_engine(smollm2_path), ServerSettings(max_request_bytes=2000)) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):
+            for _ in range(10):
+                connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        answer = read_to_the_end(connection)
+        assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer
 
 
 # -- ids and logs --------------------------------------------------------------------------------------------------
@@ -229,6 +247,17 @@ def test_the_clients_request_id_is_kept_if_it_can_be(server):
     assert sent_back("x" * 200) != "x" * 200
     assert len(sent_back(b"\xff\xfe")) == 32
     assert sent_back("") != sent_back("")
+
+
+def test_a_key_that_was_tried_leaves_a_trace(smollm2_path, caplog):
+    with (
+        running_server(lambda: scripted_engine(smollm2_path), ServerSettings(api_keys=("key",))) as server,
+        caplog.at_level(logging.INFO, "minivllm.requests"),
+    ):
+        server.client.get("/health")
+        server.client.get("/v1/models")
+        wait_until(lambda: len(caplog.records) > 0)
+    assert [(record.fields["path"], record.fields["status"]) for record in caplog.records] == [("/v1/models", 401)]
 
 
 def test_a_request_is_one_line_without_its_prompt(server, caplog):

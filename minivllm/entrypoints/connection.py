@@ -6,13 +6,27 @@ Without a bound, a client that asks for a stream and stops to read would hold it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 TAKE_SECONDS = 60.0
 """How long a client may take to receive what has been sent, beyond what fits the buffers of the two machines."""
 ABORT = "abort_connection"
 """Under this name, a request's `scope["state"]` has what ends its connection at once, whatever has not been sent."""
+
+
+LAST_WORD_SECONDS = 2.0
+"""How long a client that reads slowly has to take the error that ends its stream."""
+
+
+async def last_word(sending: Awaitable[None], scope: Scope) -> None:
+    """Send the end of an answer, or end the connection if its client does not take that either."""
+    try:
+        await asyncio.wait_for(sending, LAST_WORD_SECONDS)
+    except asyncio.TimeoutError:
+        scope["state"][ABORT]()
 
 
 class Connection(H11Protocol):

@@ -8,6 +8,7 @@ a third             the process ends without waiting for anything
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -111,7 +112,7 @@ class ApiServer(uvicorn.Server):
         if self._num_signals == 2:
             self._state.closing.end_now()
         elif self._num_signals > 2:
-            raise KeyboardInterrupt
+            os._exit(128 + sig)  # the engine's process notices, and ends too
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so.
