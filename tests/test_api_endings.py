@@ -189,14 +189,66 @@ def test_a_dead_engine_is_replaced_if_told_so(smollm2_path, monkeypatch):
 
     with running_server(start_engine, restart=True) as server:
         may_start.clear()
+        assert server.complete(max_tokens=5).status_code == 200
         server.engine.shutdown()
         wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
+        assert 'generation_tokens_total{model_name="scripted"} 5.0' in server.client.get("/metrics").text
+        assert server.client.get("/v1/models").status_code == 200
         response = server.complete()
         error_of(response, 503)
         assert int(response.headers["retry-after"]) >= 1
         may_start.set()
         wait_until(lambda: server.client.get("/health").status_code == 200)
         assert server.complete(max_tokens=1).status_code == 200
+        counted = server.client.get("/metrics").text
+        assert 'generation_tokens_total{model_name="scripted"} 6.0' in counted, "the next engine goes on counting"
+
+
+def test_engines_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.engine_keeper.EngineKeeper.PAUSE", 0.05)
+    engines = []
+
+    def start_engine():
+        engines.append(scripted_engine(smollm2_path))
+        if len(engines) > 1:
+            threading.Timer(0.1, engines[-1].shutdown).start()
+        return engines[-1]
+
+    with running_server(start_engine, restart=True) as server:
+        engines[0].shutdown()
+        wait_until(lambda: server.server.should_exit)
+    assert (len(engines), server.server.exit_status) == (4, 1)
+
+
+def test_an_engine_that_starts_while_the_server_ends_is_ended(smollm2_path):
+    engines, may_start = [], threading.Event()
+
+    def start_engine():
+        if engines:
+            may_start.wait(timeout=10)
+        engines.append(scripted_engine(smollm2_path))
+        return engines[-1]
+
+    with running_server(start_engine, restart=True) as server:
+        engines[0].shutdown()
+        wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
+    may_start.set()
+    wait_until(lambda: len(engines) == 2 and engines[1].dead_error is not None)
+
+
+def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
+    async def fail():
+        raise RuntimeError("nobody foresaw this")
+
+    def start_engine():
+        engine = scripted_engine(smollm2_path)
+        engine.wait_dead = fail
+        return engine
+
+    with running_server(start_engine, restart=True) as server:
+        wait_until(lambda: server.server.should_exit)
+    assert server.server.exit_status == 1
+    assert "nobody foresaw this" in caplog.text
 
 
 def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):

@@ -212,7 +212,7 @@ def _model_card(state: ServerState) -> shapes.ModelCard:
         "owned_by": "minivllm",
         "root": state.model_name,
         "parent": None,
-        "max_model_len": state.keeper.engine.model_config.max_model_len,
+        "max_model_len": state.max_model_len,
     }
 
 
@@ -234,6 +234,6 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """The engine's metrics, for Prometheus."""
-    engine_metrics = _state(request).keeper.engine.metrics
+    """The engine's metrics, for Prometheus; also while there is none."""
+    engine_metrics = _state(request).keeper.metrics
     return Response(engine_metrics.render(), headers={"Content-Type": engine_metrics.content_type})

@@ -152,12 +152,14 @@ class ServerState:
         keeper: Has the engine.
         settings: What the server was told.
         model_name: The one model's name, as clients call it.
+        max_model_len: The most tokens of prompt and output together that it takes.
         created: When the server began, in seconds since 1970.
     """
 
     keeper: EngineKeeper
     settings: ServerSettings
     model_name: str = field(init=False)
+    max_model_len: int = field(init=False)
     admission: Admission = field(init=False)
     closing: Closing = field(default_factory=Closing)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -165,4 +167,5 @@ class ServerState:
     def __post_init__(self) -> None:
         engine = self.keeper.engine
         self.model_name = engine.model_config.name
+        self.max_model_len = engine.model_config.max_model_len
         self.admission = Admission(engine.scheduler_config.max_num_seqs, self.settings.max_waiting)
