@@ -61,6 +61,7 @@ def server(smollm2_path):
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "lower min_tokens"),
         ({"best_of": 3}, "best_of", "best_of is 3 but n is 1"),
         ({"suffix": "x"}, "suffix", "suffix is \"x\", but this server cannot do that"),
+        ({"add_special_tokens": False}, "add_special_tokens", "add_special_tokens is false, but this server cannot"),
         ({"stream_options": {}}, "stream_options", "stream is not true"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "does not work with stream"),
         ({"n": 1024}, "n", "at most max_num_seqs = 4"),
@@ -91,7 +92,16 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
         ),
         ({"tools": [{"type": "function"}]}, "tools is a list, but this server cannot do that"),
         ({"response_format": {"type": "json_object"}}, "response_format is an object, but this server cannot do that"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is an object, but this server cannot"),
+        ({"add_special_tokens": True}, "add_special_tokens is true, but this server cannot do that"),
+        ({"echo": True}, "echo is true, but this server cannot do that"),
+        ({"return_token_ids": True}, "return_token_ids is true, but this server cannot do that"),
         ({"top_logprobs": 2}, "logprobs is not true"),
+        ({"messages": [{"role": "user", "content": ""}] * 5000}, "5000 messages and 0 parts, but must have at most 4096"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 500}] * 10},
+            "10 messages and 5000 parts, but must have at most 4096",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -107,6 +117,8 @@ def test_values_that_change_nothing_are_taken(server):
         "modalities": ["text"],
         "user": "x",
         "store": True,
+        "add_special_tokens": False,
+        "echo": False,
     }
     assert server.chat(max_tokens=1, **harmless).status_code == 200
     nulls = ("temperature", "top_p", "n", "stop", "seed", "stream", "logit_bias", "logprobs", "suffix", "max_tokens", "model")

@@ -41,8 +41,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS = {
     "text/event-stream": {
-        "schema": {"type": "string"},
-        "example": 'data: {"choices":[{"index":0, ...}], ...}\n\ndata: [DONE]\n\n',
+        "schema": {  # of each event
+            "type": "object",
+            "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; in the last event, [DONE]."}},
+            "required": ["data"],
+        },
+        "example": {"data": '{"choices":[{"index":0, ...}], ...}'},
     }
 }
 
