@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import logging
 import socket
@@ -70,16 +71,23 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_a_line_in_the_log
     assert (record.fields["status"], record.fields["end"]) == (None, "client disconnected")
 
 
+@contextlib.contextmanager
+def client_that_does_not_read(server, **body):
+    """A client that asks for much more than the two ends of its connection can hold."""
+    server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connect(server, connection)
+        connection.sendall(post("/v1/completions", **{"prompt": "a", "max_tokens": 200, "n": 4, "logprobs": 20, **body}))
+        yield connection
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_does_not_read_is_given_up(server, monkeypatch, stream):
     """It would hold its places for ever; and the connection, which waits to be emptied."""
     monkeypatch.setattr("minivllm.entrypoints.connection.TAKE_SECONDS", 0.3)
     num_connections = len(server.server.server_state.connections)
-    server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connect(server, connection)
-        connection.sendall(post("/v1/completions", prompt="a", max_tokens=200, n=4, logprobs=20, stream=stream))
+    with client_that_does_not_read(server, stream=stream):
         wait_until(lambda: len(server.server.server_state.connections) > num_connections)
         wait_until(server.is_idle)
         wait_until(lambda: len(server.server.server_state.connections) == num_connections)
@@ -146,6 +154,19 @@ def test_a_second_signal_ends_who_has_not_sent_its_body_too(smollm2_path, monkey
             time.sleep(0.3)
         assert connection.recv(1000).startswith(b"HTTP/1.1 503")
         assert time.monotonic() - begin < 5
+
+
+def test_the_end_does_not_wait_for_a_client_that_does_not_read(smollm2_path, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.connection.LAST_WORD_SECONDS", 0.2)
+    with (
+        running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=0)) as server,
+        client_that_does_not_read(server, stream=True),
+    ):
+        wait_until(lambda: server.engine.stats.num_running > 0)
+        wait_until(lambda: server.engine.num_unfinished_requests() == 0)  # all is generated, and most of it not sent
+        server.server.handle_exit(15, None)
+        wait_until(lambda: not server.server.server_state.connections, seconds=4)
+        assert server.state.admission.num_sequences == 0
 
 
 def test_a_third_signal_waits_for_nothing(server, monkeypatch):
