@@ -25,7 +25,8 @@ from scripted_server import (
 )
 from starlette.responses import StreamingResponse
 
-from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.entrypoints.server import make_server
+from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
 
 
@@ -172,9 +173,10 @@ def test_the_end_does_not_wait_for_a_client_that_does_not_read(smollm2_path, mon
 def test_a_third_signal_waits_for_nothing(server, monkeypatch):
     statuses = []
     monkeypatch.setattr("minivllm.entrypoints.server.os._exit", statuses.append)
-    monkeypatch.setattr(server.server, "_num_signals", 2)
-    monkeypatch.setattr(server.server, "should_exit", server.server.should_exit)
-    server.server.handle_exit(2, None)
+    not_running = make_server(ServerState(server.state.keeper, ServerSettings()), ("127.0.0.1", 1))
+    for _ in range(3):
+        assert statuses == []
+        not_running.handle_exit(2, None)
     assert statuses == [130]
 
 
