@@ -25,6 +25,7 @@ from scripted_server import (
 )
 from starlette.responses import StreamingResponse
 
+from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.server import make_server
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
@@ -243,20 +244,32 @@ def test_engines_that_die_soon_after_their_start_end_the_server(smollm2_path, mo
     assert (len(engines), server.server.exit_status) == (4, 1)
 
 
-def test_an_engine_that_starts_while_the_server_ends_is_ended(smollm2_path):
-    engines, may_start = [], threading.Event()
+@pytest.mark.parametrize("is_there", [True, False], ids=["and is there", "and is not there yet"])
+def test_an_engine_that_starts_while_the_server_ends_is_ended(smollm2_path, is_there):
+    first, second = scripted_engine(smollm2_path), scripted_engine(smollm2_path)
+    engines, is_starting, may_start = iter([first, second]), threading.Event(), threading.Event()
 
     def start_engine():
-        if engines:
+        engine = next(engines)
+        if engine is second:
+            is_starting.set()
             may_start.wait(timeout=10)
-        engines.append(scripted_engine(smollm2_path))
-        return engines[-1]
+        return engine
 
-    with running_server(start_engine, restart=True) as server:
-        engines[0].shutdown()
-        wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
-    may_start.set()
-    wait_until(lambda: len(engines) == 2 and engines[1].dead_error is not None)
+    async def end_while_it_starts():
+        keeper = EngineKeeper(start_engine, restart=True, on_end=lambda: None)
+        keeper.watch()
+        first.shutdown()
+        while not is_starting.is_set():
+            await asyncio.sleep(0.01)
+        if is_there:
+            may_start.set()
+            time.sleep(0.2)  # the event loop has no time to hear of it before the end
+        await keeper.close()
+        may_start.set()
+
+    asyncio.run(end_while_it_starts())
+    wait_until(lambda: second.dead_error is not None)
 
 
 def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
