@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import uvicorn
+from pydantic import TypeAdapter
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.entrypoints.api_server import make_app
 from minivllm.entrypoints.engine_keeper import EngineKeeper
-from minivllm.entrypoints.server import ApiServer, bind, url_of
+from minivllm.entrypoints.openai import responses as shapes
+from minivllm.entrypoints.server import ApiServer, bind, make_server
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.executor.base import Executor
 from minivllm.outputs import Logprob
@@ -133,19 +134,15 @@ def running_server(
     """Serve in a thread for as long as the block lasts."""
     settings = settings or ServerSettings(shutdown_timeout=1)
     listener = bind("127.0.0.1", 0)
-    url = url_of(listener.getsockname())
     keeper = EngineKeeper(start_engine, restart=restart, on_end=lambda: server.end(1))
     state = ServerState(keeper, settings)
-    config = uvicorn.Config(
-        make_app(state), http="h11", lifespan="on", log_config=None, access_log=False, timeout_graceful_shutdown=5
-    )
-    server = ApiServer(config, state, "")
+    server = make_server(state, listener.getsockname())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     wait_until(lambda: server.started)
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
         try:
-            yield RunningServer(url, client, state, server)
+            yield RunningServer(server.url, client, state, server)
         finally:
             server.should_exit = True
             thread.join(timeout=20)
@@ -170,3 +167,41 @@ def events(response: httpx.Response) -> Iterator[dict]:
             return
         yield json.loads(line.removeprefix("data: "))
     raise AssertionError("the stream ended without [DONE]")
+
+
+def check_shape(shape: type, value: dict) -> None:
+    """Whether an answer is what the API says of it."""
+    TypeAdapter(shape).validate_python(value, strict=True)
+    assert value.keys() <= shape.__annotations__.keys() | {"prompt_logprobs"}
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    """The error of an answer that must be one."""
+    assert response.status_code == status, response.text
+    check_shape(shapes.ErrorResponse, response.json())
+    return response.json()["error"]
+
+
+def connect(server: RunningServer, connection: socket.socket | None = None) -> socket.socket:
+    """A bare connection, for what no client of HTTP would do."""
+    connection = connection or socket.socket()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def post(path: str, **body) -> bytes:
+    """A request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection. Raises TimeoutError if it does not."""
+    received = b""
+    with contextlib.suppress(ConnectionError):  # it hung up on what it had not read
+        while more := connection.recv(65536):
+            received += more
+    return received

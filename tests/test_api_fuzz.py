@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import socket
 import time
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from scripted_server import running_server, scripted_engine, wait_until
+from scripted_server import MAX_NUM_SEQS, running_server, scripted_engine, wait_until
 
 from minivllm.entrypoints.openai.protocol import UNSERVED, ChatCompletionRequest, CompletionRequest
 from minivllm.entrypoints.server_state import ServerSettings
@@ -61,6 +62,19 @@ def test_every_route_is_described_and_tried(description):
     assert {(method.upper(), path) for path in description for method in description[path]} == set(OPERATIONS)
 
 
+def make_likelier(body: dict) -> None:
+    """Take out what nearly always has a body refused that is as described: the names and sizes of this server are not in it."""
+    body.pop("model", None)
+    if isinstance(body.get("n"), int):
+        body["n"] = 1 + body["n"] % MAX_NUM_SEQS
+    if isinstance(body.get("prompt"), list):
+        body["prompt"] = ["a", "b"]
+    if isinstance(body.get("tokens"), list):
+        body["tokens"] = [token % 1000 for token in body["tokens"]]
+    for name in ("best_of", "stop_token_ids", "logit_bias"):
+        body.pop(name, None)
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as described", "not as described"])
 @pytest.mark.parametrize("method,path", OPERATIONS, ids=[path for _, path in OPERATIONS])
 def test_answers_are_as_described(server, description, method, path, mode):
@@ -68,13 +82,19 @@ def test_answers_are_as_described(server, description, method, path, mode):
     if mode is GenerationMode.NEGATIVE and not operation.body:
         pytest.skip("there is nothing to get wrong")
 
+    statuses = collections.Counter()
+
     @quick
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
         # What fits the description may still be refused: a prompt that is too long, say.
-        case.call_and_validate(timeout=20, excluded_checks=[positive_data_acceptance])
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            make_likelier(case.body)
+        response = case.call_and_validate(timeout=20, excluded_checks=[positive_data_acceptance])
+        statuses[response.status_code] += 1
 
     check()
+    assert statuses[200] or mode is GenerationMode.NEGATIVE or path == "/v1/models/{model}", "nothing was ever served"
 
 
 # -- bodies that no description foresees ---------------------------------------------------------------------------
@@ -102,13 +122,17 @@ def test_any_value_in_any_field_is_answered(server, path):
     names = [*GENERATING[path].model_fields, *UNSERVED]
     small = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 
+    statuses = collections.Counter()
+
     @settings(quick, max_examples=150)
     @given(fields=st.dictionaries(st.sampled_from(names), json_values, min_size=1, max_size=3))
     def check(fields):
         response = server.client.post(path, content=json.dumps(small | fields), headers=JSON)
         assert response.status_code == 200 or is_refused(response)
+        statuses[response.status_code] += 1
 
     check()
+    assert statuses[200], "nothing was ever served"
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -167,6 +191,8 @@ def exchange(server, sent: bytes) -> bytes:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(65536), b""))
+        except TimeoutError:
+            raise
         except OSError:  # it had enough, and hung up
             return b""
 

@@ -20,11 +20,11 @@ from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
+from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
-from minivllm.entrypoints.openai.answer_response import AnswerResponse
 from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
 from minivllm.entrypoints.openai.completions import CompletionAnswer, split_prompts
 from minivllm.entrypoints.openai.errors import ApiError, add_error_handlers, quoted
@@ -41,8 +41,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS = {
     "text/event-stream": {
-        "schema": {"type": "string"},
-        "example": 'data: {"choices":[{"index":0, ...}], ...}\n\ndata: [DONE]\n\n',
+        "schema": {  # of each event
+            "type": "object",
+            "properties": {"data": {"type": "string", "description": "A chunk or an error as JSON; in the last event, [DONE]."}},
+            "required": ["data"],
+        },
+        "example": {"data": '{"choices":[{"index":0, ...}], ...}'},
     }
 }
 
@@ -212,7 +216,7 @@ def _model_card(state: ServerState) -> shapes.ModelCard:
         "owned_by": "minivllm",
         "root": state.model_name,
         "parent": None,
-        "max_model_len": state.keeper.engine.model_config.max_model_len,
+        "max_model_len": state.max_model_len,
     }
 
 
@@ -234,6 +238,6 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """The engine's metrics, for Prometheus."""
-    engine_metrics = _state(request).keeper.engine.metrics
+    """The engine's metrics, for Prometheus; also while there is none."""
+    engine_metrics = _state(request).keeper.metrics
     return Response(engine_metrics.render(), headers={"Content-Type": engine_metrics.content_type})

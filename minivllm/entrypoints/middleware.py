@@ -16,6 +16,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minivllm.entrypoints.connection import last_word
 from minivllm.entrypoints.openai.errors import ApiError, as_api_error
 from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import Closing
@@ -26,7 +27,10 @@ MAX_REQUEST_ID = 128
 
 
 class RequestMiddleware:
-    """Gives a request its id, logs it, turns what nobody foresaw into status 500, and ends who only watches when the server ends."""
+    """Gives a request its id, logs it, turns what nobody foresaw into status 500, and ends it when the server ends.
+
+    A connection whose request is answered before its body has come is closed: the rest may be endless.
+    """
 
     def __init__(self, app: ASGIApp, closing: Closing) -> None:
         self.app = app
@@ -39,37 +43,50 @@ class RequestMiddleware:
             return
         request_id = usable_request_id(header(scope, b"x-request-id"))
         record = scope["minivllm.record"] = RequestRecord(request_id, scope["method"], scope["path"])
-        is_complete = False
+        has_body, is_gone, is_complete = has_a_body(scope), False, False
+
+        async def watched_receive() -> Message:
+            nonlocal has_body, is_gone
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                has_body = False
+            elif message["type"] == "http.disconnect" and has_body:
+                is_gone = True
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal is_complete
+            if is_gone:
+                return
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if has_body:
+                    message["headers"].append((b"connection", b"close"))
             elif not message.get("more_body"):
                 is_complete = True
             await send(message)
 
         try:
-            if scope["method"] == "GET":
-                with self.closing.watching():
-                    await self.app(scope, receive, send_with_id)
-            else:
-                await self.app(scope, receive, send_with_id)
+            with self.closing.ending(only_watches=scope["method"] == "GET"):
+                await self.app(scope, watched_receive, send_with_id)
         except asyncio.CancelledError:
             record.end = "shutdown"
             if not self.closing.begun or is_complete:
                 raise
             if record.status is None:
-                await ApiError(503, "The server is shutting down.").response()(scope, receive, send_with_id)
+                error = ApiError(503, "The server is shutting down.", code="shutdown")
+                await last_word(error.response()(scope, receive, send_with_id), scope)
             else:
-                await send_with_id({"type": "http.response.body", "body": b""})
+                await last_word(send_with_id({"type": "http.response.body", "body": b""}), scope)
         except Exception as failure:
             error = as_api_error(failure)
             record.end, record.error = "error", error.message
             if record.status is None:
                 await error.response()(scope, receive, send_with_id)
         finally:
+            if is_gone:
+                record.end = "client disconnected"
             record.log()
 
 
@@ -149,6 +166,11 @@ class BodyLimitMiddleware:
 def header(scope: Scope, name: bytes) -> bytes:
     """A header's value, empty if it was not sent. Of several, the first."""
     return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def has_a_body(scope: Scope) -> bool:
+    """Whether a request says that it has one."""
+    return header(scope, b"content-length") not in (b"", b"0") or header(scope, b"transfer-encoding") != b""
 
 
 def usable_request_id(given: bytes) -> str:

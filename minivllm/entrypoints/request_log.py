@@ -44,7 +44,7 @@ class RequestRecord:
     begin: float = field(default_factory=time.perf_counter)
 
     def log(self) -> None:
-        """Write the line. What polls (metrics, health) is logged at level debug, unless it fails."""
+        """Write the line. What polls (metrics, health) is logged at level debug, unless it is refused or fails."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
@@ -66,9 +66,13 @@ class RequestRecord:
             fields["ignored_fields"] = self.ignored_fields
         if self.error is not None:
             fields["error"] = self.error
-        is_failure = (self.status or 0) >= 500 or self.error is not None
-        level = logging.WARNING if is_failure else logging.DEBUG if self.method == "GET" else logging.INFO
-        logger.log(level, "request", extra={"fields": fields})
+        logger.log(self._level(), "request", extra={"fields": fields})
+
+    def _level(self) -> int:
+        status = self.status or 0
+        if status >= 500 or self.error is not None:
+            return logging.WARNING
+        return logging.DEBUG if self.method == "GET" and status < 400 else logging.INFO
 
 
 class JsonFormatter(logging.Formatter):

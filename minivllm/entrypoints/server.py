@@ -2,12 +2,13 @@
 
 Ctrl-C or SIGTERM   nothing new is taken on; what runs has the shutdown timeout to end, then an error ends it
 a second            what still runs is ended now
-a third             the process ends
+a third             the process ends without waiting for anything
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import uvicorn
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.api_server import make_app
+from minivllm.entrypoints.connection import Connection
 from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
@@ -54,20 +56,18 @@ def run_server(
             )
         keeper = EngineKeeper(start_engine, restart=restart_engine, on_end=lambda: server.end(1))
         try:
-            state = ServerState(keeper, settings)
-            server = ApiServer(_uvicorn_config(state), state, greeting(url_of(address), state))
+            server = make_server(ServerState(keeper, settings), address)
             server.run(sockets=[listener])
-        except OSError as error:  # another server began to listen while this one loaded
-            raise ConfigError(_port_sentence(host, port, error)) from error
         finally:
             keeper.close_at_once()
     return server.exit_status
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
-    return uvicorn.Config(
+def make_server(state: ServerState, address: tuple) -> ApiServer:
+    """The server that will listen at a socket's address."""
+    config = uvicorn.Config(
         make_app(state),
-        http="h11",  # it is always there, and bounds the size of headers
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -76,6 +76,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(state.settings.shutdown_timeout + _LEEWAY),
     )
+    return ApiServer(config, state, address)
 
 
 class ApiServer(uvicorn.Server):
@@ -84,14 +85,19 @@ class ApiServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         state: The app's.
-        greeting: Printed when the server listens.
+        address: Where it will listen.
+
+    Attributes:
+        exit_status: For the shell, when it has ended.
+        url: Where it can be reached.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, greeting: str) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, address: tuple) -> None:
         super().__init__(config)
         self.exit_status = 0
+        self.url = url_of(address)
         self._state = state
-        self._greeting = greeting
+        self._address = address
         self._num_signals = 0
 
     def end(self, exit_status: int) -> None:
@@ -106,12 +112,19 @@ class ApiServer(uvicorn.Server):
         if self._num_signals == 2:
             self._state.closing.end_now()
         elif self._num_signals > 2:
-            raise KeyboardInterrupt
+            os._exit(128 + sig)  # the engine's process notices, and ends too
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        print(self._greeting, file=sys.stderr, flush=True)
+        """Listen, and say so.
+
+        Raises:
+            ConfigError: Another server began to listen there while this one loaded.
+        """
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise ConfigError(_port_sentence(*self._address[:2], error)) from error
+        print(greeting(self.url, self._state), file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop to listen, wait for what runs, end the app."""

@@ -12,9 +12,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from minivllm.entrypoints.connection import LAST_WORD_SECONDS
 from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.errors import ConfigError
+
+_LEEWAY = 0.5
+"""Seconds beyond the last word until a request is cancelled that has not heard of the end."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class Closing:
         self.begun = False
         self.overdue = asyncio.Event()
         """Set when what still runs must end."""
+        self._requests: set[asyncio.Task] = set()
         self._watchers: set[asyncio.Task] = set()
+        """The requests that only watch."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._at_once = False
 
@@ -105,26 +111,37 @@ class Closing:
         """Take on nothing new; what runs has `grace` seconds. Who only watches (`GET`) is not waited for."""
         self.begun = True
         self._loop = asyncio.get_running_loop()
-        self._loop.call_later(0 if self._at_once else grace, self.overdue.set)
-        for task in self._watchers:
-            task.cancel()
+        self._loop.call_later(0 if self._at_once else grace, self._end_all)
+        _cancel(self._watchers)
 
     def end_now(self) -> None:
         """Have what still runs end now, or as soon as closing begins. May be called by a signal's handler."""
         self._at_once = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.overdue.set)
+            self._loop.call_soon_threadsafe(self._end_all)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Have the current task cancelled as soon as closing begins."""
+    def ending(self, *, only_watches: bool) -> Iterator[None]:
+        """Have the current task, which serves a request, cancelled when it is time: if it only watches, as soon as closing begins;
+        else when it is overdue and has had the time for a last word."""
         task = asyncio.current_task()
         assert task is not None
-        self._watchers.add(task)
+        tasks = self._watchers if only_watches else self._requests
+        tasks.add(task)
         try:
             yield
         finally:
-            self._watchers.discard(task)
+            tasks.discard(task)
+
+    def _end_all(self) -> None:
+        assert self._loop is not None
+        self.overdue.set()
+        self._loop.call_later(LAST_WORD_SECONDS + _LEEWAY, _cancel, self._requests)
+
+
+def _cancel(tasks: set[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 @dataclass
@@ -135,12 +152,14 @@ class ServerState:
         keeper: Has the engine.
         settings: What the server was told.
         model_name: The one model's name, as clients call it.
+        max_model_len: The most tokens of prompt and output together that it takes.
         created: When the server began, in seconds since 1970.
     """
 
     keeper: EngineKeeper
     settings: ServerSettings
     model_name: str = field(init=False)
+    max_model_len: int = field(init=False)
     admission: Admission = field(init=False)
     closing: Closing = field(default_factory=Closing)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -148,4 +167,5 @@ class ServerState:
     def __post_init__(self) -> None:
         engine = self.keeper.engine
         self.model_name = engine.model_config.name
+        self.max_model_len = engine.model_config.max_model_len
         self.admission = Admission(engine.scheduler_config.max_num_seqs, self.settings.max_waiting)

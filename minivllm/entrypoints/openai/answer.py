@@ -91,7 +91,7 @@ class Answer(ABC):
 
     @abstractmethod
     async def make_prompts(self) -> list[Prompt]:
-        """The prompts, as the engine takes them. Raises RequestError."""
+        """The prompts, as the engine takes them; their lengths have been looked at. Raises RequestError."""
 
     @abstractmethod
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
@@ -120,8 +120,9 @@ class Answer(ABC):
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
             async for number, output in stream:
-                if number not in outputs and output.metrics is not None:
-                    self.time_to_first_token = output.metrics.time_to_first_token
+                first = output.metrics and output.metrics.time_to_first_token
+                if first is not None:
+                    self.time_to_first_token = min(first, self.time_to_first_token or first)
                 self._count(output, is_first=True)
                 outputs[number] = output
         n = self.params.n
@@ -167,11 +168,11 @@ class Answer(ABC):
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, with the prompt's number."""
-        prompts = await self.make_prompts()
+        """Outputs of all prompts as they come, with the prompt's number. All are read and checked before one is generated from."""
+        prompts = [await self._read(prompt) for prompt in await self.make_prompts()]
         streams = [
-            self.engine.generate(prompt, self.params, f"{self.id}-{i}", priority=self.priority)
-            for i, prompt in enumerate(prompts)
+            self.engine.generate(token_ids, self.params, f"{self.id}-{i}", priority=self.priority, arrival_time=self._begin)
+            for i, token_ids in enumerate(prompts)
         ]
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
@@ -180,6 +181,12 @@ class Answer(ABC):
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The request was ended by the server: try again.")
                 yield number, output
+
+    async def _read(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt that can be served, found in a thread: others want to be served meanwhile."""
+        _, token_ids = await asyncio.to_thread(self.engine.input_processor.read_prompt, prompt)
+        self.engine.input_processor.check(len(token_ids), self.params, priority=self.priority)
+        return token_ids
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -40,7 +40,7 @@ class CompletionAnswer(Answer):
         self._echoes: list[str] = []
         """The text of each prompt, if it is to be echoed."""
         self._offsets: dict[int, int] = {}
-        """Of each continuation that streams: the length of its text so far."""
+        """Of each continuation that streams: where in its text the next token begins."""
         params = SamplingParams(**wanted, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
         super().__init__(
             engine,
@@ -87,9 +87,10 @@ class CompletionAnswer(Answer):
         """What is new."""
         if self.only_echo:
             completion = without_tokens(completion)
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + len(completion.text)
-        return make_choice(index, completion.text, self._logprobs(completion, offset), completion)
+        logprobs = self._logprobs(completion, self._offsets.get(index, 0))
+        if logprobs and logprobs["tokens"]:  # not the text's length: what may begin a stop string is held back
+            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        return make_choice(index, completion.text, logprobs, completion)
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
         super()._count(output, is_first)

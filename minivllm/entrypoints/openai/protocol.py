@@ -7,7 +7,7 @@ OpenAI or vLLM have and this server cannot serve are refused when they are given
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -19,6 +19,8 @@ MAX_LOGPROBS = 20
 """The most candidates per token that a client may ask for, as in OpenAI's chat and vLLM."""
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
+MAX_MESSAGES = 4096
+"""Messages of a conversation, and parts of all of them together, that are looked at: pydantic takes seconds for a million."""
 
 _NONE: tuple[Any, ...] = (None,)
 _NO_TOOLS = (None, [])
@@ -46,11 +48,16 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": _NONE,
     "include_stop_str_in_output": (None, False),
     "chat_template": _NONE,
+    "chat_template_kwargs": (None, {}),
+    "return_token_ids": (None, False),
     "documents": _NO_TOOLS,
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
 }
 """Fields that would change the answer, each with the values that would not."""
+
+_COMPLETION_UNSERVED = UNSERVED | {"add_special_tokens": (None, True)}
+_CHAT_UNSERVED = UNSERVED | {"add_special_tokens": (None, False), "echo": (None, False)}  # templates have special tokens anyway
 
 WholeNumber = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -70,11 +77,12 @@ class _Body(BaseModel):
     """What all requests share: strict types, and what happens to fields that are not listed."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    unserved: ClassVar[dict[str, tuple[Any, ...]]] = UNSERVED
 
     @model_validator(mode="after")
     def _refuse_unserved(self) -> _Body:
         for name, value in (self.model_extra or {}).items():
-            if name in UNSERVED and value not in UNSERVED[name]:
+            if name in self.unserved and value not in self.unserved[name]:
                 raise RequestError(f"{name} is {quoted(value)}, but this server cannot do that: leave {name} out.")
         return self
 
@@ -139,6 +147,8 @@ class _GenerationBody(_Body):
 class CompletionRequest(_GenerationBody):
     """The body of POST /v1/completions."""
 
+    unserved = _COMPLETION_UNSERVED
+
     prompt: (
         str
         | TokenIds
@@ -180,11 +190,28 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _not_too_many_parts(messages: Any) -> Any:
+    """Counts before pydantic looks at each."""
+    if not isinstance(messages, list):
+        return messages
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if max(len(messages), num_parts) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} messages and {num_parts} parts, but must have at most {MAX_MESSAGES} of each."
+        )
+    return messages
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_not_too_many_parts)
+]
 
 
 class ChatCompletionRequest(_GenerationBody):
     """The body of POST /v1/chat/completions."""
+
+    unserved = _CHAT_UNSERVED
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, description="An older name of max_completion_tokens.")

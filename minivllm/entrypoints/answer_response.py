@@ -16,14 +16,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minivllm.entrypoints.connection import last_word
 from minivllm.entrypoints.openai.answer import Answer
 from minivllm.entrypoints.openai.errors import ApiError, as_api_error
 from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import ServerState
 
 DONE = b"data: [DONE]\n\n"
-LAST_WORD_SECONDS = 2.0
-"""How long a client that reads slowly has to take the error that ends its stream."""
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -73,8 +72,7 @@ class AnswerResponse(Response):
             await error.response()(scope, receive, send)
             return
         event = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(send({"type": "http.response.body", "body": event}), LAST_WORD_SECONDS)
+        await last_word(send({"type": "http.response.body", "body": event}), scope)
 
     async def _run(self, writing: Coroutine[None, None, None], receive: Receive) -> EndedBy | None:
         """Write until all is written or something ends it early, and return what did."""

@@ -1,0 +1,268 @@
+"""What the API server answers, request by request, on an engine that says what a test can foresee."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from scripted_server import (
+    MAX_MODEL_LEN,
+    MODEL,
+    SENTENCE,
+    check_shape,
+    error_of,
+    events,
+    running_server,
+    scripted_engine,
+    wait_until,
+)
+
+from minivllm.entrypoints.openai import responses as shapes
+
+CHAT = [{"role": "user", "content": "Hi"}]
+USAGE = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_path):
+    with running_server(lambda: scripted_engine(smollm2_path)) as server:
+        yield server
+
+
+@pytest.fixture
+def slow(server):
+    """The same server, at ten tokens a second."""
+    executor = server.engine.scripted
+    executor.seconds_per_step = 0.1
+    yield server
+    executor.seconds_per_step = 0.0
+    wait_until(server.is_idle)
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion(server):
+    response = server.complete(max_tokens=3)
+    assert response.status_code == 200
+    body = response.json()
+    check_shape(shapes.CompletionResponse, body)
+    assert body["id"].startswith("cmpl-") and body["model"] == MODEL
+    assert body["choices"] == [
+        {"index": 0, "text": " The quick brown", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    assert body["usage"] == USAGE
+
+
+def test_sixteen_tokens_are_the_default_of_completions(server):
+    assert server.complete().json()["usage"]["completion_tokens"] == 16
+
+
+def test_a_chat_goes_on_until_the_context_is_full(server):
+    body = server.chat(logit_bias={}, user="me").json()
+    check_shape(shapes.ChatCompletionResponse, body)
+    assert body["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert body["choices"][0]["message"]["content"].startswith(SENTENCE * 2)
+
+
+def test_max_completion_tokens_is_the_newer_name(server):
+    assert server.chat(max_completion_tokens=2, max_tokens=9).json()["usage"]["completion_tokens"] == 2
+
+
+def test_messages_may_have_parts_of_text(server):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    whole = server.chat(max_tokens=1).json()["usage"]
+    assert server.chat(max_tokens=1, messages=[{"role": "user", "content": parts}]).json()["usage"] == whole
+
+
+def test_what_openai_calls_developer_is_the_models_system(server):
+    usages = [
+        server.chat(max_tokens=1, messages=[{"role": r, "content": "Hm"}, *CHAT]).json()["usage"] for r in ("system", "developer")
+    ]
+    assert usages[0] == usages[1]
+
+
+@pytest.mark.parametrize(
+    "prompt,num_prompts",
+    [("a", 1), (["a", "b"], 2), ([5, 6, 7], 1), ([[5], [6, 7]], 2)],
+    ids=["text", "texts", "token ids", "lists of token ids"],
+)
+def test_prompts_come_in_four_forms(server, prompt, num_prompts):
+    body = server.complete(prompt=prompt, max_tokens=2, n=2).json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * num_prompts))
+    assert [choice["text"] for choice in body["choices"]] == [" The quick", " quick brown"] * num_prompts
+    assert body["usage"]["completion_tokens"] == 4 * num_prompts
+
+
+def test_a_stop_string_ends_the_text_and_is_named(server):
+    choice = server.complete(stop=["fox", "dog"]).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" The quick brown ", "stop", "fox")
+
+
+def test_echo_puts_the_prompt_first(server):
+    assert server.complete(echo=True, max_tokens=1).json()["choices"][0]["text"] == "Once The"
+    token_ids = server.client.post("/tokenize", json={"prompt": "Once"}).json()["tokens"]
+    assert server.complete(prompt=token_ids, echo=True, max_tokens=1).json()["choices"][0]["text"] == "Once The"
+
+
+def test_echo_without_tokens_is_the_prompt_alone(server):
+    body = server.complete(prompt="Once upon", echo=True, max_tokens=0, logprobs=1).json()
+    assert body["choices"][0]["text"] == "Once upon"
+    assert body["choices"][0]["logprobs"]["tokens"] == ["Once", " upon"]
+    assert body["usage"]["completion_tokens"] == 0
+
+
+# -- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_completions_are_four_lists(server):
+    logprobs = server.complete(max_tokens=3, logprobs=2).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [" The", " quick", " brown"]
+    assert logprobs["token_logprobs"] == [-0.1, -0.2, -0.3]
+    assert logprobs["text_offset"] == [0, 4, 10]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
+    assert logprobs["top_logprobs"][0][" The"] == -0.1
+
+
+def test_with_echo_the_prompts_tokens_have_logprobs_too(server):
+    choice = server.complete(prompt="Once upon", max_tokens=2, logprobs=1, echo=True).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["Once", " upon", " The", " quick"]
+    assert logprobs["token_logprobs"] == [None, -0.1, -0.2, -0.3]
+    assert logprobs["top_logprobs"][0] is None
+    assert [choice["text"][offset] for offset in logprobs["text_offset"]] == ["O", " ", " ", " "]
+
+
+def test_logprobs_of_chats_are_entries_with_bytes(server):
+    content = server.chat(max_tokens=2, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [" The", " quick"]
+    assert bytes(content[0]["bytes"]) == b" The"
+    assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+    assert content[0]["top_logprobs"][0]["logprob"] > content[0]["logprob"], "the chosen one was the second most likely"
+
+
+def test_prompt_logprobs_are_vllms(server):
+    completion = server.complete(prompt="Once upon", max_tokens=1, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]
+    assert completion[0] is None
+    assert {entry["decoded_token"] for entry in completion[1].values()} > {" upon"}
+    assert server.chat(max_tokens=1, prompt_logprobs=0).json()["prompt_logprobs"][0] is None
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_completion_joins_to_the_whole_one(server):
+    for wanted in (
+        {},
+        {"n": 2},
+        {"echo": True, "logprobs": 1},
+        {"stop": "lazy"},
+        {"stop": "lazy", "logprobs": 1},
+        {"prompt": ["a", "b"]},
+        {"echo": True, "max_tokens": 0},
+    ):
+        whole = server.complete(**wanted).json()
+        chunks = list(events(server.complete(**wanted, stream=True)))
+        for chunk in chunks:
+            check_shape(shapes.CompletionChunk, chunk)
+        for choice in whole["choices"]:
+            parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+            assert parts[-1]["stop_reason"] == choice["stop_reason"]
+            if choice["logprobs"]:
+                for name, values in choice["logprobs"].items():
+                    assert [entry for part in parts for entry in part["logprobs"][name]] == values
+
+
+def test_a_streamed_chat_begins_with_the_role(server):
+    whole = server.chat(max_tokens=5, n=2, logprobs=True).json()
+    chunks = list(events(server.chat(max_tokens=5, n=2, logprobs=True, stream=True)))
+    for chunk in chunks:
+        check_shape(shapes.ChatCompletionChunk, chunk)
+        assert chunk["object"] == "chat.completion.chunk"
+    for choice in whole["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+        assert parts[-1]["finish_reason"] == "length"
+        assert [entry for part in parts[1:] for entry in part["logprobs"]["content"]] == choice["logprobs"]["content"]
+
+
+def test_the_usage_comes_last_when_asked_for(server):
+    chunks = list(events(server.complete(max_tokens=3, stream=True, stream_options={"include_usage": True})))
+    assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [USAGE]
+    assert chunks[-1]["choices"] == []
+    assert all("usage" not in chunk for chunk in events(server.complete(max_tokens=3, stream=True)))
+
+
+def test_one_prompt_that_is_too_long_among_several_is_refused_before_any_is_served(slow, monkeypatch):
+    prompts = ["a", "word " * 300]
+    encode = slow.engine.tokenizer.encode
+    monkeypatch.setattr(slow.engine.tokenizer, "encode", lambda text: time.sleep(len(text) / 3000) or encode(text))
+    for stream in (False, True):
+        error = error_of(slow.complete(prompt=prompts, max_tokens=5, stream=stream), 400)
+        assert "301 tokens" in error["message"]
+    assert slow.engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_token_of_several_prompts_is_the_earliest(server, monkeypatch, stream):
+    """The server runs four at once, so the last two of six prompts wait for the others."""
+    monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
+    records = []
+    monkeypatch.setattr("minivllm.entrypoints.request_log.RequestRecord.log", lambda record: records.append(record))
+    server.complete(prompt=["a"] * 6, max_tokens=6, stream=stream)
+    wait_until(lambda: len(records) > 0)
+    assert 0.04 < records[0].answer.time_to_first_token < 0.2
+
+
+def test_tokens_come_when_they_are_there(slow):
+    with slow.client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 6, "stream": True}) as response:
+        times = [time.monotonic() for _ in events(response)]
+    assert times[-1] - times[0] > 0.3
+
+
+def test_a_failed_step_ends_the_stream_with_an_error(slow):
+    with slow.client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 50, "stream": True}) as response:
+        stream = events(response)
+        next(stream)
+        slow.engine.scripted.failure = RuntimeError("the kernel is gone")
+        rest = list(stream)
+    check_shape(shapes.ErrorResponse, rest[-1])
+    assert "the kernel is gone" in rest[-1]["error"]["message"]
+    assert "the kernel is gone" in error_of(slow.complete(), 500)["message"]
+    slow.engine.scripted.failure = None
+    assert slow.complete(max_tokens=1).status_code == 200
+
+
+# -- other routes --------------------------------------------------------------------------------------------------
+
+
+def test_tokenize_and_detokenize_are_inverse(server):
+    body = server.client.post("/tokenize", json={"prompt": "Hello world", "return_token_strs": True}).json()
+    check_shape(shapes.TokenizeResponse, body)
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) == 2
+    assert body["max_model_len"] == MAX_MODEL_LEN
+    assert server.client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "Hello world"}
+
+
+def test_tokenize_shows_what_a_conversation_becomes(server):
+    body = server.client.post("/tokenize", json={"messages": CHAT}).json()
+    text = server.client.post("/detokenize", json={"tokens": body["tokens"]}).json()["prompt"]
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_model_is_listed(server):
+    body = server.client.get("/v1/models").json()
+    check_shape(shapes.ModelList, body)
+    assert body["data"][0]["id"] == MODEL
+    assert server.client.get(f"/v1/models/{MODEL}").json() == body["data"][0]
+
+
+def test_health_version_metrics_and_description(server):
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/version").json()["version"]
+    assert "minivllm:num_requests_running" in server.client.get("/metrics").text
+    assert "422" not in server.client.get("/openapi.json").text

@@ -1,0 +1,68 @@
+"""`minivllm serve` before it serves: where it listens, whom it warns, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from scripted_server import scripted_engine
+
+from minivllm.entrypoints import cli
+from minivllm.entrypoints.server import run_server
+from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.errors import ConfigError, ModelLoadError
+
+
+def no_engine():
+    raise ModelLoadError("There is no model.")
+
+
+@pytest.fixture
+def told_where(capsys):
+    """What the server says before it loads a model that does not exist."""
+
+    def tell(host, *keys):
+        with pytest.raises(ModelLoadError):
+            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0, restart_engine=False)
+        return capsys.readouterr().err
+
+    return tell
+
+
+def test_only_this_machine_is_let_in_by_default(capsys):
+    assert cli.main(["serve", "no-such-model", "--port", "0"]) != 0
+    printed = capsys.readouterr().err
+    assert "listens at http://127.0.0.1:" in printed
+    assert "warning" not in printed
+
+
+def test_who_lets_everybody_in_is_warned(told_where):
+    assert "warning: anybody who reaches 0.0.0.0 can use this server" in told_where("0.0.0.0")
+    assert "warning" not in told_where("0.0.0.0", "a-key")
+    assert "warning" not in told_where("::1")
+
+
+def serve(port, start_engine):
+    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port, restart_engine=False)
+
+
+def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+
+        def start_engine():
+            other.listen()
+            return scripted_engine(smollm2_path)
+
+        with pytest.raises(ConfigError, match="cannot listen at 127.0.0.1, port .* choose another --port"):
+            serve(other.getsockname()[1], start_engine)
+
+
+def test_another_error_of_the_system_is_not_blamed_on_the_port(smollm2_path, monkeypatch):
+    async def fail(self):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("uvicorn.Server.main_loop", fail)
+    with pytest.raises(OSError, match="No space left"):
+        serve(0, lambda: scripted_engine(smollm2_path))
