@@ -19,6 +19,7 @@ from scripted_server import (
     error_of,
     events,
     post,
+    read_to_the_end,
     running_server,
     scripted_engine,
     wait_until,
@@ -45,6 +46,33 @@ def slow(server):
     yield server
     executor.seconds_per_step = 0.0
     wait_until(server.is_idle)
+
+
+# -- clients that say nothing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [[b""], [b"GET /health HT"], [b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"]])
+def test_a_client_that_does_not_say_what_it_wants_is_given_up(server, monkeypatch, said):
+    monkeypatch.setattr("minivllm.entrypoints.connection.HEAD_SECONDS", 0.3)
+    with connect(server) as connection:
+        for part in said[:-1]:
+            connection.sendall(part)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(said[-1])
+        with contextlib.suppress(ConnectionResetError):
+            assert read_to_the_end(connection) in (b"", b'{"status":"ok"}')
+
+
+def test_a_million_prompts_are_counted_before_they_are_looked_at(server):
+    begin = time.perf_counter()
+    message = error_of(server.complete(prompt=[[1]] * 200_000), 400)["message"]
+    assert message.startswith("prompt has 200000 prompts, but a request may have at most 4096")
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_client_that_waits_for_its_answer_is_not_given_up(slow, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.connection.HEAD_SECONDS", 0.3)
+    assert slow.complete(prompt="a", max_tokens=8).status_code == 200
 
 
 # -- clients that leave --------------------------------------------------------------------------------------------

@@ -92,7 +92,14 @@ def make_app(state: ServerState) -> FastAPI:
         yield
         await state.keeper.close()
 
-    app = FastAPI(title="minivllm", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="minivllm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # to a host that the client names
+        lifespan=lifespan,
+    )
     app.state.server = state
     app.include_router(router)
     add_dashboard(app, lambda: state.keeper.engine)

@@ -36,7 +36,7 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
         f"{API_KEY_VARIABLE} does the same, out of sight of others on this machine",
     )  # fmt: skip
     group.add_argument(
-        "--max-request-bytes", type=int, default=4 * 2**20, help="the longest body of a request (default: %(default)s)"
+        "--max-request-bytes", type=int, default=2**20, help="the longest body of a request (default: %(default)s)"
     )
     group.add_argument(
         "--max-waiting", type=int, default=1024,

@@ -7,10 +7,14 @@ a third             the process ends without waiting for anything
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import resource
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -23,6 +27,7 @@ from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
 
+_MANY_FILES = 65_536
 _LEEWAY = 10.0
 """Seconds beyond the shutdown timeout until uvicorn gives up on connections that do not end."""
 
@@ -54,6 +59,9 @@ def run_server(
                 f"minivllm: warning: anybody who reaches {address[0]} can use this server: set --api-key, or leave --host out.",
                 file=sys.stderr,
             )
+        raise_file_limit()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _leave)  # until uvicorn takes the signals: what has been started is ended
         keeper = EngineKeeper(start_engine, restart=restart_engine, on_end=lambda: server.end(1))
         try:
             server = make_server(ServerState(keeper, settings), address)
@@ -61,6 +69,22 @@ def run_server(
         finally:
             keeper.close_at_once()
     return server.exit_status
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def raise_file_limit() -> None:
+    """Have as many connections as the system allows this process: the usual limit is from a time of fewer.
+
+    Mirrors `set_ulimit` of vLLM.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems have a limit that they do not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_server(state: ServerState, address: tuple) -> ApiServer:
@@ -74,6 +98,7 @@ def make_server(state: ServerState, address: tuple) -> ApiServer:
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
+        backlog=128,
         timeout_graceful_shutdown=int(state.settings.shutdown_timeout + _LEEWAY),
     )
     return ApiServer(config, state, address)

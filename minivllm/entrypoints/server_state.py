@@ -37,7 +37,7 @@ class ServerSettings:
     """
 
     api_keys: tuple[str, ...] = ()
-    max_request_bytes: int = 4 * 2**20
+    max_request_bytes: int = 2**20
     max_waiting: int = 1024
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0

@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 4096
 """Messages of a conversation, and parts of all of them together, that are looked at: pydantic takes seconds for a million."""
 
 _NONE: tuple[Any, ...] = (None,)
@@ -64,6 +65,15 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+def _not_too_many_prompts(value: Any) -> Any:
+    """Counts before pydantic looks at each."""
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise RequestError(
+            f"prompt has {len(value)} prompts, but a request may have at most {MAX_PROMPTS}: send them in several."
+        )
+    return value
 
 
 def _not_too_many(value: Any) -> Any:
@@ -149,12 +159,13 @@ class CompletionRequest(_GenerationBody):
 
     unserved = _COMPLETION_UNSERVED
 
-    prompt: (
+    prompt: Annotated[
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    ) = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
+        BeforeValidator(_not_too_many_prompts),
+    ] = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Tokens to generate (16).")
     logprobs: NumLogprobs | None = Field(None, description="Log-probabilities of so many candidates at each token.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
