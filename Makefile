@@ -19,8 +19,10 @@ setup: ## Make the virtual environment: pinned packages and the default model
 demo: setup ## Serve a few requests with the default model and show what the engine does
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
+# Two processes, each with whole files; their idle threads must not spin, or each would take the other's processor.
+# ARGS="-n 0" runs them in one process, for example to look at a failure with --pdb.
 test: setup ## Run all tests, those in the notebooks too
-	"$(VENV)/bin/python" -m pytest --nbval $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile $(ARGS)
 
 lab: setup ## Open the course in JupyterLab, on lesson 00
 	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)

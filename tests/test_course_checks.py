@@ -236,7 +236,11 @@ def test_what_is_installed_is_named_without_the_machines_folders():
     assert find_source(dataclasses.dataclass).place.startswith("dataclasses.py, lines ")
 
 
-@pytest.mark.parametrize("thing", [len, int, Plain.__init__, Plain(), minivllm, 3, "text", None, type("Made", (), {})], ids=repr)
+@pytest.mark.parametrize(
+    "thing",
+    [len, int, Plain.__init__, Plain(), minivllm, 3, "text", None, type("Made", (), {})],
+    ids=lambda thing: repr(thing).split(" at 0x")[0],
+)
 def test_what_has_no_source_is_told_in_a_sentence(thing):
     with pytest.raises(SourceError) as caught:
         show_source(thing)

@@ -124,6 +124,7 @@ def test_a_check_that_does_not_end_gets_no_points_and_the_others_theirs(tmp_path
         (["--nbval", "--grades", "folder.csv"], "it must be a file in a folder that exists"),
         (["--nbval", "--grades", "grades.txt"], "must end in .csv, but grades.txt does not"),
         (["--grades", "grades.csv"], "add --nbval"),
+        (["--nbval", "--grades", "grades.csv", "-n", "2"], "leave out -n"),
     ],
 )
 def test_grades_that_cannot_be_written_are_refused_at_the_start(arguments, says, tmp_path):

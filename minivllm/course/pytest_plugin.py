@@ -34,16 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_notebooks = any(config.getoption(name, default=False) for name in ("nbval", "nbval_lax"))
     grades = config.getoption("grades")
     if grades is not None:
-        problem = _find_problem(Path(grades), runs_notebooks)
+        in_parallel = config.getoption("dist", default="no") != "no"  # pytest-xdist, where it is installed
+        problem = _find_problem(Path(grades), runs_notebooks, in_parallel)
         if problem:
             raise UsageError(problem)
     if runs_notebooks:
         config.pluginmanager.register(PointCounter(grades and Path(grades)), "minivllm-points")
 
 
-def _find_problem(path: Path, runs_notebooks: bool) -> str | None:
+def _find_problem(path: Path, runs_notebooks: bool, in_parallel: bool) -> str | None:
     if not runs_notebooks:
         return "--grades writes what notebooks got: add --nbval, which runs them."
+    if in_parallel:
+        return "--grades adds points up in one process: leave out -n, or say -n 0."
     if path.suffix != ".csv":
         return f"--grades writes a table: its file must end in .csv, but {path} does not."
     if path.is_dir() or not path.resolve().parent.is_dir():

@@ -84,6 +84,8 @@ class AsyncLLMEngine:
         self._deaths: list[asyncio.Future[None]] = []
         """Who waits for the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_ended = False
+        """Whether the last message has been handled; `dead_error` is known before that."""
         client.start(self._receive)
 
     @classmethod
@@ -283,7 +285,7 @@ class AsyncLLMEngine:
     def _handle(self, message: FromCore) -> None:
         if isinstance(message, CoreFailed):
             self._end_streams()
-        elif isinstance(message, StepDone) and self.dead_error is None:
+        elif isinstance(message, StepDone) and not self._has_ended:
             self.stats = message.stats
             self.metrics.set_stats(message.stats)
             now = time.perf_counter()
@@ -301,7 +303,7 @@ class AsyncLLMEngine:
 
     def _end_streams(self) -> None:
         """Nothing more will come: tell everybody who waits."""
-        error = self.dead_error
+        error, self._has_ended = self.dead_error, True
         assert error is not None
         self.stats = EngineStats(num_gpu_blocks=self.num_gpu_blocks)
         self.metrics.set_stats(self.stats)
