@@ -80,8 +80,8 @@ class AsyncLLMEngine:
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
         self._streams: dict[str, RequestStream] = {}
         self._numbers = itertools.count()
-        self._watchers: dict[object, _StepQueue] = {}
-        self._deaths: list[asyncio.Future[None]] = []
+        self._watchers: set[_StepQueue] = set()
+        self._deaths: set[asyncio.Future[None]] = set()
         """Who waits for the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_ended = False
@@ -215,7 +215,7 @@ class AsyncLLMEngine:
         watcher = _StepQueue()
         if not self._watchers:
             self._client.send(SetTracing(True))
-        self._watchers[watcher] = watcher
+        self._watchers.add(watcher)
         try:
             while True:
                 await watcher.news.wait()
@@ -224,8 +224,10 @@ class AsyncLLMEngine:
                 self.check_health()
                 watcher.news.clear()
         finally:
-            if self._watchers.pop(watcher, None) and not self._watchers and self.dead_error is None:
-                self._client.send(SetTracing(False))
+            if watcher in self._watchers:  # not when another event loop has taken over
+                self._watchers.remove(watcher)
+                if not self._watchers and self.dead_error is None:
+                    self._client.send(SetTracing(False))
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if the engine has failed."""
@@ -237,11 +239,11 @@ class AsyncLLMEngine:
         self._bind_to_loop()
         if self.dead_error is None:
             future = asyncio.get_running_loop().create_future()
-            self._deaths.append(future)
+            self._deaths.add(future)
             try:
                 await future
             finally:
-                self._deaths.remove(future)
+                self._deaths.discard(future)
         assert self.dead_error is not None
         return self.dead_error
 
@@ -263,9 +265,9 @@ class AsyncLLMEngine:
         if self._loop is not None and self._loop.is_running():
             raise RequestError("This engine serves another event loop: use it from one thread.")
         self._loop = loop
-        self._deaths = []
+        self._deaths.clear()
         if self._watchers:
-            self._watchers = {}
+            self._watchers.clear()
             self._client.send(SetTracing(False))
         for stream in list(self._streams.values()):
             self._abort(stream)
@@ -298,7 +300,7 @@ class AsyncLLMEngine:
                 if delta.finished:
                     del self._streams[delta.request_id]
             if message.record is not None:
-                for watcher in self._watchers.values():
+                for watcher in self._watchers:
                     watcher.put(message.record)
 
     def _end_streams(self) -> None:
@@ -311,7 +313,7 @@ class AsyncLLMEngine:
         for stream in streams.values():
             self.metrics.take_end(stream, "error", time.perf_counter())
             stream.fail(error)
-        for watcher in self._watchers.values():
+        for watcher in self._watchers:
             watcher.news.set()
         for future in self._deaths:
             if not future.done():

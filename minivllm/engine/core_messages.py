@@ -80,7 +80,6 @@ class CoreReady(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The model is loaded and the cache allocated."""
 
     num_gpu_blocks: int
-    num_cpu_blocks: int
 
 
 class RequestDelta(msgspec.Struct, forbid_unknown_fields=True):

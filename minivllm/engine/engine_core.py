@@ -55,7 +55,7 @@ class EngineCore:
         """Of the requests that live."""
         self._refused: list[RequestDelta] = []
         """Requests that did not get in: the next message tells of them."""
-        self.output_queue.put(CoreReady(int(engine.block_manager.num_gpu_blocks), int(engine.block_manager.num_cpu_blocks)))
+        self.output_queue.put(CoreReady(int(engine.block_manager.num_gpu_blocks)))
 
     def run_busy_loop(self) -> bool:
         """Take messages and step, until told to stop, or until the engine itself fails. Returns whether it was told.
