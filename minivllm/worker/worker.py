@@ -12,7 +12,7 @@ from minivllm.errors import ConfigError
 from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
 from minivllm.layers.quantization import choose_product
 from minivllm.models.weights import load_model, pack_weights
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -112,14 +112,14 @@ class Worker:
         if self._uses_graphs():
             self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        """Move blocks as the scheduler says, then compute the step."""
-        self.cache_engine.swap_out(output.blocks_to_swap_out)
-        self.cache_engine.swap_in(output.blocks_to_swap_in)
-        self.cache_engine.copy(output.blocks_to_copy)
-        if not output.scheduled:
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """Move blocks as the scheduler says, then run the step."""
+        self.cache_engine.swap_out(request.blocks_to_swap_out)
+        self.cache_engine.swap_in(request.blocks_to_swap_in)
+        self.cache_engine.copy(request.blocks_to_copy)
+        if not request.sequences:
             return []
-        return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
+        return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.enforce_eager and self.attention_backend.supports_cuda_graphs()
