@@ -25,7 +25,6 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.scheduler_output import SchedulerOutput
 
 
 class Quantiles:
@@ -163,7 +162,7 @@ def make_simulated_engine(
             f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = {max_model_len} tokens "
             f"and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
         )
-    return LLMEngine(
+    engine = LLMEngine.from_executor(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
             vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
@@ -175,8 +174,10 @@ def make_simulated_engine(
         scheduler_cls=SCHEDULERS[scheduler] if isinstance(scheduler, str) else scheduler,
         block_space_manager_cls=block_space_manager_cls,
         clock=clock,
-        trace=trace,
     )  # fmt: skip
+    if trace:
+        engine.start_trace()
+    return engine
 
 
 def simulate(
@@ -230,7 +231,7 @@ def simulate(
                 break
             else:
                 clock.advance_to(upcoming.arrival_time)
-    result.seconds = clock.now - start
+    result.seconds, result.num_preemptions = clock.now - start, engine.num_preemptions
     if result.busy_seconds:
         result.mean_running /= result.busy_seconds
         result.mean_cache_use /= result.busy_seconds
@@ -269,14 +270,13 @@ def _watch(engine: LLMEngine, result: Simulation) -> None:
     """Sum up the steps while they happen."""
     scheduler, manager = engine.scheduler, engine.block_manager
 
-    def watch(output: SchedulerOutput, seconds: float) -> None:
+    def watch(seconds: float) -> None:
         use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
         result.num_steps += 1
         result.busy_seconds += seconds
         result.mean_running += len(scheduler.running) * seconds
         result.mean_cache_use += use * seconds
         result.peak_cache_use = max(result.peak_cache_use, use)
-        result.num_preemptions += len(output.preempted)
 
     assert isinstance(engine.executor, SimulatedExecutor)
     engine.executor.watch = watch

@@ -112,7 +112,9 @@ class AsyncLLMEngine:
             EngineDeadError: The process ended before it was ready.
         """
         if args.trace:
-            raise ConfigError("trace=True would keep every step of a server forever: leave it out, and watch AsyncLLMEngine.steps().")
+            raise ConfigError(
+                "trace=True would keep every step of a server forever: leave it out, and watch AsyncLLMEngine.steps()."
+            )
         if in_process:
             return cls.from_engine(LLMEngine.from_engine_args(args))
         config = EngineConfig.from_engine_args(args)
@@ -198,7 +200,9 @@ class AsyncLLMEngine:
             self.check_health()
         request = prompt.core_request
         if request.request_id in self._streams:
-            raise RequestError(f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished.")
+            raise RequestError(
+                f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
+            )
         stream = RequestStream(self.output_processor.add_request(prompt))
         self._streams[request.request_id] = stream
         try:

@@ -22,7 +22,17 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from minivllm.engine.core_messages import CoreFailed, CoreLog, CoreReady, FromCore, Heartbeat, Shutdown, ToCore, decode_from_core, encode
+from minivllm.engine.core_messages import (
+    CoreFailed,
+    CoreLog,
+    CoreReady,
+    FromCore,
+    Heartbeat,
+    Shutdown,
+    ToCore,
+    decode_from_core,
+    encode,
+)
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import CoreSetup, EngineCoreLoop

@@ -21,7 +21,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.engine.trace_recorder import TraceRecorder
-from minivllm.errors import RequestError
+from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
@@ -98,6 +98,21 @@ class EngineCore:
             block_space_manager_cls=config.block_space_manager_cls,
         )
 
+    def use_scheduler(self, scheduler_cls: type[Scheduler], scheduler_config: SchedulerConfig | None = None) -> None:
+        """Replace the scheduler, to compare several on one loaded model.
+
+        Args:
+            scheduler_cls: The class to use.
+            scheduler_config: Other limits; None keeps them.
+
+        Raises:
+            ConfigError: There are unfinished requests.
+        """
+        if self.has_unfinished_requests():
+            raise ConfigError("The engine has unfinished requests: finish or abort them first.")
+        self.scheduler_config = scheduler_config or self.scheduler_config
+        self.scheduler = scheduler_cls(self.scheduler_config, self.block_manager)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -107,7 +122,9 @@ class EngineCore:
             RequestError: Its id is in use.
         """
         if request.request_id in self.scheduler.requests:
-            raise RequestError(f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished.")
+            raise RequestError(
+                f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
+            )
         added = Request.from_engine_core_request(request)
         self.scheduler.add_request(added)
         if self._recorder is not None:
@@ -229,7 +246,7 @@ class EngineCore:
             outputs[request].sequences.append(new)
         for item, result in zip(scheduled.scheduled, results, strict=True):
             request = item.seq.request
-            if not result.prompt_logprobs or request.request_id not in self.scheduler.requests and request not in outputs:
+            if not result.prompt_logprobs or (request.request_id not in self.scheduler.requests and request not in outputs):
                 continue  # aborted during the step
             if request not in outputs:  # a chunk in the middle of the prompt
                 outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)

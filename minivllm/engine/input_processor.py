@@ -62,7 +62,7 @@ class InputProcessor:
         self._model_config = model_config
         self._scheduler_config = scheduler_config
         self._tokenizer = tokenizer
-        self._clock = clock
+        self.clock = clock
         self._random = random.Random(seed)
         self._numbers = itertools.count()
         eos = set(model_config.eos_token_ids)
@@ -104,7 +104,7 @@ class InputProcessor:
             max_num_tokens,
             self._eos_token_ids,
             seed=self._random.getrandbits(64) if params.seed is None else int(params.seed),
-            arrival_time=self._clock() if arrival_time is None else arrival_time,
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
             priority=priority,
         )
         return ProcessedRequest(text, request)

@@ -55,7 +55,6 @@ class LLMEngine:
         self.scheduler_config = scheduler_config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.clock = clock
         self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
         """Tokens that the whole KV cache holds."""
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
@@ -169,6 +168,11 @@ class LLMEngine:
             for state in processed.updated
             if state.finished or state.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Gives the time in seconds."""
+        return self.input_processor.clock
 
     # -- the engine core in this process -------------------------------------------------------------------------
 

@@ -80,15 +80,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
     return run_server(
-        engine_starter(args, arguments.mode),
+        engine_starter(args, arguments.mode, restart=arguments.restart_engine),
         settings,
         host=arguments.host,
         port=arguments.port,
-        restart_engine=arguments.restart_engine,
     )
 
 
-def engine_starter(args: EngineArgs, mode: str) -> Callable[[], AsyncLLMEngine]:
+def engine_starter(args: EngineArgs, mode: str, *, restart: bool) -> Callable[[], AsyncLLMEngine]:
     """What starts an engine that works in one of the `MODES`."""
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
@@ -98,4 +97,4 @@ def engine_starter(args: EngineArgs, mode: str) -> Callable[[], AsyncLLMEngine]:
         return lambda: ProcessPerRequestEngine.from_engine_args(args)  # type: ignore[return-value] # it has the same interface
     if mode == "static":
         args = dataclasses.replace(args, scheduler_cls=StaticBatchScheduler)
-    return lambda: AsyncLLMEngine.from_engine_args(args)
+    return lambda: AsyncLLMEngine.from_engine_args(args, restart=restart)

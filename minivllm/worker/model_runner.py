@@ -142,7 +142,9 @@ class ModelRunner:
         for i in range(num_seqs):
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
             table = [0] * -(-length // self.block_size)
-            sequences.append(SequenceData(request, i, 0, [0] * length, 0, table, 0, [], num_samples=1, num_drafts=0, is_decode=False))
+            sequences.append(
+                SequenceData(request, i, 0, [0] * length, 0, table, 0, [], num_samples=1, num_drafts=0, is_decode=False)
+            )
         self.execute_model(sequences, kv_caches)
 
     def _sample(self, sequences: list[SequenceData], logits: Tensor | None) -> list[SequenceOutput]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
-from shadow import ShadowExecutor, shadow_engine
+from shadow import ShadowExecutor, set_clock, shadow_engine
 
 from minivllm.bench.offline import percentile as bench_percentile
 from minivllm.bench.roofline import kernel_points, peaks
@@ -35,7 +35,7 @@ def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[
     """A shadow engine on a virtual clock: a step takes `seconds`, and as much again for every eight of its tokens."""
     engine, executor = shadow_engine(*args, **options)
     now = [100.0]
-    engine.clock = lambda: now[0]
+    set_clock(engine, lambda: now[0])
     execute = executor.execute_model
 
     def execute_and_wait(output: SchedulerOutput) -> list[SequenceOutput]:
@@ -193,7 +193,7 @@ def test_a_long_tail_gets_a_logarithmic_axis():
     execute = executor.execute_model
     tick = engine.clock
     late = [0.0]
-    engine.clock = lambda: tick() + late[0]
+    set_clock(engine, lambda: tick() + late[0])
 
     def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
         late[0] += 3.0 if executor.num_steps == 8 else 0.0
