@@ -237,15 +237,16 @@ def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2
 class Cores:
     """Starts cores, and ends the latest one as if it had died."""
 
-    def __init__(self, smollm2_path, start=None):
+    def __init__(self, smollm2_path, before_start=lambda number: None, after_start=lambda number: None):
         self.smollm2_path, self.started = smollm2_path, []
-        self._before_start = start or (lambda number: None)
+        self._before_start, self._after_start = before_start, after_start
 
     def start(self):
         number = len(self.started)
         self.started.append(None)
         self._before_start(number)
         self.started[number] = scripted_core(self.smollm2_path)
+        self._after_start(number)
         return self.started[number]
 
     def kill(self, number=0):
@@ -288,12 +289,12 @@ def test_streams_of_a_core_that_died_fail_and_new_ones_are_served(smollm2_path):
             assert reader.status == 503 or reader.chunks[-1]["error"]["code"] == "engine_dead"
         wait_until(lambda: server.client.get("/health").status_code == 200 and len(cores.started) == 2)
         assert server.complete(max_tokens=3).status_code == 200
-        assert server.is_idle()
+        wait_until(server.is_idle)
 
 
 def test_cores_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
     monkeypatch.setattr(CoreSupervisor, "PAUSE_SECONDS", 0.05)
-    cores = Cores(smollm2_path, lambda number: number and threading.Timer(0.3, cores.kill, [number]).start())
+    cores = Cores(smollm2_path, after_start=lambda number: number and cores.kill(number))
     with running_server(cores.engine) as server:
         cores.kill()
         wait_until(lambda: server.server.should_exit)

@@ -24,7 +24,7 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.viz.latency import draw_latencies, percentile, request_latencies
 from minivllm.viz.roofline import RooflinePoint, _spread, draw_roofline
 
@@ -38,9 +38,9 @@ def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[
     set_clock(engine, lambda: now[0])
     execute = executor.execute_model
 
-    def execute_and_wait(output: SchedulerOutput) -> list[SequenceOutput]:
-        now[0] += seconds * (1 + output.num_batched_tokens / 8)
-        return execute(output)
+    def execute_and_wait(request: ExecuteModelRequest) -> list[SequenceOutput]:
+        now[0] += seconds * (1 + sum(seq.num_tokens for seq in request.sequences) / 8)
+        return execute(request)
 
     executor.execute_model = execute_and_wait
     return engine, executor
@@ -195,9 +195,9 @@ def test_a_long_tail_gets_a_logarithmic_axis():
     late = [0.0]
     set_clock(engine, lambda: tick() + late[0])
 
-    def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
+    def stumble(request: ExecuteModelRequest) -> list[SequenceOutput]:
         late[0] += 3.0 if executor.num_steps == 8 else 0.0
-        return execute(output)
+        return execute(request)
 
     executor.execute_model = stumble
     trace, _ = drive(engine, [(0.0, 8, 20, 1)])
