@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivllm.bench.machine import describe_machine
+from minivllm.bench.report import describe_machine
 from minivllm.kernels import checks, reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="also try other tile sizes (some minutes)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (`minivllm bench kernels` is for CPUs).")
+        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (benchmarks/cpu_kernels.py is for CPUs).")
     torch.manual_seed(0)
     compare_with_reference()
     bandwidth, matrix_rate = measure_copy_bandwidth(), measure_matrix_rate()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from minivllm import LLM, SamplingParams  # noqa: E402
-from minivllm.bench.machine import describe_machine  # noqa: E402
+from minivllm.bench.report import describe_machine  # noqa: E402
 from minivllm.request import Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.bench.offline import SCHEDULERS, OfflineResult, run_offline
+from minivllm.bench.offline import SCHEDULERS, run_offline
+from minivllm.bench.report import format_table
 from minivllm.bench.simulation import simulate
+from minivllm.bench.summary import EngineRun
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
@@ -170,7 +172,7 @@ class Prediction:
         return self.predicted_ttft / self.measured_ttft - 1
 
 
-def run_setting(engine: LLMEngine, setting: Setting) -> OfflineResult:
+def run_setting(engine: LLMEngine, setting: Setting) -> EngineRun:
     """Run a setting on the real engine."""
     config = engine.scheduler_config
     engine.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
@@ -180,7 +182,7 @@ def run_setting(engine: LLMEngine, setting: Setting) -> OfflineResult:
         engine.scheduler_config = config
 
 
-def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[OfflineResult]) -> Prediction:
+def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[EngineRun]) -> Prediction:
     """Simulate a setting in an engine with the same cache, beside the medians of what was measured."""
     simulated = simulate(
         setting.requests,
@@ -199,7 +201,7 @@ def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: lis
         simulated.output_tokens_per_second,
         statistics.median(result.output_tokens_per_second for result in measured),
         simulated.ttft.mean,
-        statistics.median(result.mean_ttft for result in measured),
+        statistics.median(result.ttft.mean for result in measured),
     )
 
 
@@ -253,7 +255,7 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
         )
     run_setting(engine, Setting("warm-up", warm_up_requests(calibration[-1].requests, largest), "continuous", largest))
     traces: list[EngineTrace] = []
-    measured: list[list[OfflineResult]] = [[] for _ in unseen]
+    measured: list[list[EngineRun]] = [[] for _ in unseen]
     for _ in range(rounds):
         traces += [run_setting(engine, setting).trace for setting in calibration]
         for results, setting in zip(measured, unseen, strict=True):
@@ -279,16 +281,32 @@ def format_report(calibration: Calibration) -> str:
         f"{calibration.median_step_error:.1%}",
         "",
     ]
-    header = (
-        f"{'unseen run':<12}{'batching':<12}{'max_num_seqs':>12}{'tokens/s predicted':>20}{'measured':>10}{'error':>8}"
-        f"{'TTFT predicted':>16}{'measured':>10}{'error':>8}"
+    headers = (
+        "unseen run",
+        "batching",
+        "max_num_seqs",
+        "tokens/s predicted",
+        "measured",
+        "error",
+        "TTFT predicted",
+        "measured",
+        "error",
     )
-    lines += [header, "-" * len(header)]
-    lines += [
-        f"{p.workload:<12}{p.scheduler:<12}{p.max_num_seqs:>12}{p.predicted_throughput:>20.1f}{p.measured_throughput:>10.1f}"
-        f"{p.throughput_error:>+8.1%}{p.predicted_ttft:>14.2f} s{p.measured_ttft:>8.2f} s{p.ttft_error:>+8.1%}"
+    rows = [
+        (
+            p.workload,
+            p.scheduler,
+            p.max_num_seqs,
+            f"{p.predicted_throughput:.1f}",
+            f"{p.measured_throughput:.1f}",
+            f"{p.throughput_error:+.1%}",
+            f"{p.predicted_ttft:.2f} s",
+            f"{p.measured_ttft:.2f} s",
+            f"{p.ttft_error:+.1%}",
+        )
         for p in calibration.predictions
     ]
+    lines.append(format_table(headers, rows, left=2))
     worst = [max(abs(getattr(p, name)) for p in calibration.predictions) for name in ("throughput_error", "ttft_error")]
     lines.append(f"largest error: throughput {worst[0]:.1%}, mean TTFT {worst[1]:.1%}")
     return "\n".join(lines)

@@ -13,8 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from minivllm.bench.arrivals import arrival_times
-from minivllm.bench.workloads import WorkloadRequest
+from minivllm.bench.workloads import WorkloadRequest, arrival_times
 from minivllm.errors import ConfigError
 
 Send = Callable[[WorkloadRequest, float], Awaitable[None]]

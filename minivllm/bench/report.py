@@ -1,0 +1,116 @@
+"""How a measurement is printed and saved: a table of text, and JSON with the machine, versions, time and command behind it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("minivllm", "torch", "numba", "transformers")
+"""Packages whose versions are saved with a result."""
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
+    """Rows of cells under their headers; the first `left` columns are flush left, the others flush right."""
+    lines = [[str(cell) for cell in line] for line in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    header, *body = (
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+    return "\n".join([header, "-" * len(header), *body])
+
+
+def quantity(value: float, form: str = ".1f", unit: str = "") -> str:
+    """A number with its unit, or a dash if it is not a number.
+
+    >>> quantity(12.345, ".1f", " ms"), quantity(math.nan)
+    ('12.3 ms', '–')
+    """
+    return "–" if math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def report(title: str, table: str, results: dict[str, Any], *, file: Path | None = None, command: str | None = None) -> None:
+    """Print a measurement, and save it with what it takes to repeat it.
+
+    Args:
+        title: What was measured, in a line.
+        table: The result as text.
+        results: The result as plain data.
+        file: Where to save both as JSON; None saves nothing.
+        command: The command line; that of the running script if None.
+    """
+    machine = describe_machine()
+    text = f"{title}\n{machine}\n\n{table}"
+    print(f"\n{text}")
+    if file is not None:
+        origin = {
+            "machine": machine,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": command or shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "versions": find_versions(),
+        }
+        file.write_text(to_json(origin | {"text": text.split("\n")} | results), encoding="utf-8")
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Indented JSON in which a list of numbers takes one line, and what is not a number is null."""
+    text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
+    return re.sub(r"\[\n[\s\d.eE,+-]+\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide how fast something is."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def describe_machine() -> str:
+    """Processor, cores, memory, GPU, versions and date, in a line."""
+    import torch  # takes a second, and tables are wanted where no tensor is
+
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{processor_name()}, {os.cpu_count()} cores, {memory:.0f} GiB{gpu}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {datetime.date.today().isoformat()}"
+    )
+
+
+def processor_name() -> str:
+    """The processor as the system names it, with its widest vector instructions on Linux."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), platform.machine()
+    )
+    features = [feature for feature in ("avx2", "avx512f", "avx512_vnni", "amx_bf16") if feature in text]
+    return f"{name} ({', '.join(features)})" if features else name
