@@ -47,7 +47,7 @@ class Profile:
         num_steps, num_tokens: By phase, the steps, and the tokens computed in them.
         stopwatch: Milliseconds that measuring added to a step, subtracted already.
         batch: The most frequent batch size of decode steps.
-        decode_step: Median milliseconds of decode steps with that batch size.
+        decode_step: Median milliseconds of decode steps with that batch size; None if there were none.
         linear_alone: Median milliseconds of all linear layers at that batch size, with nothing between them.
         attention_alone: The same for attention, over contexts of the workload's mean length.
         prefill_gigaflops: Arithmetic of linear layers and attention per second of prefill steps.
@@ -59,7 +59,7 @@ class Profile:
     num_tokens: dict[str, int]
     stopwatch: float
     batch: int
-    decode_step: float
+    decode_step: float | None
     linear_alone: float
     attention_alone: float
     prefill_gigaflops: float | None
@@ -184,7 +184,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         },
         stopwatch=cost * statistics.mean(switches.total() for _, switches in steps) * 1e3,
         batch=size,
-        decode_step=statistics.median(same_batch or [float("nan")]) * 1e3,
+        decode_step=statistics.median(same_batch) * 1e3 if same_batch else None,
         linear_alone=_time_linear(model, size),
         attention_alone=_time_attention(engine, size, round(statistics.mean(contexts))),
         prefill_gigaflops=_prefill_gigaflops(engine, compiled),
@@ -219,7 +219,7 @@ def format_profile(profile: Profile) -> str:
     rows.append(("tokens", *(f"{profile.num_tokens[phase]}          " for phase in phases)))
     lines = [format_table(("mean of a step", *phases), rows)]
     lines.append(f"\nMeasuring added {profile.stopwatch:.1f} ms to a step, subtracted already.")
-    if "decode" in profile.milliseconds:
+    if profile.decode_step is not None:
         alone = profile.linear_alone + profile.attention_alone
         lines += [
             "",

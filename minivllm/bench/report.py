@@ -67,17 +67,9 @@ def report(title: str, table: str, results: dict[str, Any], *, file: Path | None
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """Indented JSON in which a list of numbers takes one line, and what is not a number is null."""
-    text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
+    """Indented JSON, with lists of numbers on one line."""
+    text = json.dumps(content, indent=2, allow_nan=False)
     return re.sub(r"\[\n[\s\d.eE,+-]+\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text) + "\n"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def find_versions() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,7 +126,7 @@ def format_serving(result: ServingResult, goals: Goals, requests: Sequence[Serve
         f"{'output tokens/s':<22}{result.output_tokens_per_second:>10.1f}   ({result.output_tokens} tokens)",
         f"{'most at one time':<22}{result.peak_concurrency:>10}",
     ]
-    if not math.isnan(result.goodput):
+    if result.goodput is not None:
         good = sum(request.error is None and goals.are_met_by(request) for request in requests)
         lines.append(f"{'goodput, requests/s':<22}{result.goodput:>10.2f}   ({good} with {goals.describe()})")
     rows = [

@@ -190,7 +190,7 @@ class RunSummary:
         itl: From one output of a sequence to the next; tokens that come together are one output.
         tpot: Per output token after the first.
         latency: From a request's arrival to its last token (end to end).
-        goodput: Completed requests per second that met all goals; nan if there were no goals.
+        goodput: Completed requests per second that met all goals; None if there were no goals.
     """
 
     num_requests: int
@@ -202,7 +202,7 @@ class RunSummary:
     itl: Distribution
     tpot: Distribution
     latency: Distribution
-    goodput: float = math.nan
+    goodput: float | None = None
 
     @classmethod
     def of(
@@ -223,10 +223,7 @@ class RunSummary:
             goals: For goodput; None, or `Goals()`, is none.
             **more: The fields of a subclass.
         """
-        good = math.nan
-        if goals is not None and goals != Goals():
-            good = sum(map(goals.are_met_by, requests)) / seconds if seconds > 0 else 0.0
-        return cls(
+        summary = cls(
             num_requests=len(requests) if num_requests is None else num_requests,
             completed=len(requests),
             prompt_tokens=sum(request.prompt_tokens for request in requests),
@@ -236,9 +233,11 @@ class RunSummary:
             itl=Distribution.of(gap for request in requests for gap in request.itls),
             tpot=Distribution.of(request.tpot for request in requests if request.tpot is not None),
             latency=Distribution.of(request.latency for request in requests),
-            goodput=good,
             **more,
         )
+        if goals is not None and goals != Goals():
+            summary.goodput = summary.per_second(sum(map(goals.are_met_by, requests)))
+        return summary
 
     def per_second(self, count: float) -> float:
         """A rate over the whole run; 0 for a run that took no time."""
@@ -260,12 +259,13 @@ class RunSummary:
         return self.per_second(self.prompt_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: distributions in milliseconds, and the rates too; no trace."""
+        """Plain data: distributions in milliseconds, None where nothing was measured; the rates too; not the trace."""
         content: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Distribution):
-                content[f"{item.name}_ms"] = {name: time * 1e3 for name, time in value._asdict().items()}
+                times = {name: time * 1e3 for name, time in value._asdict().items()}
+                content[f"{item.name}_ms"] = None if math.isnan(value.mean) else times
             elif item.name != "trace":
                 content[item.name] = value
         rates = ("requests_per_second", "prompt_tokens_per_second", "output_tokens_per_second")
@@ -296,7 +296,7 @@ class EngineRun(RunSummary):
     mean_running: float = 0.0
     mean_cache_use: float = 0.0
     peak_cache_use: float = 0.0
-    trace: EngineTrace | None = field(default=None, repr=False)
+    trace: EngineTrace | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         preemptions = "1 preemption" if self.num_preemptions == 1 else f"{self.num_preemptions} preemptions"
