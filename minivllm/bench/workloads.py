@@ -180,7 +180,7 @@ def load_workload(file: Path) -> list[WorkloadRequest]:
     """A workload from a JSON list of objects with "ids" (the prompt) and "out" (how many tokens to generate).
 
     Raises:
-        ConfigError: The file is missing or has another form.
+        ConfigError: The file is missing or not a workload.
     """
     try:
         items = json.loads(file.read_text(encoding="utf-8"))
