@@ -210,14 +210,16 @@ def format_profile(profile: Profile) -> str:
     """The profile as a table of text: milliseconds and shares of a step."""
     phases = list(profile.milliseconds)
     totals = {phase: sum(profile.milliseconds[phase].values()) for phase in phases}
-    rows = [
-        (part, *(f"{profile.milliseconds[p][part]:.2f} ms {profile.milliseconds[p][part] / totals[p]:6.1%}" for p in phases))
-        for part in PARTS
-    ]
-    rows.append(("whole step", *(f"{totals[phase]:.2f} ms       " for phase in phases)))
-    rows.append(("steps", *(f"{profile.num_steps[phase]}          " for phase in phases)))
-    rows.append(("tokens", *(f"{profile.num_tokens[phase]}          " for phase in phases)))
-    lines = [format_table(("mean of a step", *phases), rows)]
+    rows = []
+    for part in PARTS:
+        times = {phase: profile.milliseconds[phase][part] for phase in phases}
+        rows.append(
+            (part, *(cell for phase in phases for cell in (f"{times[phase]:.2f} ms", f"{times[phase] / totals[phase]:.1%}")))
+        )
+    rows.append(("whole step", *(cell for phase in phases for cell in (f"{totals[phase]:.2f} ms", ""))))
+    rows.append(("steps", *(cell for phase in phases for cell in (profile.num_steps[phase], ""))))
+    rows.append(("tokens", *(cell for phase in phases for cell in (profile.num_tokens[phase], ""))))
+    lines = [format_table(("mean of a step", *(cell for phase in phases for cell in (phase, ""))), rows)]
     lines.append(f"\nMeasuring added {profile.stopwatch:.1f} ms to a step, subtracted already.")
     if profile.decode_step is not None:
         alone = profile.linear_alone + profile.attention_alone

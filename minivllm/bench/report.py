@@ -23,15 +23,17 @@ PACKAGES = ("minivllm", "torch", "numba", "transformers")
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
     """Rows of cells under their headers; the first `left` columns are flush left, the others flush right."""
-    lines = [[str(cell) for cell in line] for line in (headers, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    header, *body = (
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    table = [[str(cell) for cell in cells] for cells in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        for line in lines
-    )
-    return "\n".join([header, "-" * len(header), *body])
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(table[0]), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, table[1:])])
 
 
 def quantity(value: float, form: str = ".1f", unit: str = "") -> str:
@@ -53,17 +55,21 @@ def report(title: str, table: str, results: dict[str, Any], *, file: Path | None
         file: Where to save both as JSON; None saves nothing.
         command: The command line; that of the running script if None.
     """
-    machine = describe_machine()
-    text = f"{title}\n{machine}\n\n{table}"
+    origin = find_origin(command)
+    text = f"{title}\n{origin['machine']}\n\n{table}"
     print(f"\n{text}")
     if file is not None:
-        origin = {
-            "machine": machine,
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": command or shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-            "versions": find_versions(),
-        }
         file.write_text(to_json(origin | {"text": text.split("\n")} | results), encoding="utf-8")
+
+
+def find_origin(command: str | None = None) -> dict[str, Any]:
+    """What it takes to repeat a measurement: machine, time, command line (that of the running script if None) and versions."""
+    return {
+        "machine": describe_machine(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command or shlex.join(["python", f"{Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "versions": find_versions(),
+    }
 
 
 def to_json(content: dict[str, Any]) -> str:
