@@ -44,7 +44,6 @@ from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output_processor import RequestState
-from minivllm.engine.process_per_request import ProcessPerRequestEngine
 from minivllm.engine.request_stream import RequestStream
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from minivllm.outputs import Logprob, RequestMetrics
@@ -775,27 +774,3 @@ def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_
         return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
 
     assert asyncio.run(run()) == " Paris"
-
-
-# -- a process for each request -------------------------------------------------------------------------------------
-
-
-def test_a_process_for_each_request_answers_the_same(llm):
-    params = SamplingParams(temperature=0, max_tokens=8)
-    expected = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
-    engine = ProcessPerRequestEngine(SMALL, max_processes=1)
-
-    async def run():
-        tasks = [asyncio.create_task(collect(engine, PROMPT, params)) for _ in range(3)]
-        await becomes(lambda: engine.num_unfinished_requests() == 3)
-        tasks[2].cancel()
-        outputs = await asyncio.gather(*tasks[:2])
-        assert [output[-1].outputs[0].text for output in outputs] == [expected, expected]
-        assert engine.num_unfinished_requests() == 0
-        with pytest.raises(RequestError, match="empty"):
-            await collect(engine, "", params)
-        engine.shutdown()
-        with pytest.raises(EngineDeadError):
-            await collect(engine, PROMPT, params)
-
-    asyncio.run(run())

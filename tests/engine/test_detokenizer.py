@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompts import SENTENCES
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from minivllm import SamplingParams
-from minivllm.bench.workloads import SENTENCES
 from minivllm.engine.output_processor import SequenceText
 from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 

@@ -21,9 +21,9 @@ from minivllm.bench.calibrate import (
     unseen_settings,
 )
 from minivllm.bench.costs import load_costs
+from minivllm.bench.report import to_json
 from minivllm.bench.simulation import make_simulated_engine, simulate
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.entrypoints.bench_cli import to_text
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, StepWork
 
@@ -110,7 +110,7 @@ def test_what_is_predicted_was_not_fitted_to():
 def test_a_calibration_is_read_as_a_cost_model(tmp_path):
     file = tmp_path / "costs.json"
     costs = CostModel(0.5, per_decode_seq=0.25, decode_curve=((1, 0.125), (2, 0.25)))
-    file.write_text(to_text({"calibration": Calibration(costs, 10, 0.9, 0.1, []).to_json()}))
+    file.write_text(to_json({"calibration": Calibration(costs, 10, 0.9, 0.1, []).to_json()}))
     assert load_costs(file) == costs
 
 
