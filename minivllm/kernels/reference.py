@@ -15,6 +15,7 @@ from torch import Tensor
 from minivllm.kernels import checks
 
 
+@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place.
 
@@ -23,7 +24,6 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
         slot_mapping: `[num_tokens]`, the slot of each token; a negative one marks a padded row, which is not written.
     """
-    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     block_size = key_cache.shape[1]
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
@@ -49,6 +49,7 @@ def gather_blocks(cache: Tensor, block_tables: Tensor) -> Tensor:
     return gathered.view(num_seqs, num_blocks * block_size, num_kv_heads, head_dim).transpose(1, 2)
 
 
+@checks.checked(checks.check_decode, checks.check_decode_numbers)
 def paged_decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
 ) -> Tensor:
@@ -65,7 +66,6 @@ def paged_decode_attention(
     Returns:
         `[num_seqs, num_heads, head_dim]`.
     """
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     num_seqs, num_heads, head_dim = query.shape
     keys = gather_blocks(key_cache, block_tables)
     values = gather_blocks(value_cache, block_tables)
@@ -78,6 +78,7 @@ def paged_decode_attention(
     return output.reshape(num_seqs, num_heads, head_dim)
 
 
+@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -103,7 +104,6 @@ def paged_prefill_attention(
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
     output = torch.zeros_like(query)
     block_size = key_cache.shape[1]
     starts = query_start_loc.tolist()
@@ -142,6 +142,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
+@checks.checked(checks.check_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square over the last dimension, then scale. Zhang and Sennrich, 2019 (arXiv:1910.07467).
 
@@ -153,12 +154,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         Same shape and dtype as `x`.
     """
-    checks.check_rms_norm(x, weight)
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * x32.to(x.dtype)
 
 
+@checks.checked(checks.check_add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum for the next layer.
 
@@ -170,11 +171,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         `rms_norm(x + residual)` and `x + residual`.
     """
-    checks.check_rms_norm(x, weight, residual)
     residual = x + residual
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm.unchecked(residual, weight, eps), residual
 
 
+@checks.checked(checks.check_rotary_embedding, checks.check_positions)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs of channels, i and i + head_dim / 2, by the angles of each token's position.
 
@@ -189,7 +190,6 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     Returns:
         The rotated query and key, of the same shapes and dtypes; the rotation is computed in float32.
     """
-    checks.check_rotary_embedding(positions, query, key, cos, sin)
     cos = cos[positions].unsqueeze(1)
     sin = sin[positions].unsqueeze(1)
 
@@ -200,6 +200,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotate(query), rotate(key)
 
 
+@checks.checked(checks.check_silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU, `silu(first half) * second half`. Shazeer, 2020 (arXiv:2002.05202).
 
@@ -209,7 +210,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         `[num_tokens, size]`.
     """
-    checks.check_silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -222,6 +222,7 @@ LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
 """The largest whole number of two digits: 4,063."""
 
 
+@checks.checked(checks.check_digits)
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row to whole numbers up to 4,063 and write those with two digits, `64 * high + low`.
 
@@ -232,13 +233,13 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
         `[2 * num_tokens, size]` uint8, the high digits of all rows and then the low ones, each plus 64 and in 1 .. 127; and
         `[num_tokens]`, the scale of each row: `x` is about `scale * (64 * high + low)`.
     """
-    checks.check_digits(x)
     scales = (x.abs().amax(dim=1) / LARGEST).clamp_(min=1e-30)
     whole = torch.floor(x / scales[:, None] + 0.5)
     high = torch.floor(whole / DIGIT_BASE + 0.5)
     return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
 
 
+@checks.checked(checks.check_digits)
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Put together the products of high and low digits with a weight.
 
@@ -249,7 +250,6 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     Returns:
         `[num_tokens, out_features]`.
     """
-    checks.check_digits(products, scales)
     high, low = products.chunk(2)
     return torch.add(low, high, alpha=DIGIT_BASE).mul_(scales[:, None])
 

@@ -40,6 +40,7 @@ UNROLL = 4
 """Values that are added to an output at a time, so that it is read and written less often."""
 
 
+@checks.checked(checks.check_decode, checks.check_decode_numbers)
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -50,11 +51,8 @@ def paged_decode_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence: see `reference.paged_decode_attention`. `out` is written if given."""
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     check_launch(key_cache)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
     result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
     _decode(

@@ -77,11 +77,17 @@ class PackedWeight:
             self.bias[: self.out_features] = bias.numpy()
 
     @property
+    def fills_panels(self) -> bool:
+        """Whether a row of outputs ends where a panel does: compiled callers write whole panels."""
+        return self.out_features % PANEL == 0
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What the compiled product takes."""
         return self.panels, self.bias
 
 
+@checks.checked(checks.check_linear)
 def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
@@ -92,7 +98,6 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     Returns:
         `[num_tokens, out_features]`.
     """
-    checks.check_linear(x, weight.in_features)
     num_rows = x.shape[0]
     tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
     out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)

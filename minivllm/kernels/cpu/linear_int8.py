@@ -45,6 +45,11 @@ class PackedInt8Weight:
             self.bias[: self.out_features] = bias.numpy()
 
     @property
+    def fills_panels(self) -> bool:
+        """Whether a row of outputs ends where a panel does: compiled callers write whole panels."""
+        return self.out_features % PANEL == 0
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What the compiled product takes."""
         return self.panels, self.corrections, self.scales, self.bias

@@ -32,6 +32,7 @@ QUERY_TILE = 32
 """Query tokens that share what is read of the cache; even, because rows are taken two at a time."""
 
 
+@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -43,11 +44,8 @@ def paged_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`. `out` is written if given."""
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
     check_launch(key_cache)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
     starts, lengths = query_start_loc.numpy(), context_lens.numpy()
     tasks = _share_out(starts, lengths, num_threads)

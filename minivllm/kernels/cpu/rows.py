@@ -23,11 +23,11 @@ PARALLEL_ROWS = 12
 """So many rows are worth more than one thread."""
 
 
+@checks.checked(checks.check_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square, then scale: see `reference.rms_norm`."""
-    checks.check_rms_norm(x, weight)
     if not _can_run(x):
-        return reference.rms_norm(x, weight, eps)
+        return reference.rms_norm.unchecked(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -36,11 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@checks.checked(checks.check_add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum: see `reference.add_rms_norm`."""
-    checks.check_rms_norm(x, weight, residual)
     if not _can_run(x):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return reference.add_rms_norm.unchecked(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
@@ -52,16 +52,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
+@checks.checked(checks.check_rotary_embedding, checks.check_positions)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
-    checks.check_rotary_embedding(positions, query, key, cos, sin)
     if (
         not _can_run(query)
         or query.shape[2] > MAX_HEAD_DIM
         or positions.dtype != torch.int64
         or not (_has_whole_rows(query) and _has_whole_rows(key))
     ):
-        return reference.rotary_embedding(positions, query, key, cos, sin)
+        return reference.rotary_embedding.unchecked(positions, query, key, cos, sin)
     positions = positions.contiguous()
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -73,11 +73,11 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotated_query, rotated_key
 
 
+@checks.checked(checks.check_silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU: see `reference.silu_and_mul`."""
-    checks.check_silu_and_mul(x)
     if not _can_run(x):
-        return reference.silu_and_mul(x)
+        return reference.silu_and_mul.unchecked(x)
     x = x.contiguous()
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(num_rows, size)
@@ -85,9 +85,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
+@checks.checked(checks.check_digits)
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers of two digits for each row: see `reference.split_digits`."""
-    checks.check_digits(x)
     x = x.contiguous()
     num_rows, size = x.shape
     digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
@@ -95,9 +95,9 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return digits, scales
 
 
+@checks.checked(checks.check_digits)
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Put together the products of high and low digits: see `reference.join_digits`."""
-    checks.check_digits(products, scales)
     products = products.contiguous()
     num_rows, size = scales.shape[0], products.shape[1]
     out = products.new_empty(num_rows, size)
