@@ -32,7 +32,7 @@ def compile_attention(
         return None
     from minivllm.kernels import cpu
 
-    weights = cpu.AttentionWeights(norm.weight.numpy(), *arrays, rotary.cos.numpy(), rotary.sin.numpy())
+    weights = cpu.AttentionWeights(norm.weight.numpy(), arrays[0], arrays[1], rotary.cos.numpy(), rotary.sin.numpy())
     group, scale, eps = backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps
 
     def forward(
@@ -58,7 +58,7 @@ def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear) -> CompiledMLP | N
         return None
     from minivllm.kernels import cpu
 
-    weights, eps = cpu.MLPWeights(norm.weight.numpy(), *arrays), norm.eps
+    weights, eps = cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps
     return lambda x, residual: cpu.mlp_block(weights, x, residual, eps)
 
 

@@ -91,6 +91,7 @@ class LMHead(Linear):
     def __init__(self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: nn.Embedding | None = None) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, platform=platform)
         if tied_to is not None:
+            assert isinstance(tied_to.weight, nn.Parameter)
             self.weight = tied_to.weight
 
 

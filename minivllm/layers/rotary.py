@@ -7,13 +7,13 @@ Su et al., 2021 (arXiv:2104.09864), in the half-split layout that Llama checkpoi
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
+from minivllm.kernels.ops import Ops
 
 
 class RotaryEmbedding(nn.Module):
@@ -22,14 +22,14 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: Channels of a head; channel i is paired with channel i + head_dim / 2.
         max_position: Positions 0 .. max_position - 1 are tabulated.
-        rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how long wavelengths are stretched.
-        ops: The kernels to compute with: `AttentionBackend.ops`.
+        rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how far long wavelengths are stretched.
+        ops: The operations of the platform.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: ModuleType) -> None:
+    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         frequencies = _frequencies(head_dim, rope_parameters)

@@ -113,8 +113,9 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
     for module in reversed(list(model.modules())):  # parts before what is made of them; a tied head has no weight of its own
-        if hasattr(module, "process_weights_after_loading") and module not in num_missing:
-            module.process_weights_after_loading()
+        process = getattr(module, "process_weights_after_loading", None)
+        if process is not None and module not in num_missing:
+            process()
 
 
 def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:

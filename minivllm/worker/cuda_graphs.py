@@ -8,6 +8,8 @@ Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -90,7 +92,7 @@ class DecodeGraphs:
         self.inputs = StaticInputs(self.sizes[-1], max_blocks, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None) -> None:
@@ -136,4 +138,4 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Tensor:
         inputs = self.inputs.view(size)
-        return self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        return self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)

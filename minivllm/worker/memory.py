@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def available_cpu_memory() -> int:
     """Bytes that this process can still allocate: on the machine, or in its container if that allows less."""
-    available = psutil.virtual_memory().available
+    available: int = psutil.virtual_memory().available
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
@@ -27,14 +27,14 @@ def measure_peak_memory(work: Callable[[], None]) -> int:
     Linux keeps the peak resident size and lets a process reset it. Elsewhere, and where that is not allowed, only the
     growth that remains after the work can be measured.
     """
-    before = psutil.Process().memory_info().rss
+    before: int = psutil.Process().memory_info().rss
     try:
         Path("/proc/self/clear_refs").write_text("5")
         can_reset = True
     except OSError:
         can_reset = False
     work()
-    after = psutil.Process().memory_info().rss
+    after: int = psutil.Process().memory_info().rss
     if can_reset:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
