@@ -96,5 +96,6 @@ def load_platform_kernels(device: torch.device) -> ModuleType:
     if device.type == "cpu" and has_cpu_kernels():
         from minivllm.kernels import cpu
 
+        cpu.give_notice_of_compilation()
         return cpu
     return reference
