@@ -1,8 +1,8 @@
-"""What the engine computes on the CPU, in loops that Numba compiles.
+"""The operations as loops that Numba compiles for the CPU.
 
-Attention walks the block tables and gathers nothing; linear layers read packed weights once; what goes on around them is one
-pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head size, dtype
-or small batch size, which takes seconds, and keeps the result on disk.
+Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
+them are one pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head
+size, dtype or small batch size, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations
