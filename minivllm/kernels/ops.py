@@ -64,7 +64,8 @@ def has_cpu_kernels() -> bool:
 def load_triton() -> ModuleType:
     """The Triton kernels; on a machine without a GPU, interpreted.
 
-    Triton reads TRITON_INTERPRET when it is imported and when kernels are defined, so it is set for the import alone.
+    Triton reads TRITON_INTERPRET when it is imported and when kernels are defined, so it is set for the import alone; from
+    then on Triton's own setting holds, which processes started from this one do not inherit.
 
     Raises:
         KernelError: Triton is not installed, or was imported for compiling where it cannot compile.
@@ -80,7 +81,12 @@ def load_triton() -> ModuleType:
             )
         os.environ["TRITON_INTERPRET"] = "1"
         try:
+            import triton as library
+
             from minivllm.kernels import triton
+
+            if hasattr(library, "knobs"):  # since Triton 3.4, which looks at it again when a kernel runs
+                library.knobs.runtime.interpret = True
         finally:
             del os.environ["TRITON_INTERPRET"]
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton
 from torch import Tensor
 
 from minivllm.errors import KernelError
@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels of this process are interpreted: as the environment says when they are defined."""
 
 
