@@ -126,11 +126,11 @@ def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:
         shards_of.setdefault(fused, []).append((name, shard_id))
     for name, _ in model.named_parameters():
         path, _, kind = name.rpartition(".")
-        parent, _, layer_name = path.rpartition(".")
+        layer_name = path.rpartition(".")[2]
         layer = model.get_submodule(path)
         if layer_name in shards_of:
             for shard_name, shard_id in shards_of[layer_name]:
-                targets[f"{parent}.{shard_name}.{kind}"] = (layer, kind, shard_id)
+                targets[f"{path.removesuffix(layer_name)}{shard_name}.{kind}"] = (layer, kind, shard_id)
         else:
             targets[name] = (layer, kind)
     return targets
