@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
@@ -32,13 +31,9 @@ class ModelRunner:
         block_size: Tokens in a cache block.
         max_model_len: Tokens that a sequence may have.
         device: Where the model lies.
-        trusts_backend: Whether the attention backend is one of this package, whose calls to kernels need no checks.
     """
 
-    def __init__(
-        self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, trusts_backend: bool = False
-    ) -> None:
-        self.trusts_backend = trusts_backend
+    def __init__(self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device) -> None:
         self.model = model
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -120,8 +115,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
         else:
-            with checks.trusted(shapes=self.trusts_backend):  # prepare_inputs has checked the numbers
-                hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+            hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
         logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
         outputs = self._sample(sequences, logits)
         start = 0
