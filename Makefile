@@ -31,7 +31,8 @@ notebooks: setup ## Run all notebooks and solutions again and store what they sh
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 	"$(VENV)/bin/python" -m minivllm.course.pictures $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 
-exercises: setup ## Make the exercises again from the solutions
+exercises: setup ## Renew badges and install cells, and make the exercises from the solutions
+	"$(VENV)/bin/python" -m minivllm.course.first_cells
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
 lint: setup ## Check style and form of the code

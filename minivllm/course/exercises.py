@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
-from minivllm.course.places import as_exercise
+from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
+from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 IGNORE_OUTPUT = "nbval-ignore-output"

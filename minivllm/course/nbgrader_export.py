@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, read_notebook
-from minivllm.course.places import as_exercise
+from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, read_notebook
+from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 CELL_TIMEOUT = 120

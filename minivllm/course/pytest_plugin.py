@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.course.checks import count_points
-from minivllm.course.foreign_text import csv_text
+from minivllm.course.grading.untrusted_text import csv_text
 
 if TYPE_CHECKING:
     import pytest
 
-    from minivllm.course.cells import GradedCell
+    from minivllm.course.exercise_cells import GradedCell
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,7 +74,7 @@ class PointCounter:
         cell: Any = getattr(item, "cell", None)
         if cell is None or item.path.suffix != ".ipynb":
             return
-        from minivllm.course.cells import graded_cell, is_check
+        from minivllm.course.exercise_cells import graded_cell, is_check
 
         if is_check(cell):
             name = os.path.relpath(item.path, item.config.invocation_params.dir)

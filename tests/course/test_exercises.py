@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from course_notebooks import ADD, CHECK_ADD, cell, solved_notebook
 
-from minivllm.course.cells import find_problems, graded_cells, is_answer, is_check, read_notebook
+from minivllm.course.exercise_cells import find_problems, graded_cells, is_answer, is_check, read_notebook
 from minivllm.course.exercises import generate_exercises, main, make_exercise, write_exercises
 from minivllm.errors import CourseError
 

@@ -12,13 +12,13 @@ from types import ModuleType
 
 import pytest
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.fence import Pristine
-from minivllm.course.grading import surroundings_of
-from minivllm.course.grading_kernel import find_imports, with_receipt
-from minivllm.course.limits import Limits
-from minivllm.course.runner import KernelDidNotStart, run_cells
-from minivllm.course.submissions import Cell, Lesson
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.grader import surroundings_of
+from minivllm.course.grading.kernel import find_imports, with_receipt
+from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
+from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.sandbox import Pristine
+from minivllm.course.grading.submissions import Cell, Lesson
 
 LESSON = """
 import math
@@ -67,7 +67,7 @@ def test_a_receipt_is_given_inside_of_the_check_even_when_that_swallows_errors(s
 
 def test_the_lesson_s_imports_of_the_course_are_found():
     sources = [
-        "from minivllm.course import check, lesson_04\nimport torch\nx = 1",
+        "from minivllm.course.lessons import lesson_04\nimport torch\nx = 1",
         "%matplotlib inline\nfrom minivllm.course import show_source as show\n!ls",
         "def",
         "if True:\n    import minivllm.course.checks as c",
@@ -76,7 +76,7 @@ def test_the_lesson_s_imports_of_the_course_are_found():
     ]
     found = find_imports(sources, "minivllm.course")
     assert found == [
-        "from minivllm.course import check, lesson_04",
+        "from minivllm.course.lessons import lesson_04",
         "from minivllm.course import show_source as show",
         "import minivllm.course.checks as c",
     ]
@@ -152,9 +152,9 @@ def run(made, limits=None, stopped=None):
 def test_functions_behind_checks_are_put_back_before_each_check():
     text = '{"cell_type": "markdown", "metadata": {}}'
     made = cells(
-        "from minivllm.course import check\nfrom minivllm.course.cells import is_check",
+        "from minivllm.course import check\nfrom minivllm.course.exercise_cells import is_check",
         f"with check('a'):\n    assert not is_check({text})",
-        "import minivllm.course.cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True",
+        "import minivllm.course.exercise_cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True",
         f"with check('b'):\n    assert not is_check({text})",
         f"with check('c'):\n    assert is_check({text})",
     )

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.grading import CheckResult, Grade
-from minivllm.course.limits import CellRun
-from minivllm.course.report import FeedbackWriter, format_summary, write_csv, write_junit
-from minivllm.course.submissions import Cell, Lesson, Submission
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.grader import CheckResult, Grade
+from minivllm.course.grading.limits import CellRun
+from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
+from minivllm.course.grading.submissions import Cell, Lesson, Submission
 
 CHECKS = (GradedCell("a", "first", 2, True), GradedCell("b", "=second", 1.5, True))
 LESSON = Lesson("04_x", tuple(Cell(check.cell_id, "check", "code", "pass", check) for check in CHECKS))

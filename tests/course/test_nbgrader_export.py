@@ -14,7 +14,7 @@ import pytest
 from course_notebooks import cell, solved_notebook
 
 import minivllm
-from minivllm.course.cells import read_notebook
+from minivllm.course.exercise_cells import read_notebook
 from minivllm.course.exercises import generate_exercises
 from minivllm.course.nbgrader_export import export_course
 from minivllm.entrypoints.cli import main

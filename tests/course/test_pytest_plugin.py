@@ -142,7 +142,7 @@ def test_a_run_without_notebooks_is_as_it_was(tmp_path):
     (tmp_path / "test_one.py").write_text(
         "import sys\n\n"
         "def test_nothing_heavy_was_imported():\n"
-        "    assert not {'torch', 'numpy', 'matplotlib', 'nbgrader', 'minivllm.course.cells'} & sys.modules.keys()\n"
+        "    assert not {'torch', 'numpy', 'matplotlib', 'nbgrader', 'minivllm.course.exercise_cells'} & sys.modules.keys()\n"
     )
     result = run_pytest(tmp_path)
     assert result.returncode == 0, result.stdout

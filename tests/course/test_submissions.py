@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from course_notebooks import ADD, CHECK_ADD, solved_notebook
 
-from minivllm.course.submissions import (
+from minivllm.course.grading.submissions import (
     DamagedNotebook,
     find_lesson,
     find_submissions,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import nbformat
 from course_notebooks import ADD, solved_notebook
 
-from minivllm.course.cells import STUB as WRITE_THIS
+from minivllm.course.exercise_cells import STUB as WRITE_THIS
 
 GOOD = ADD
 STUB = re.sub("### BEGIN SOLUTION.*?### END SOLUTION", WRITE_THIS, ADD, flags=re.DOTALL)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.foreign_text import without_colours
-from minivllm.course.limits import CellRun, Limits
-from minivllm.course.runner import Surroundings, run_cells
-from minivllm.course.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.kernel_client import Surroundings, run_cells
+from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
+from minivllm.course.grading.untrusted_text import without_colours
 
 _MOST_REASON = 600
 
@@ -152,7 +152,7 @@ def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, s
 
 def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:
     """What a kernel needs to know for a lesson."""
-    from minivllm.course.grading_kernel import find_imports
+    from minivllm.course.grading.kernel import find_imports
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
     return Surroundings(

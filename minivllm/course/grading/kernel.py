@@ -25,7 +25,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import Type
 
-from minivllm.course.fence import Fence, Pristine
+from minivllm.course.grading.sandbox import Fence, Pristine
 
 _MOST_ERROR = 5000
 

@@ -16,8 +16,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from minivllm.course.checks import count_points
-from minivllm.course.foreign_text import csv_text, plain, plain_but_coloured
-from minivllm.course.grading import Grade
+from minivllm.course.grading.grader import Grade
+from minivllm.course.grading.untrusted_text import csv_text, plain, plain_but_coloured
 
 _MOST_SOURCE = 100_000
 _MOST_HTML = 300_000

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from minivllm.course.cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
-from minivllm.course.places import as_exercise
+from minivllm.course.exercise_cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
+from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 MOST_BYTES = 50_000_000
@@ -305,6 +305,6 @@ def _read_cell(cell: Any) -> tuple[str, str, str] | None:
 
 def project_folders() -> list[Path]:
     """The folders that belong to the project: nothing that is graded may write there."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     root = package.parent
     return [root if (root / "pyproject.toml").is_file() else package]

@@ -11,8 +11,8 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
-from minivllm.course.by_hand import add_token, fork_sequence, make_sequence
-from minivllm.course.table_checks import check_references, count_references, grow_and_compare, tell_end
+from minivllm.course.lessons.block_tables import add_token, fork_sequence, make_sequence
+from minivllm.course.lessons.lesson_04.tables import check_references, count_references, grow_and_compare, tell_end
 from minivllm.request import Sequence
 
 _BLOCK_SIZES = (1, 3, 4, 16)

@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from minivllm.course.limits import CellRun, Limits, Output, Watch
-from minivllm.course.submissions import Cell
+from minivllm.course.grading.limits import CellRun, Limits, Output, Watch
+from minivllm.course.grading.submissions import Cell
 
 _START_SECONDS = 180
 _LAST_WORDS_SECONDS = 1.0
@@ -150,7 +150,7 @@ class Kernel:
             "most_file_bytes": self._limits.written_bytes,
         }
         (self._folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        package = str(Path(__file__).resolve().parents[2])
+        package = str(Path(__file__).resolve().parents[3])
         # pytest's own variable would keep ipykernel from seeing what is printed past Python.
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         environment |= {
@@ -162,7 +162,7 @@ class Kernel:
             "JUPYTER_CONFIG_DIR": str(self._folder / "config"),
             "TMPDIR": str(workplace),
         }
-        code = "from minivllm.course.grading_kernel import main; main()"
+        code = "from minivllm.course.grading.kernel import main; main()"
         options = ["-f", str(self._folder / "k.json"), "--HistoryManager.enabled=False"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, str(self._folder / "settings.json"), *options],

@@ -16,7 +16,7 @@ from minivllm.bench.simulation import make_simulated_engine
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.course.twin_schedulers import (
+from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
     compare,
     describe,

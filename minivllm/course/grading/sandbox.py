@@ -119,7 +119,7 @@ def _is_from_a_cell() -> bool:
         if folder is not None:
             return Path(name).relative_to(folder).parts[0] in _STARTERS
         if name != __file__ and not name.startswith(("<frozen", _STANDARD + os.sep)):
-            return not name.startswith(str(Path(__file__).parents[1]) + os.sep)
+            return not name.startswith(str(Path(__file__).parents[2]) + os.sep)
         frame = frame.f_back
     return True
 
