@@ -1,4 +1,4 @@
-"""The kernel of a submission: receipts come from inside of checks, modules are put back, and time for the whole is limited."""
+"""The kernel of a submission: receipts come from inside checks, modules are restored, and the total time is limited."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_each_notebook_with_checks_gets_a_line_with_its_points(graded):
         "exercises/solved.ipynb: 5 of 5 points",
         f"exercises/untouched.ipynb: 0 of 5 points; failed: {CHECKS[0]}; {CHECKS[1]}",
     ]
-    assert "The points are in grades.csv." in result.stdout
+    assert "Points written to grades.csv." in result.stdout
 
 
 def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(graded):
@@ -120,11 +120,11 @@ def test_a_check_that_does_not_end_gets_no_points_and_the_others_theirs(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--nbval", "--grades", "nowhere/grades.csv"], "it must be a file in a folder that exists"),
-        (["--nbval", "--grades", "folder.csv"], "it must be a file in a folder that exists"),
+        (["--nbval", "--grades", "nowhere/grades.csv"], "it must be a file in an existing folder"),
+        (["--nbval", "--grades", "folder.csv"], "it must be a file in an existing folder"),
         (["--nbval", "--grades", "grades.txt"], "must end in .csv, but grades.txt does not"),
-        (["--grades", "grades.csv"], "add --nbval"),
-        (["--nbval", "--grades", "grades.csv", "-n", "2"], "leave out -n"),
+        (["--grades", "grades.csv"], "needs --nbval"),
+        (["--nbval", "--grades", "grades.csv", "-n", "2"], "omit -n"),
     ],
 )
 def test_grades_that_cannot_be_written_are_refused_at_the_start(arguments, says, tmp_path):
