@@ -123,7 +123,7 @@ def test_a_solution_that_is_marked_wrong_is_named(solutions, tmp_path):
     notebook = solved_notebook()
     notebook.cells.append(cell("more", "assert True", "check", 2))
     nbformat.write(notebook, broken / "98_more.ipynb")
-    with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell calls check"):
+    with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell must call check"):
         export_course(broken, tmp_path / "course")
     assert not (tmp_path / "course").exists()
 
