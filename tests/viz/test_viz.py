@@ -502,10 +502,14 @@ UNITS = ("(s)", "(tokens", "(number)", "(per step)", "(%", "tokens)", "request",
 
 @settings(max_examples=20)
 @given(random_traces())
-def test_every_trace_can_be_drawn(trace):
+def test_every_trace_is_drawn_with_all_its_requests_and_spans(trace):
     for name, figure_of in FIGURES.items():
         if len(trace) or name != "block map":
             render(figure_of(trace))
+    (axes,) = draw_requests(trace).axes
+    assert {text for _, _, text in texts_of(axes)} == {short_name(request_id) for request_id in request_colors(trace)}
+    for state in STATES:
+        assert len(boxes_of(axes, state)) == sum(span.state == state for span in find_spans(trace))
 
 
 def test_a_trace_without_steps_gives_figures_that_say_so():
@@ -557,11 +561,12 @@ def test_states_differ_without_their_colours():
     assert min(light) > 2.1, "black numbers must be readable on the light part of every block"
 
 
-def test_names_may_have_what_a_formula_has(traces):
-    requests = [("$x_1$ and $\\frac", 0.0, prompt(5, 1), params(4, n=2)), ("<b>é日", 0.0, prompt(5, 2), params(4))]
-    trace = record(requests, num_gpu_blocks=20)
+def test_names_that_look_like_a_formula_are_written_as_they_are():
+    names = ["$x_1$ \\frac", "<b>é日"]
+    trace = record([(name, 0.0, prompt(5, i), params(4, n=2)) for i, name in enumerate(names, start=1)], num_gpu_blocks=20)
     for figure_of in FIGURES.values():
         render(figure_of(trace))
+    assert {text for _, _, text in texts_of(draw_requests(trace).axes[0])} == set(names)
 
 
 HASHES = {
