@@ -253,6 +253,7 @@ def test_every_solution_is_marked_as_an_exercise_needs_it():
         assert any(map(is_check, notebook.cells)), path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb")))
 def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
     exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)

@@ -162,6 +162,7 @@ def test_functions_behind_checks_are_put_back_before_each_check():
     assert [runs[index].passed for index in (1, 3, 4)] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_time_for_the_whole_notebook_is_limited():
     made = cells(
         "from minivllm.course import check", "import time; time.sleep(1)", "while True: pass", "with check('a'):\n    pass"
@@ -170,12 +171,14 @@ def test_time_for_the_whole_notebook_is_limited():
     assert [run.status for run in runs.values()] == ["ok", "ok", "late"]
 
 
+@pytest.mark.slow
 def test_a_notebook_that_always_ends_python_is_given_up():
     made = cells(*["import os; os._exit(1)"] * 6, "from minivllm.course import check", "with check('a'):\n    pass")
     runs = run(made)
     assert [run.status for run in runs.values()] == ["dead"] * 4
 
 
+@pytest.mark.slow
 def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     stopped = threading.Event()
     threading.Timer(3, stopped.set).start()
@@ -185,6 +188,7 @@ def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     assert time.monotonic() - start < 120
 
 
+@pytest.mark.slow
 def test_files_of_a_notebook_are_limited():
     made = cells("import time\nfor i in range(600):\n    open(str(i), 'wb').write(b'x' * 5_000_000)\n    time.sleep(0.05)")
     assert run(made, Limits(written_bytes=30_000_000))[0].status == "disk"

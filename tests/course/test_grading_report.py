@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 from xml.etree import ElementTree
 
+import nbconvert
 import pytest
 
 from minivllm.course.exercise_cells import GradedCell
@@ -113,8 +114,7 @@ def test_a_page_shows_what_was_shown_without_what_runs_or_loads(tmp_path):
 
 
 def test_a_notebook_that_cannot_be_shown_still_has_its_table(tmp_path, monkeypatch):
-    writer = FeedbackWriter(tmp_path)
-    monkeypatch.setattr(writer._exporter, "from_notebook_node", lambda notebook: 1 / 0)
-    page = writer.write(make_grade(reason="Wrong.")).read_text(encoding="utf-8")
+    monkeypatch.setattr(nbconvert.HTMLExporter, "from_notebook_node", lambda self, notebook: 1 / 0)
+    page = FeedbackWriter(tmp_path).write(make_grade(reason="Wrong.")).read_text(encoding="utf-8")
     assert "cannot be shown (ZeroDivisionError)" in page
     assert "Wrong." in page

@@ -43,6 +43,7 @@ def outputs(llm):
     return [(c.token_ids, [next(iter(entry.values())).logprob for entry in c.logprobs]) for c in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_tokens_and_logprobs_are_the_same(folder, quantization):
     """With biases, grouped heads, and sequences that end one after the other."""
@@ -63,6 +64,7 @@ class OwnBackend(CPUAttentionBackend):
     """What a learner may plug in."""
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_compiled_it_is_not(folder, tmp_path):
     assert all(layer.compiled is None for layer in layers_of(load(folder, attention_backend=OwnBackend)))
     assert all(layer.compiled is None for layer in layers_of(load(folder, attention_backend="torch")))
