@@ -188,7 +188,7 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
         Labels(axes, points, labels, min(8.0, 0.8 * cell[1]), align=(1.0, 0.5), transform=axes.get_yaxis_transform()),
         autolim=False,
     )
-    tidy(axes, f"place in the sequence (tokens, {size} in a block)", "block tables of the sequences")
+    tidy(axes, f"position in the sequence (tokens, {size} per block)", "block tables of the sequences")
     every = max(1, -(-num_blocks // 8)) * size
     axes.set_xticks(range(0, num_blocks * size + 1, every))
     axes.set_yticks([])

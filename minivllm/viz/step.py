@@ -151,7 +151,7 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[Sequenc
         if len(keys) > len(shown):
             axes.text(left + (num_chips - 1) * width + 0.1, _ROWS + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center")
         if not keys:
-            axes.text(left + 0.08, 1.4, "nobody", fontsize=8, color=INK, va="center")
+            axes.text(left + 0.08, 1.4, "empty", fontsize=8, color=INK, va="center")
         left += room_across + 1
     axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
     axes.add_collection(Labels(axes, points, texts, _CHIP_SIZE, inks), autolim=False)
@@ -195,12 +195,12 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
         places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_shorten(names[part.key], room) for part in parts]
         axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
     handles = [look_patch(STATE_LOOKS[action]) for action in computed if computed[action] or action != "rejected"]
-    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
+    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="already cached"))
     add_legend(axes, handles)
     axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
     axes.text(-0.043, 1.1, f"batch: {len(parts)}", transform=axes.transAxes, fontsize=9, weight="bold", va="center")
     if not parts:
-        say(axes, "nobody computes")
+        say(axes, "nothing scheduled")
 
 
 def _shorten(name: str, room: float) -> str:
@@ -219,7 +219,7 @@ def _events(record: StepRecord, names: dict[SequenceKey, str]) -> str:
     """What else happened in the step, in one line."""
     groups = {
         "arrived": [short_name(request_id) for request_id in record.arrived],
-        "given up": [short_name(request_id) for request_id in record.aborted],
+        "aborted": [short_name(request_id) for request_id in record.aborted],
         "preempted, to be recomputed": [names[_key(item)] for item in record.preempted if item.mode == "recompute"],
         "preempted, swapped out": [names[_key(item)] for item in record.preempted if item.mode == "swap"],
         "swapped in": [names[key] for key in record.swapped_in],

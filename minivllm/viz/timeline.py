@@ -155,9 +155,15 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
     ]
     if lost:
         axes.plot(
-            *zip(*lost, strict=True), "X", color="black", markeredgecolor="white", markersize=7, clip_on=False, label="lost"
+            *zip(*lost, strict=True),
+            "X",
+            color="black",
+            markeredgecolor="white",
+            markersize=7,
+            clip_on=False,
+            label="aborted or failed",
         )
-        handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="given up or failed"))
+        handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="aborted or failed"))
     end = max((span.end for span in spans), default=origin) - origin
     axes.set_xlim(0.0, 1.01 * end or 1.0)
     axes.set_ylim(max(top, 1.0), 0.0)
