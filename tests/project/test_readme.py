@@ -11,7 +11,7 @@ import pytest
 from minivllm.config import EngineArgs
 from minivllm.entrypoints import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("C*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
