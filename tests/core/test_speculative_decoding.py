@@ -156,7 +156,7 @@ def run_shadow_workload(**args) -> int:
                 num_accepted += output.metrics.num_accepted_tokens
         check_blocks(engine.scheduler)
     assert executor.num_copied and executor.num_preempted
-    assert not engine.scheduler._prompt_lookup._indexes
+    assert not engine.scheduler.speculation.proposer._indexes
     return num_accepted
 
 
