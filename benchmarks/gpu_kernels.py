@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minivllm.bench.machine import describe_machine
+from minivllm.bench.report import find_origin, to_json
 from minivllm.kernels import reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -172,15 +171,16 @@ def _try(kernel: str, case: tuple, config: tuple, function: Callable[[], object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a file for the numbers, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--sweep", action="store_true", help="also try other tile sizes (some minutes)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (`minivllm bench kernels` is for CPUs).")
+        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (benchmarks/cpu_kernels.py is for CPUs).")
     torch.manual_seed(0)
     compare_with_reference()
     bandwidth, matrix_rate = measure_copy_bandwidth(), measure_matrix_rate()
-    print(f"{describe_machine()}\ncopy {bandwidth:.0f} GB/s, bfloat16 matrix product {matrix_rate:.0f} TFLOP/s\n")
+    origin = find_origin()
+    print(f"{origin['machine']}\ncopy {bandwidth:.0f} GB/s, bfloat16 matrix product {matrix_rate:.0f} TFLOP/s\n")
     rows = []
 
     def report(name: str, ms: float, rate: float, unit: str, ceiling: float, goal: float) -> None:
@@ -209,13 +209,13 @@ def main() -> None:
         ms = milliseconds(function)
         goal = PREFILL_GOAL if context_len == 8192 else 0
         report(f"prefill, {context_len} tokens, 4:1 heads", ms, operations / ms / 1e9, "TFLOP/s", matrix_rate, goal)
-    result = {"machine": describe_machine(), "copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
+    result = origin | {"copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
     if args.sweep:
         print()
         result["sweep"] = sweep()
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(to_json(result))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 
 def draw_sweep(values: Sequence[int], tokens_per_second: Sequence[float], latencies: Sequence[float], title: str = "") -> Figure:
-    """Two panels on the same axis of powers of two: what all users get together, and what each of them waits.
+    """Throughput and mean latency, side by side, against `max_num_seqs` on a logarithmic axis.
 
     Args:
-        values: Of `max_num_seqs`.
+        values: The values of `max_num_seqs`.
         tokens_per_second: Output tokens per second at each value.
         latencies: Mean seconds from arrival to the last token at each value.
         title: Stands above the figure.

@@ -11,7 +11,7 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerCon
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.weights import load_model
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -103,14 +103,14 @@ class Worker:
         if self._uses_graphs():
             self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        """Move the blocks that the scheduler wants moved, then compute the step."""
-        self.cache_engine.swap_out(output.blocks_to_swap_out)
-        self.cache_engine.swap_in(output.blocks_to_swap_in)
-        self.cache_engine.copy(output.blocks_to_copy)
-        if not output.scheduled:
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """Move blocks as the scheduler says, then run the step."""
+        self.cache_engine.swap_out(request.blocks_to_swap_out)
+        self.cache_engine.swap_in(request.blocks_to_swap_in)
+        self.cache_engine.copy(request.blocks_to_copy)
+        if not request.sequences:
             return []
-        return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
+        return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.enforce_eager and self.platform.attention_backend.supports_cuda_graphs()

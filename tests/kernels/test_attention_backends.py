@@ -196,10 +196,10 @@ def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):
     seq = Sequence(0, Request("a", [1, 2, 3, 4, 5], SamplingParams(), max_num_tokens=9))
     for table, message in (([0, 4], "names block 4, but the cache has 4"), ([0, -1], "names block -1"), ([0], "is too short")):
         with pytest.raises(KernelError, match=message):
-            worker.model_runner.execute_model([ScheduledSequence(seq, 5, table)], worker.cache_engine.gpu_cache)
+            worker.model_runner.execute_model([ScheduledSequence(seq, 5, table).to_data()], worker.cache_engine.gpu_cache)
     too_long = Sequence(0, Request("b", [1] * 65, SamplingParams(), max_num_tokens=70))
     with pytest.raises(KernelError, match="has 65 tokens, but the model runs with positions for 64"):
-        worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17)], worker.cache_engine.gpu_cache)
+        worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17).to_data()], worker.cache_engine.gpu_cache)
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
         for i, length in enumerate(lens):
             seq = Sequence(i, Request(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40))
             seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]))
+            scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=20)
         before = [tensor.clone() for pair in caches for tensor in pair]
         expected = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
@@ -250,7 +250,7 @@ def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
 
     def step(num_seqs, num_tokens, num_blocks):
         seq = Sequence(0, Request("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40))
-        item = ScheduledSequence(seq, num_tokens, list(range(num_blocks)))
+        item = ScheduledSequence(seq, num_tokens, list(range(num_blocks))).to_data()
         return worker.model_runner.prepare_inputs([item] * num_seqs, num_blocks=20)
 
     assert graphs.can_run(step(1, 1, 1))

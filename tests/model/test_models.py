@@ -57,7 +57,7 @@ def engine_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     for i, prompt in enumerate(prompts):
         num_blocks = -(-len(prompt) // block_size)
         seq = Sequence(i, Request(str(i), prompt, SamplingParams(), max_num_tokens=1000))
-        scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]))
+        scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]).to_data())
         next_block += num_blocks
     inputs = runner.prepare_inputs(scheduled, worker.cache_engine.gpu_cache[0][0].shape[0])
     with torch.inference_mode():

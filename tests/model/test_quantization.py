@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from quality import compute_logits, measure_quality
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.quality import compute_logits, measure_quality
 from minivllm.errors import ConfigError
 from minivllm.layers.linear import Linear, LMHead, PackedLinearMethod, UnquantizedLinearMethod
 from minivllm.layers.platform import Platform
