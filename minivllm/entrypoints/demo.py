@@ -1,4 +1,4 @@
-"""`minivllm demo`: what a visitor sees first. Real text, then static against continuous batching, then a picture."""
+"""`minivllm demo`: real text, then static against continuous batching, then a picture."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def demo(folder: Path) -> None:
     print(
         f"\n2. One engine, two ways to batch: {NUM_REQUESTS} requests, {NUM_REQUESTS * MEAN_OUTPUT_LEN} tokens to generate, "
         f"at most {MAX_NUM_SEQS} at a time\n"
-        f"   static:     a batch is filled, and nobody joins until its slowest member has finished\n"
+        f"   static:     a batch is filled, and nobody joins until its slowest request has finished\n"
         f"   continuous: the batch is recomposed after every token\n"
         f"   uniform:    every request generates {MEAN_OUTPUT_LEN} tokens\n"
-        f"   longtail:   most requests are short, a few very long, as real ones are; the same number of tokens in all\n"
+        f"   longtail:   most requests are short, a few very long, like real ones; the same number of tokens in all\n"
     )
     results = []
     for distribution in DISTRIBUTIONS:
@@ -47,8 +47,8 @@ def demo(folder: Path) -> None:
         results += [run_offline(llm.llm_engine, name, distribution, workload) for name in SCHEDULERS]
     print(f"\n{format_runs(results)}")
     print(
-        "\nlatency and TTFT (time to first token) are means over requests, which all arrive at once; running is how many\n"
-        "sequences were in the batch, cache use how much of the KV cache was taken, both averaged over time.\n"
+        "\nlatency and TTFT (time to first token) are means over requests, which all arrive at once; running is the number of\n"
+        "sequences in the batch, cache use the share of the KV cache in use, both averaged over time.\n"
         f"{describe_machine()}"
     )
 
