@@ -17,7 +17,6 @@ from numba import njit, prange
 from torch import Tensor
 
 from minivllm.bench.report import format_table
-from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import use_threads_of_torch
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
@@ -71,14 +70,13 @@ def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
     ways["touch"] = lambda cache: touch(cache[0].flatten(1).numpy(), cache[1].flatten(1).numpy(), sums)
     assert torch.allclose(ways["cpu"](caches[0]), ways["torch"](caches[0]), atol=1e-5)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    with checks.trusted():
-        for repeat in range(repeats + 1):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                for cache in caches:
-                    way(cache)
-                if repeat > 0:  # the first round warms up
-                    times[name].append((time.perf_counter() - start) * 1e3)
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for cache in caches:
+                way(cache)
+            if repeat > 0:  # the first round warms up
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -16,15 +16,28 @@ from torch import Tensor
 
 from minivllm.bench.report import format_table
 from minivllm.errors import ConfigError
-from minivllm.kernels import has_cpu_kernels
-from minivllm.layers.linear import PackedProduct, Product, can_pack
-from minivllm.layers.quantization import Int4Product, Int8Product
+from minivllm.kernels.ops import has_cpu_kernels
+from minivllm.layers.linear import Linear
+from minivllm.layers.platform import Platform
 
 SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
 """[out_features, in_features] of SmolLM2-135M: qkv, o, gate and up, down of 30 layers, and the head."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOW_ROWS = 16
 """With more rows than this, the 4-bit operator takes seconds."""
+
+
+Product = Callable[[Tensor], Tensor]
+"""`[rows, in_features]` to `[rows, out_features]`, with a weight of its own inside."""
+
+
+def make_linear(weight: Tensor, quantization: str | None) -> Linear:
+    """A linear layer as a model has it on a CPU, with this weight."""
+    platform = Platform(weight.device, weight.dtype, quantization=quantization)
+    layer = Linear(weight.shape[1], weight.shape[0], False, platform)
+    layer.get_parameter("weight").data.copy_(weight)
+    layer.process_weights_after_loading()
+    return layer
 
 
 def _mkl(weight: Tensor, rows: int) -> Product:
@@ -42,9 +55,9 @@ WAYS: dict[str, Callable[[Tensor, int], Product]] = {
     "(W @ x.T).T": lambda weight, rows: lambda x: (weight @ x.t()).t().contiguous(),
     "oneDNN packed": _onednn,
     "MKL packed": _mkl,
-    "minivllm": lambda weight, rows: PackedProduct(weight, None),
-    "minivllm int8": lambda weight, rows: Int8Product(weight, None),
-    "minivllm int4": lambda weight, rows: Int4Product(weight, None),
+    "minivllm": lambda weight, rows: make_linear(weight, None),
+    "minivllm int8": lambda weight, rows: make_linear(weight, "int8"),
+    "minivllm int4": lambda weight, rows: make_linear(weight, "int4"),
 }
 """Name to what prepares a weight for a number of rows. oneDNN's and MKL's packed products are those that torch.compile uses."""
 
@@ -87,7 +100,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _can_measure(name: str, weight: Tensor) -> bool:
     """Whether torch has the operators of a way on this machine."""
     if name == "minivllm":
-        return can_pack(weight)
+        return has_cpu_kernels()
     if name == "MKL packed":
         return torch.backends.mkl.is_available()
     return torch.backends.mkldnn.is_available() or not ("oneDNN" in name or "int" in name)

@@ -99,7 +99,7 @@ def compute_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
     ops = worker.attention_backend.load_ops()
     caches = CacheEngine(worker.model_config, block_size, num_blocks, 0, worker.dtype, worker.device, ops).gpu_cache
     request = Request("quality", token_ids, SamplingParams(), max_num_tokens=len(token_ids) + 1)
-    scheduled = ScheduledSequence(Sequence(0, request), len(token_ids), list(range(num_blocks)))
+    scheduled = ScheduledSequence(Sequence(0, request), len(token_ids), list(range(num_blocks))).to_data()
     inputs = runner.prepare_inputs([scheduled], num_blocks)
     hidden = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
     return runner.model.compute_logits(hidden).float().cpu()

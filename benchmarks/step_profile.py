@@ -29,10 +29,8 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.bench_cli import add_workload_options, make_engine, one_workload, report_engine
 from minivllm.entrypoints.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
-from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata
-from minivllm.layers.linear import Linear
-from minivllm.layers.quantization import HEAD
+from minivllm.layers.linear import Linear, LMHead
 from minivllm.worker import model_runner
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
@@ -113,7 +111,7 @@ class Stopwatch:
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
     """Run a workload four times: to warm up, as it is, and twice with every kernel called from Python, without and with a stopwatch.
 
-    A compiled layer (`kernels.cpu.decoder_layer`) cannot be timed inside, so the parts are those of a run without it, and the time of a
+    A compiled layer (`layers.compiled`) cannot be timed inside, so the parts are those of a run without it, and the time of a
     step with it stands beside them. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
     two runs, whose steps are the same, gives the cost of a switch, and its median is subtracted from each part.
 
@@ -130,15 +128,17 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         raise ConfigError("This profile times calls, which says nothing on a GPU: use a GPU profiler there.")
     run_offline(engine, "continuous", name, requests)
     compiled = run_offline(engine, "continuous", name, requests).trace
-    layers = [module for module in model.modules() if getattr(module, "compiled", None) is not None]
+    halves = ("compiled_attention", "compiled_mlp")
+    compiled_halves = [(module, half) for module in model.modules() for half in halves if hasattr(module, half)]
     backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
+    ops = engine.executor.worker.platform.ops
     timed = {
         "linear": [(module, "forward") for module in model.modules() if isinstance(module, Linear)],
         "attention": [(type(backend), "forward")],
-        "norm and rope": [(backend.ops, op) for op in ("rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul")],
+        "norm and rope": [(ops, op) for op in ("rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul")],
         "sampling": [(model_runner, "sample")],
         "scheduling": [(Scheduler, method) for method in ("schedule", "update", "finish_sequence")],
-        "detokenizing": [(OutputProcessor, method) for method in ("process", "make_output")],
+        "detokenizing": [(OutputProcessor, method) for method in ("process_outputs",)],
     }
     watch = Stopwatch()
     steps: list[tuple[dict[str, float], Counter[str]]] = []
@@ -151,8 +151,8 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         return outputs
 
     with ExitStack() as patches:
-        for layer in layers:
-            patches.enter_context(mock.patch.object(layer, "compiled", None))
+        for layer, half in compiled_halves:
+            patches.enter_context(mock.patch.object(layer, half, None))
         plain = run_offline(engine, "continuous", name, requests).trace
         for part, places in timed.items():
             for owner, attribute in places:
@@ -260,12 +260,11 @@ def _time_attention(engine: LLMEngine, num_seqs: int, context_len: int, repeats:
     query = torch.randn(num_seqs, backend.num_heads, backend.head_dim)
     key, value = torch.randn(2, num_seqs, backend.num_kv_heads, backend.head_dim)
     times = []
-    with checks.trusted(shapes=True):
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for cache in caches:
-                backend.forward(query, key, value, cache, metadata)
-            times.append((time.perf_counter() - start) * 1e3)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for cache in caches:
+            backend.forward(query, key, value, cache, metadata)
+        times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
 
 
@@ -281,8 +280,8 @@ def _prefill_gigaflops(engine: LLMEngine, trace: EngineTrace) -> float | None:
     config, model = engine.model_config, engine.executor.worker.model_runner.model
     sizes = (
         layer.in_features * sum(layer.out_features)
-        for name, layer in model.named_modules()
-        if isinstance(layer, Linear) and name != HEAD
+        for layer in model.modules()
+        if isinstance(layer, Linear) and not isinstance(layer, LMHead)
     )
     lengths = [item.num_tokens for record in steps for item in record.scheduled]
     linear = 2 * sum(sizes) * sum(lengths)

@@ -127,7 +127,7 @@ def compute_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
 def run_step(worker: Worker, seqs: list[Sequence], num_tokens: list[int], tables: list[list[int]]) -> torch.Tensor:
     """Logits of every row of a step."""
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
-    scheduled = [ScheduledSequence(*item) for item in zip(seqs, num_tokens, tables, strict=True)]
+    scheduled = [ScheduledSequence(*item).to_data() for item in zip(seqs, num_tokens, tables, strict=True)]
     inputs = runner.prepare_inputs(scheduled, num_blocks=len(caches[0][0]))
     return runner.model.compute_logits(runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)).float().cpu()
 
@@ -147,7 +147,7 @@ def check_replay(folder: Path) -> bool:
         for i, length in enumerate(lengths):
             seq = Sequence(i, Request(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048))
             seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]))
+            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=600)
         with torch.inference_mode():
             replayed = graphs.run(inputs).clone()

@@ -173,12 +173,12 @@ class Prediction:
 
 def run_setting(engine: LLMEngine, setting: Setting) -> EngineRun:
     """Run a setting on the real engine."""
-    config = engine.scheduler_config
-    engine.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
+    config = engine.core.scheduler_config
+    engine.core.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
     try:
         return run_offline(engine, setting.scheduler, f"{setting.workload} {setting.max_num_seqs}", setting.requests)
     finally:
-        engine.scheduler_config = config
+        engine.core.scheduler_config = config
 
 
 def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[EngineRun]) -> Prediction:

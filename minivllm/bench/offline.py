@@ -40,7 +40,7 @@ def run_offline(
     for i, request in enumerate(requests):
         if len(request.prompt_token_ids) + request.output_len > limit:
             raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: leave it out.")
-    engine.scheduler = SCHEDULERS[scheduler](engine.scheduler_config, engine.block_manager)
+    engine.core.use_scheduler(SCHEDULERS[scheduler])
     engine.block_manager.reset_prefix_cache()
     was_traced = engine.trace is not None
     trace = engine.start_trace()

@@ -25,7 +25,6 @@ from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.scheduler_output import SchedulerOutput
 
 
 def make_simulated_engine(
@@ -85,7 +84,7 @@ def make_simulated_engine(
             f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = {max_model_len} tokens "
             f"and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
         )
-    return LLMEngine(
+    engine = LLMEngine.from_executor(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
             vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
@@ -97,8 +96,10 @@ def make_simulated_engine(
         scheduler_cls=SCHEDULERS[scheduler] if isinstance(scheduler, str) else scheduler,
         block_space_manager_cls=block_space_manager_cls,
         clock=clock,
-        trace=trace,
     )  # fmt: skip
+    if trace:
+        engine.start_trace()
+    return engine
 
 
 def simulate(
@@ -199,9 +200,10 @@ class _Totals:
         self._steps = StepTotals()
         scheduler, manager = engine.scheduler, engine.block_manager
 
-        def watch(output: SchedulerOutput, seconds: float) -> None:
+        def watch(seconds: float) -> None:
             cache_use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
-            self._steps.add(seconds, len(scheduler.running), cache_use, len(output.preempted))
+            num_preempted = engine.num_preemptions - self._steps.num_preemptions
+            self._steps.add(seconds, len(scheduler.running), cache_use, num_preempted)
 
         assert isinstance(engine.executor, SimulatedExecutor)
         engine.executor.watch = watch

@@ -66,7 +66,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 
     scheduler = {"scheduler_cls": StaticBatchScheduler} if arguments.mode == "static" else {}
-    return serve(arguments, lambda args: AsyncLLMEngine.from_engine_args(dataclasses.replace(args, **scheduler)))
+    restart = arguments.restart_engine
+    return serve(arguments, lambda args: AsyncLLMEngine.from_engine_args(dataclasses.replace(args, **scheduler), restart=restart))
 
 
 def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], AsyncLLMEngine]) -> int:
@@ -92,5 +93,4 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
         settings,
         host=arguments.host,
         port=arguments.port,
-        restart_engine=arguments.restart_engine,
     )

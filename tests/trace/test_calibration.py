@@ -90,7 +90,7 @@ def test_runs_that_were_not_seen_are_predicted():
     """Here the real engine is a simulated one: nothing but the fit and the settings can be wrong."""
     engine = engine_with(TRUE_COSTS)
     report = calibrate(engine, rounds=1)
-    assert engine.scheduler_config.max_num_seqs == 12
+    assert engine.core.scheduler_config.max_num_seqs == 12
     assert report.r_squared > 0.9999
     assert {(p.scheduler, p.workload) for p in report.predictions} == {
         (scheduler, workload) for scheduler in ("static", "continuous") for workload in ("uniform", "longtail")
@@ -145,11 +145,11 @@ def test_the_calibrated_engine_keeps_its_config_when_a_run_fails(monkeypatch):
     run, calls = calibration.run_offline, []
 
     def fail_at_the_third(*args):
-        calls.append(engine.scheduler_config.max_num_seqs)
+        calls.append(engine.core.scheduler_config.max_num_seqs)
         return 1 / 0 if len(calls) == 3 else run(*args)
 
     monkeypatch.setattr(calibration, "run_offline", fail_at_the_third)
     with pytest.raises(ZeroDivisionError):
         calibrate(engine, rounds=1)
     assert calls == [12, 1, 2]
-    assert engine.scheduler_config.max_num_seqs == 12
+    assert engine.core.scheduler_config.max_num_seqs == 12

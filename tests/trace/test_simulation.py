@@ -276,7 +276,7 @@ def test_arguments_of_a_workload_are_checked_before_it_is_drawn(arguments, messa
     ('{"fixed": "1"}', "fixed is '1'"),
     ('{"fixed": 1, "per_decode_seq": NaN}', "per_decode_seq is nan"),
     ('{"fixed": 1, "decode_curve": 3}', "decode_curve must be a list"),
-    ('{"fixed": 1, "decode_curve": [[2, 1], [1, 2]]}', "must grow"),
+    ('{"fixed": 1, "decode_curve": [[2, 1], [1, 2]]}', "must increase"),
     ('{"fixed": 1, "decode_curve": [[1, -2]]}', "is -2"),
 ])  # fmt: skip
 def test_a_file_that_is_no_cost_model_is_refused_in_a_sentence(tmp_path, content, message):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from shadow import shadow_engine
+from shadow import set_clock, shadow_engine
 
 from minivllm.bench.summary import percentile
 from minivllm.bench.trace_summary import count_output_tokens
@@ -22,7 +22,7 @@ PNG = b"\x89PNG"
 def make_trace(num_blocks: int = 12, num_requests: int = 6) -> EngineTrace:
     """Requests that preempt each other, one of which is given up."""
     engine, executor = shadow_engine(num_blocks)
-    engine.clock = lambda: 50.0 + executor.num_steps * 0.1
+    set_clock(engine, lambda: 50.0 + executor.num_steps * 0.1)
     trace = engine.start_trace()
     for i in range(num_requests):
         engine.add_request(f"r{i}", [1 + i] * (4 + i), SamplingParams(n=1 + i % 2, max_tokens=10, ignore_eos=True, seed=i))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
-from shadow import ShadowExecutor, shadow_engine
+from shadow import ShadowExecutor, set_clock, shadow_engine
 
 from minivllm.bench.summary import percentile
 from minivllm.bench.trace_summary import request_latencies
@@ -25,7 +25,7 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.viz.latency import draw_latencies
 from minivllm.viz.roofline import RooflinePoint, _spread, draw_roofline
 
@@ -36,12 +36,12 @@ def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[
     """A shadow engine on a virtual clock: a step takes `seconds`, and as much again for every eight of its tokens."""
     engine, executor = shadow_engine(*args, **options)
     now = [100.0]
-    engine.clock = lambda: now[0]
+    set_clock(engine, lambda: now[0])
     execute = executor.execute_model
 
-    def execute_and_wait(output: SchedulerOutput) -> list[SequenceOutput]:
-        now[0] += seconds * (1 + output.num_batched_tokens / 8)
-        return execute(output)
+    def execute_and_wait(request: ExecuteModelRequest) -> list[SequenceOutput]:
+        now[0] += seconds * (1 + sum(seq.num_tokens for seq in request.sequences) / 8)
+        return execute(request)
 
     executor.execute_model = execute_and_wait
     return engine, executor
@@ -184,11 +184,11 @@ def test_a_long_tail_gets_a_logarithmic_axis():
     execute = executor.execute_model
     tick = engine.clock
     late = [0.0]
-    engine.clock = lambda: tick() + late[0]
+    set_clock(engine, lambda: tick() + late[0])
 
-    def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
+    def stumble(request: ExecuteModelRequest) -> list[SequenceOutput]:
         late[0] += 3.0 if executor.num_steps == 8 else 0.0
-        return execute(output)
+        return execute(request)
 
     executor.execute_model = stumble
     trace, _ = drive(engine, [(0.0, 8, 20, 1)])
