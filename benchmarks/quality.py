@@ -96,8 +96,7 @@ def compute_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
     worker = engine.executor.worker
     runner, block_size = worker.model_runner, worker.cache_config.block_size
     num_blocks = -(-len(token_ids) // block_size)
-    ops = worker.attention_backend.load_ops()
-    caches = CacheEngine(worker.model_config, block_size, num_blocks, 0, worker.dtype, worker.device, ops).gpu_cache
+    caches = CacheEngine(worker.model_config, block_size, num_blocks, 0, worker.platform).gpu_cache
     request = Request("quality", token_ids, SamplingParams(), max_num_tokens=len(token_ids) + 1)
     scheduled = ScheduledSequence(Sequence(0, request), len(token_ids), list(range(num_blocks))).to_data()
     inputs = runner.prepare_inputs([scheduled], num_blocks)

@@ -29,7 +29,7 @@ def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
 
     Args:
         traces: A name for each trace, such as "static" and "continuous".
-        title: Stands above the figure.
+        title: Above the figure.
     """
     latencies = {name: request_latencies(trace) for name, trace in traces.items()}
     panels = {

@@ -45,7 +45,7 @@ def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") ->
 
     Args:
         runs: A name for each run, such as "static" and "continuous", at least one.
-        title: Stands above the figure.
+        title: Above the figure.
     """
     figure = Figure(figsize=(9, 3.9 + 2.4 * len(runs)), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)

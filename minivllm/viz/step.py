@@ -1,6 +1,6 @@
-"""One step of the engine in one picture: the blocks, the queues, and the batch that it computes.
+"""One step of the engine in one picture: the blocks, the queues, and the batch.
 
-The player (`viz/player.py`) shows these pictures one after another; on paper, `draw_step` gives any of them.
+The player (`viz/player.py`) shows these pictures one after another; `draw_step` draws any of them as a figure.
 """
 
 from __future__ import annotations
@@ -35,25 +35,29 @@ from minivllm.viz.drawing import (
 from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colors, tint
 from minivllm.viz.spans import sequence_keys
 
-_HEIGHT = 6.6
 _CHIPS = {"running": 11, "waiting": 11, "swapped": 5}
-"""Chips in a row of each queue."""
-_ROWS = 3
+"""Chips per row of each queue."""
+_MOST_ROWS = 3
+"""Rows of chips; a figure has as many as the longest queue of its trace needs."""
+_ROW_HEIGHT = 0.24
+"""Height of a row of chips, and of the line above them, in inches."""
 _CHIP_WIDTH = 21.5
-"""Of the narrowest chip, in points."""
+"""Width of the narrowest chip, in points."""
 _WIDEST = 3
-"""Times that width."""
+"""Maximum width of a chip, as a multiple of `_CHIP_WIDTH`."""
 _CHIP_SIZE = 7.0
-"""Of the letters."""
+"""Font size, in points."""
+_FEWEST_COLUMNS = 8
+"""Columns that the batch has room for at least, so that one sequence does not fill it."""
 _MOST_NAMED = 40
-"""Columns of the batch that have room for a name."""
+"""With more columns than this, the batch has no room for names."""
 _CACHED = 0.85
-"""Whiteness of tokens that are in the cache already."""
+"""Whiteness of tokens that are already in the cache."""
 
 
 @dataclass(frozen=True)
 class Queues:
-    """Who is in which queue while a step computes, each in the order of the scheduler."""
+    """The sequences in each queue during a step, in scheduling order."""
 
     running: tuple[SequenceKey, ...]
     waiting: tuple[SequenceKey, ...]
@@ -63,8 +67,8 @@ class Queues:
 def find_queues(trace: EngineTrace, step: int) -> Queues:
     """The queues at a step.
 
-    Who runs and who is swapped out has a block table in the trace. Others that have arrived or were preempted, and have not
-    ended, wait in the order in which they came (with priorities: the most urgent first).
+    Running and swapped sequences have a block table in the trace. Others that have arrived or were preempted, and have not finished,
+    are waiting, in order of arrival (or of priority).
     """
     record = trace[step]
     known: dict[SequenceKey, None] = {}
@@ -90,7 +94,7 @@ def find_queues(trace: EngineTrace, step: int) -> Queues:
 
 
 def draw_step(trace: EngineTrace, step: int) -> Figure:
-    """What the player shows at a step: blocks, queues and batch while the model computes it.
+    """Draw what the player shows at a step: blocks, queues and batch while the model computes.
 
     Args:
         trace: Of any engine or simulation.
@@ -99,46 +103,58 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
     Raises:
         ConfigError: There is no such step.
     """
-    figure = Figure(figsize=(WIDTH, _HEIGHT))
     step, title = step_number(trace, step), describe_step(trace, step)
     names, colors = sequence_names(sequence_keys(trace)), request_colors(trace)
-    figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
-    figure.text(0.02, _from_top(0.33), _events(trace[step], names), fontsize=8.5, color=INK, va="top")
+    num_rows = _num_rows(trace, names)
+    queues_bottom = 4.1 + _ROW_HEIGHT * (1 + num_rows)
+    height = queues_bottom + 1.54
+    figure = Figure(figsize=(WIDTH, height))
+    figure.text(0.02, 1 - 0.1 / height, title, fontsize=10, weight="bold", va="top")
+    figure.text(0.02, 1 - 0.33 / height, _events(trace[step], names), fontsize=8.5, color=INK, va="top")
     table_left = 0.51 + (0.45 + label_width(trace) / 72) / WIDTH
     grid, tables, queues, batch = (
-        figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
-        for left, right, bottom, height in (
+        figure.add_axes((left, 1 - bottom / height, right - left, inches / height))
+        for left, right, bottom, inches in (
             (0.06, 0.51, 3.53, 2.65),
             (table_left, 0.985, 3.53, 2.65),
-            (0.02, 0.985, 5.06, 0.95),
-            (0.06, 0.985, 6.36, 0.95),
+            (0.02, 0.985, queues_bottom, _ROW_HEIGHT * (1 + num_rows)),
+            (0.06, 0.985, height - 0.24, 0.95),
         )
     )
     paint_block_map(grid, tables, trace, step)
-    _paint_queues(queues, trace, step, names, colors)
-    _paint_batch(batch, trace[step], names, colors)
+    _paint_queues(queues, trace, step, names, colors, num_rows)
+    _paint_batch(batch, trace[step], names, colors, max(len(record.scheduled) for record in trace))
     return figure
 
 
-def _from_top(inches: float) -> float:
-    """A place in the figure, as matplotlib counts it."""
-    return 1.0 - inches / _HEIGHT
+def _chip_width(names: dict[SequenceKey, str]) -> int:
+    """The width of every chip, as a multiple of the narrowest."""
+    longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
+    return min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
 
 
-def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
-    """The three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
+def _num_rows(trace: EngineTrace, names: dict[SequenceKey, str]) -> int:
+    """Rows of chips that the trace's longest queue needs, within bounds."""
+    width = _chip_width(names)
+    longest = {queue: max(getattr(record, f"num_{queue}") for record in trace) for queue in _CHIPS}
+    return min(max(1, *(ceil(count / (_CHIPS[queue] // width)) for queue, count in longest.items())), _MOST_ROWS)
+
+
+def _paint_queues(
+    axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str], num_rows: int
+) -> None:
+    """Paint the three queues as rows of chips; sequences that arrived or moved in this step are outlined."""
     record, queues = trace[step], find_queues(trace, step)
     moved = {_key(item) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
-    longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
-    width = min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
+    width = _chip_width(names)
     chips, faces, edges, points, texts, inks = [], [], [], [], [], []
     left = 0
     for queue, room_across in _CHIPS.items():
         keys: tuple[SequenceKey, ...] = getattr(queues, queue)
         num_chips = room_across // width
         axes.text(left + 0.08, 0.45, f"{queue}: {len(keys)}", fontsize=9, weight="bold", va="center")
-        room = _ROWS * num_chips
+        room = num_rows * num_chips
         shown = keys if len(keys) <= room else keys[: room - 1]
         for i, key in enumerate(shown):
             x, y = left + i % num_chips * width, 1 + i // num_chips
@@ -149,19 +165,23 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[Sequenc
             texts.append(_shorten(names[key], width * _CHIP_WIDTH - 5.0))
             inks.append(ink_on(color))
         if len(keys) > len(shown):
-            axes.text(left + (num_chips - 1) * width + 0.1, _ROWS + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center")
+            axes.text(
+                left + (num_chips - 1) * width + 0.1, num_rows + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center"
+            )
         if not keys:
-            axes.text(left + 0.08, 1.4, "nobody", fontsize=8, color=INK, va="center")
+            axes.text(left + 0.08, 1.4, "empty", fontsize=8, color=INK, va="center")
         left += room_across + 1
     axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
     axes.add_collection(Labels(axes, points, texts, _CHIP_SIZE, inks), autolim=False)
     axes.set_xlim(0, left - 1)
-    axes.set_ylim(_ROWS + 1, 0)
+    axes.set_ylim(num_rows + 1, 0)
     axes.axis("off")
 
 
-def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
-    """The step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
+def _paint_batch(
+    axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str], largest_batch: int
+) -> None:
+    """Paint the batch: a column per sequence, with the tokens computed now on top of those in the cache."""
     parts = record.scheduled
     highest = max((part.context_len for part in parts), default=1)
     cached: list[Box] = []
@@ -171,7 +191,7 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
     for i, part in enumerate(parts):
         now = part.num_new_tokens if part.num_drafts else part.num_tokens
         before = part.context_len - now
-        top = before + max(now, 0.04 * highest)  # one token upon hundreds must still be seen
+        top = before + max(now, 0.04 * highest)  # one token above hundreds must remain visible
         cached.append((i - 0.4, i + 0.4, 0, before))
         computed[part.action].append((i - 0.4, i + 0.4, before, top))
         computed_colors[part.action].append(colors[part.request_id])
@@ -184,7 +204,7 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
     for action, boxes in computed.items():
         add_bars(axes, STATE_LOOKS[action], boxes, computed_colors[action], label=action)
     tidy(axes, "", "tokens")
-    num_columns = max(len(parts), 16)
+    num_columns = max(largest_batch, _FEWEST_COLUMNS)
     axes.set_xlim(-0.7, num_columns - 0.3)
     axes.set_ylim(0, 1.28 * highest)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
@@ -195,31 +215,31 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
         places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_shorten(names[part.key], room) for part in parts]
         axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
     handles = [look_patch(STATE_LOOKS[action]) for action in computed if computed[action] or action != "rejected"]
-    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
+    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="already cached"))
     add_legend(axes, handles)
     axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
     axes.text(-0.043, 1.1, f"batch: {len(parts)}", transform=axes.transAxes, fontsize=9, weight="bold", va="center")
     if not parts:
-        say(axes, "nobody computes")
+        say(axes, "nothing scheduled")
 
 
 def _shorten(name: str, room: float) -> str:
-    """A name that fits into so many points: its end, which tells requests apart."""
+    """Shorten a name to fit, keeping its end, which distinguishes requests."""
     if text_width(name, _CHIP_SIZE) <= room:
         return name
     return next((short for i in range(2, len(name)) if text_width(short := f"…{name[i:]}", _CHIP_SIZE) <= room), "…")
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
-    """Names in a line of text."""
+    """Join names, up to a maximum."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _events(record: StepRecord, names: dict[SequenceKey, str]) -> str:
-    """What happened at the step besides computing, in one line."""
+    """What else happened in the step, in one line."""
     groups = {
         "arrived": [short_name(request_id) for request_id in record.arrived],
-        "given up": [short_name(request_id) for request_id in record.aborted],
+        "aborted": [short_name(request_id) for request_id in record.aborted],
         "preempted, to be recomputed": [names[_key(item)] for item in record.preempted if item.mode == "recompute"],
         "preempted, swapped out": [names[_key(item)] for item in record.preempted if item.mode == "swap"],
         "swapped in": [names[key] for key in record.swapped_in],

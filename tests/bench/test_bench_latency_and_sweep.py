@@ -38,12 +38,14 @@ def test_the_times_of_tokens_become_ttft_and_itl():
     ]
 
 
+@pytest.mark.slow
 def test_every_token_of_every_request_gets_a_time(llm):
     requests = latency.run_batch(llm.llm_engine, [WorkloadRequest([5, 6, 7], 4), WorkloadRequest([8], 2)])
     assert [(request.prompt_tokens, request.output_tokens, len(request.itls)) for request in requests] == [(3, 4, 3), (1, 2, 1)]
     assert all(request.ttft > 0 and min(request.itls) > 0 for request in requests)
 
 
+@pytest.mark.slow
 def test_latency_is_measured_for_each_batch_size(llm):
     results = latency.measure_latency(llm.llm_engine, [1, 3], prompt_len=5, output_len=3, rounds=1, use_tqdm=False)
     assert [result.batch_size for result in results] == [1, 3]
@@ -64,6 +66,7 @@ def test_numbers_that_cannot_be_measured_are_refused(llm, numbers, sentence):
         latency.measure_latency(llm.llm_engine, **({"batch_sizes": [1], "use_tqdm": False} | numbers))
 
 
+@pytest.mark.slow
 def test_bench_latency_writes_its_results(capsys, tmp_path):
     report = tmp_path / "latency.json"
     options = ["--batch-sizes", "1", "2", "--prompt-len", "4", "--output-len", "2", "--rounds", "1", "--json", str(report)]
@@ -100,6 +103,7 @@ def test_a_sweep_of_nothing_is_refused():
         sweep.sweep_max_num_seqs(lambda value: None, [0], "w", [WorkloadRequest([1], 1)])
 
 
+@pytest.mark.slow
 def test_bench_sweep_runs_every_value_and_draws(capsys, tmp_path):
     report, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"
     options = ["--num-requests", "4", "--mean-prompt-len", "4", "--mean-output-len", "4", "--values", "1", "4"]

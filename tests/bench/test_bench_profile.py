@@ -56,6 +56,7 @@ def engine():
     return LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80).llm_engine
 
 
+@pytest.mark.slow
 def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     requests = [WorkloadRequest(list(range(100, 120)), 6) for _ in range(6)]
     linear = next(module for module in engine.executor.worker.model_runner.model.modules() if isinstance(module, Linear))
@@ -79,6 +80,7 @@ def test_the_floor_is_of_this_machine():
     assert 0.1 < floor.read_gigabytes_per_second < 10_000 and 0.1 < floor.gigaflops < 1e6
 
 
+@pytest.mark.slow
 def test_quality_needs_a_text_that_is_long_enough(engine):
     for positions, text in ((10, "Too short."), (0, "Any.")):
         with pytest.raises(ConfigError, match=f"number of positions is {positions}, but must be from 1 to"):
@@ -88,6 +90,7 @@ def test_quality_needs_a_text_that_is_long_enough(engine):
     assert torch.is_inference_mode_enabled() is False
 
 
+@pytest.mark.slow
 def test_all_ways_to_compute_linear_layers_are_measured(monkeypatch):
     monkeypatch.setattr(linear_layers, "SHAPES", [(96, 576), (64, 1536)])
     monkeypatch.setattr(linear_layers, "ROWS", (1, 32))

@@ -169,6 +169,7 @@ def test_a_server_that_is_not_there_is_a_failure():
     assert send(stub).error == "no connection"
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(min_size=1).filter(lambda text: not set(text) & set("\r\n")), min_size=1), st.data())
 def test_events_are_read_however_their_bytes_are_cut(texts, data):
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
@@ -365,6 +366,7 @@ def run_cli(server: StubServer, *options: str) -> int:
     return cli.main(["bench", "serve", "--base-url", server.base_url, *SMALL, *options])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_saves_what_it_takes_to_draw_it_again(server, capsys, tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     server.handler = steady(0.02, 0.01)
@@ -478,6 +480,7 @@ def test_without_a_server_it_says_how_to_start_one(capsys):
     assert "No server can be reached at http://127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is(server):
     async def first_quickly_then_never(request: web.Request, body: dict) -> web.StreamResponse:
         return await (steady() if len(server.bodies) <= 2 else steady(60))(request, body)

@@ -104,6 +104,7 @@ VARIED = [
 ]
 
 
+@pytest.mark.slow
 def test_all_kinds_of_output_say_what_generate_says(llm):
     expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
 
@@ -248,6 +249,7 @@ def test_abort_ends_the_stream_with_a_reason(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=12))
 def test_whoever_leaves_whenever_everything_is_free_in_the_end(llm, workload):
@@ -307,6 +309,7 @@ def test_two_requests_cannot_have_one_id(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_id_may_be_used_again_at_once(engine):
     """What the last step brings to the first owner of the id is not the second one's."""
 
@@ -371,6 +374,7 @@ class BrokenScheduler(Scheduler):
         raise ZeroDivisionError("a scheduler in error")
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_ends_every_stream_with_the_cause():
     engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=BrokenScheduler), in_process=True)
 
@@ -451,6 +455,7 @@ def test_a_loop_that_stands_still_does_not_hide_the_end_of_the_engine(llm):
     second.close()
 
 
+@pytest.mark.slow
 def test_the_event_loop_is_free_while_the_model_computes(engine):
     async def run():
         task = asyncio.create_task(collect(engine, [100] * 2000, SamplingParams(max_tokens=2)))
@@ -467,6 +472,7 @@ def test_the_event_loop_is_free_while_the_model_computes(engine):
 # -- watching -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
     async def run():
         params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -568,6 +574,7 @@ def test_a_process_generates_what_llm_generates(in_a_process, llm):
     assert in_a_process.process_id != os.getpid()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine = AsyncLLMEngine.from_engine_args(SMALL)
 
@@ -585,6 +592,7 @@ def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_frontend_and_leaves_no_socket(tmp_path):
     code = """
         import os, sys
@@ -617,6 +625,7 @@ def is_running(process_id):
     return "Z" not in open(f"/proc/{process_id}/stat").read().rpartition(")")[2].split()[0]  # noqa: PTH123
 
 
+@pytest.mark.slow
 def test_what_keeps_an_engine_from_starting_is_told_in_its_words(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError):
@@ -637,6 +646,7 @@ def test_a_class_goes_into_the_process_by_its_name():
         replace(config, scheduler_cls=Local).pack()
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_has_any_more_ends(llm):
     in_a_thread, in_a_process = AsyncLLMEngine.from_engine(llm.llm_engine), AsyncLLMEngine.from_engine_args(SMALL)
     asyncio.run(collect(in_a_process, PROMPT, SamplingParams(max_tokens=2)))
@@ -651,6 +661,7 @@ def test_an_engine_that_nobody_has_any_more_ends(llm):
     asyncio.run(ends())
 
 
+@pytest.mark.slow
 def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatch, tmp_path):
     (tmp_path / "strange.py").write_text(
         "from minivllm.core.scheduler import Scheduler\n"
@@ -670,6 +681,7 @@ def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatc
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_what_the_process_logs_is_in_the_log_of_its_frontend(caplog):
     engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=NoisyScheduler))
     asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=1)))

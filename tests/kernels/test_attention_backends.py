@@ -93,6 +93,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @without_gpu
 def test_triton_on_a_cpu_says_once_that_it_is_interpreted():
     said = run_python(ASK_FOR_TRITON)
@@ -100,6 +101,7 @@ def test_triton_on_a_cpu_says_once_that_it_is_interpreted():
     assert "refused" not in said
 
 
+@pytest.mark.slow
 @without_gpu
 def test_triton_that_was_imported_for_compiling_is_refused_with_a_way_out():
     said = run_python("import triton\n" + ASK_FOR_TRITON)
@@ -108,6 +110,7 @@ def test_triton_that_was_imported_for_compiling_is_refused_with_a_way_out():
     assert "refused" not in run_python("import triton\n" + ASK_FOR_TRITON, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_triton_that_is_not_installed_is_refused():
     hide = """
 import importlib.util
@@ -127,6 +130,7 @@ def device_of(backend: str) -> str:
 # -- the engine on each ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
     """test_models.py holds the default backend against transformers, for the same architectures."""
@@ -139,6 +143,7 @@ def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
         assert (one - two).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 @without_gpu
 def test_interpreted_triton_generates_the_reference_tokens():
     """The default model as anybody would ask for it, all its kernels interpreted."""
@@ -149,6 +154,7 @@ def test_interpreted_triton_generates_the_reference_tokens():
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_tiny_requests_get_the_same_tokens_with_every_backend(tiny_folder, backend):  # noqa: F811
     """With few blocks and swapping, forks and chunks, so that blocks are moved in every way."""

@@ -132,6 +132,7 @@ def test_add_rms_norm(rows, size, dtype, strided, seed):
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1]), "the inputs are left as they are"
 
 
+@pytest.mark.slow
 @given(
     rows=ROWS,
     heads=st.sampled_from(HEADS),

@@ -60,6 +60,7 @@ def check_prefill(kernels, case):
         guarded.check()
 
 
+@pytest.mark.slow
 @both
 @FEWER
 @given(data=st.data())
@@ -67,6 +68,7 @@ def test_decode_attention(kernels, device, data):
     check_decode(kernels, data.draw(attention_cases(device, decode=True, cpu=kernels is cpu)))
 
 
+@pytest.mark.slow
 @both
 @FEWER
 @given(data=st.data())
@@ -74,6 +76,7 @@ def test_prefill_attention(kernels, device, data):
     check_prefill(kernels, data.draw(attention_cases(device, decode=False, cpu=kernels is cpu)))
 
 
+@pytest.mark.slow
 @FEWER
 @given(data=st.data(), num_splits=st.integers(1, 7))
 def test_triton_decode_attention_split_over_the_context(data, num_splits):
@@ -125,6 +128,7 @@ def test_numbers_of_16_bits_are_understood_by_numba():
         assert torch.equal(out.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("length", [1, 4095, 32768])
 def test_long_contexts(kernels, device, length):
@@ -133,6 +137,7 @@ def test_long_contexts(kernels, device, length):
     check_prefill(kernels, make_attention_case([length], [min(length, 3)], device=device))
 
 
+@pytest.mark.slow
 @both
 def test_a_long_prompt_and_decodes_in_one_batch(kernels, device):
     check_prefill(kernels, make_attention_case([257, 100, 64, 300], [257, 1, 1, 130], padding=5, device=device))
@@ -145,6 +150,7 @@ def test_an_odd_prefix_and_an_odd_group(kernels, device):
         check_prefill(kernels, make_attention_case([context_len], [2], (64, 1, 3), seed=context_len, device=device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_cpu_kernels_leave_the_number_of_threads_alone(num_threads):
     """In a fresh process, where the first call starts the pool of threads."""
@@ -201,6 +207,7 @@ def test_contexts_are_split_until_the_gpu_is_full_but_not_into_crumbs():
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @both
 @FEWER
 @given(

@@ -61,6 +61,7 @@ def halves(llm):
     return found.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_tokens_and_logprobs_are_the_same(folder, quantization):
     """With biases, grouped heads, and sequences that end one after the other."""
@@ -107,6 +108,7 @@ def test_another_subclass_of_the_cpu_backend_is_compiled(folder):
     assert outputs(llm) == compiled
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_compiled_it_is_not(folder, tmp_path):
     assert halves(load(folder, attention_backend="torch")) == (False, True)
     assert halves(load(folder, low_memory=True)) == (False, False)

@@ -73,10 +73,6 @@ def test_what_decides_needs_neither_torch_nor_numpy():
     assert result.stdout.strip() == "set()"
 
 
-def test_files_are_short_enough_to_read_in_one_sitting():
-    assert [path.name for path in FILES if len(path.read_text().splitlines()) > 400] == []
-
-
 def test_openais_protocol_knows_nothing_of_the_server():
     for path in sorted((ROOT / "entrypoints/openai").glob("*.py")):
         for module in imported_modules(path):

@@ -19,7 +19,7 @@ from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, sync_api
 from test_serving import KEY, ServeProcess
 from watched_engine import MODEL, make_app, make_engine
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 expect = sync_api.expect
 
 WIDE = {"width": 1400, "height": 900}

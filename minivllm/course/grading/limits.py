@@ -1,4 +1,4 @@
-"""What one submission may take, and what came of each of its cells."""
+"""The limits of a submission, their enforcement, and the outcome of each cell."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _GRACE_SECONDS = 3.0
-"""How long a cell may take to end after it was interrupted."""
+"""How long an interrupted cell may take to stop."""
 _MOST_OUTPUTS = 500
 Status = Literal["ok", "error", "slow", "loud", "deaf", "dead", "memory", "disk", "late"]
-"""How a cell ended: as it should, with an error, interrupted (it ran too long, it printed too much), with the kernel (it could not
-be interrupted, it ended Python, it took too much memory or room on the disk), or because the time for the whole notebook was over."""
+"""How a cell ended: normally; with an error; interrupted (slow: it ran too long, loud: it printed too much); with its kernel (deaf: it
+could not be interrupted, dead: it exited Python, memory, disk); or late: the time for the whole notebook was up."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one submission may take.
+    """What one submission may use.
 
     Attributes:
-        cell_seconds: of one cell.
-        total_seconds: of all cells together, those that are run again included.
-        memory_bytes: of the kernel and the processes it started, resident.
-        kept_output: bytes of a cell's output that are kept.
-        most_output: bytes of output after which a cell is stopped.
-        written_bytes: of the files in its own folder.
+        cell_seconds: For one cell.
+        total_seconds: For all cells together, including those that are rerun.
+        memory_bytes: Resident memory of the kernel and the processes it started.
+        kept_output: Bytes of a cell's output that are kept.
+        most_output: Bytes of output after which a cell is stopped.
+        written_bytes: Size of the files in its own folder.
     """
 
     cell_seconds: float = 120
@@ -38,20 +38,20 @@ class Limits:
 
 @dataclass
 class CellRun:
-    """What came of one cell."""
+    """The outcome of one cell."""
 
     status: Status = "dead"
     error: tuple[str, str] = ("", "")
-    """Name and text of the exception."""
+    """Name and message of the exception."""
     passed: bool = False
-    """Whether it is a check whose receipt came back."""
+    """Whether it is a check that returned its receipt."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Watch:
-    """Decides when a cell is interrupted, and when that did not help."""
+    """Decides when to interrupt a cell, and when to kill a kernel that ignores it."""
 
     deadline: float
     is_last: bool
@@ -60,7 +60,7 @@ class Watch:
     _looked: dict[str, float] = field(default_factory=dict)
 
     def is_due(self, what: str, seconds: float) -> bool:
-        """Whether it is so long ago that this was looked at; the first time is at once."""
+        """Whether the last time was at least this many seconds ago; true the first time."""
         now = time.monotonic()
         if now - self._looked.get(what, float("-inf")) < seconds:
             return False
@@ -68,7 +68,7 @@ class Watch:
         return True
 
     def look(self, output: Output) -> str | None:
-        """What to do with the cell now: "interrupt" it, "kill" the kernel, or nothing."""
+        """What to do now: "interrupt" the cell, "kill" the kernel, or None."""
         now = time.monotonic()
         if self.reason is None and now > self.deadline:
             self.reason = "late" if self.is_last else "slow"
@@ -85,7 +85,7 @@ class Watch:
 
 
 class Output:
-    """What a cell shows, up to a limit."""
+    """A cell's output, up to a limit."""
 
     def __init__(self, limits: Limits) -> None:
         self.kept: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ class Output:
         self._limits = limits
 
     def add(self, message: dict[str, Any]) -> None:
-        """Take in a message of the kernel's."""
+        """Add a message from the kernel."""
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
             self.is_idle = self.is_idle or content.get("execution_state") == "idle"
@@ -106,7 +106,7 @@ class Output:
         size = len(json.dumps(content, default=str))
         self._seen += size
         self.is_too_much = self.is_too_much or self._seen > self._limits.most_output
-        # Errors are kept: they say why.
+        # Errors are kept: they explain the result.
         if (self._seen > self._limits.kept_output or len(self.kept) >= _MOST_OUTPUTS) and (kind != "error" or size > 100_000):
             return
         self.kept.append({"output_type": kind, **content})

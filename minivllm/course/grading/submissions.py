@@ -1,8 +1,8 @@
-"""What learners handed in: which lesson and whose it is, and the notebook with the lesson's own cells put back.
+"""Submissions: whose notebook for which lesson it is, and its cells with the lesson's own cells restored.
 
-Every cell of a lesson has a `grade_id` in its metadata, which stays with it in JupyterLab, Colab and nbgrader. By it the given cells
-and the checks get the source back that they had, those that were deleted come back to their place, and only what a learner may write
-is the learner's: the answers, and any cells of their own between them.
+Every cell of a lesson has a `grade_id` in its metadata, which survives JupyterLab, Colab and nbgrader. By this id, given cells and
+checks get their original source back, and deleted ones return to their place. Only the answers, and cells that the learner added, come
+from the learner.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from minivllm.course.cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
-from minivllm.course.places import as_exercise
+from minivllm.course.exercise_cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
+from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 MOST_BYTES = 50_000_000
-"""No notebook is larger, or it is not read."""
+"""Larger files are not read."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell as it is graded.
+    """A cell as it is graded.
 
     Attributes:
-        cell_id: its `grade_id`; empty for a learner's own.
-        kind: an answer (the learner fills it in), a check, given (text or code of the lesson), or the learner's own.
-        cell_type: code, markdown or raw.
-        source: what is run or shown.
-        check: what a check cell checks.
-        note: what was put right, as a sentence; empty when nothing was.
+        cell_id: Its `grade_id`; empty for a cell that the learner added.
+        kind: An answer (filled in by the learner), a check, given (text or code of the lesson), or the learner's own.
+        cell_type: "code", "markdown" or "raw".
+        source: What is run or shown.
+        check: The check in it, if any.
+        note: What was repaired, as a sentence; empty if nothing.
     """
 
     cell_id: str
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson that can be graded: its name ("04_paged_kv_cache") and the cells of its solved notebook."""
+    """A gradable lesson: its name ("04_paged_kv_cache") and the cells of its solved notebook."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -58,7 +58,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Submission:
-    """One notebook that was handed in."""
+    """A notebook that was handed in."""
 
     learner: str
     lesson: Lesson
@@ -66,15 +66,15 @@ class Submission:
     notes: tuple[str, ...] = ()
 
 
-class DamagedNotebook(CourseError):  # noqa: N818 - it is a reason, told to the learner
-    """A file that is handed in, but cannot be read as a notebook."""
+class DamagedNotebook(CourseError):  # noqa: N818 - a reason shown to the learner
+    """A submitted file that is not a readable notebook."""
 
 
 def load_lessons(folder: Path) -> list[Lesson]:
     """The lessons of a folder of solved notebooks.
 
     Raises:
-        CourseError: when the folder is not there, or no notebook in it has a check.
+        CourseError: The folder does not exist, or no notebook in it has a check.
     """
     if not folder.is_dir():
         raise CourseError(f"There is no folder {folder} with solved notebooks: name it with --solutions.")
@@ -97,14 +97,14 @@ def load_lesson(path: Path) -> Lesson:
 
 
 def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tuple[list[Submission], list[str]]:
-    """The notebooks to grade, sorted by lesson and learner, and a sentence for each that is left out.
+    """The notebooks to grade, sorted by lesson and learner, and a sentence for each that is skipped.
 
     Args:
-        arguments: notebooks, and folders that are searched with all their folders.
-        lessons: what can be graded.
+        arguments: Notebooks, and folders that are searched recursively.
+        lessons: What can be graded.
 
     Raises:
-        CourseError: for a path that is not there, a named file that belongs to no lesson, or when nothing is left to grade.
+        CourseError: A path does not exist, a named file belongs to no lesson, or nothing is left to grade.
     """
     found: list[Submission] = []
     remarks: list[str] = []
@@ -113,21 +113,21 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
             for path in _notebooks_below(argument):
                 lesson = find_lesson(path, lessons)
                 if lesson is None:
-                    remarks.append(f"{path} is left out: no lesson has that name.")
+                    remarks.append(f"{path} is skipped: it belongs to no lesson.")
                 else:
                     found.append(Submission(_learner(path, lesson, argument), lesson, path))
         elif argument.is_file():
             lesson = find_lesson(argument, lessons)
             if lesson is None:
                 names = ", ".join(lesson.name for lesson in lessons)
-                raise CourseError(f"{argument} is no notebook of a lesson: its name has none of {names} in it.")
+                raise CourseError(f"{argument} belongs to no lesson: its name must contain one of {names}.")
             found.append(Submission(_learner(argument, lesson, None), lesson, argument))
         else:
-            raise CourseError(f"{argument} is not there: name notebooks, or folders of them.")
+            raise CourseError(f"{argument} does not exist: name notebooks, or folders of notebooks.")
     if not found:
         names = ", ".join(lesson.name for lesson in lessons)
         raise CourseError(
-            f"No notebook of a lesson is there; a notebook's name must have one of {names} in it, or begin with its number."
+            f"No notebook of a lesson was found: its name must contain one of {names}, or begin with the lesson's number."
         )
     return _newest(found), remarks
 
@@ -135,13 +135,13 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
 def _notebooks_below(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.ipynb")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        leads_away = not path.resolve().is_relative_to(folder.resolve())  # a link could lead to the solutions
+        leads_away = not path.resolve().is_relative_to(folder.resolve())  # a link could point to the solutions
         if path.is_file() and not is_hidden and not leads_away:
             yield path
 
 
 def find_lesson(path: Path, lessons: Iterable[Lesson]) -> Lesson | None:
-    """The lesson whose name, or else whose number at the beginning, a file's name has."""
+    """The lesson whose name a file name contains, or else with whose number it begins."""
     stem = path.stem.lower()
     named = [lesson for lesson in lessons if lesson.name.lower() in stem]
     if named:
@@ -156,18 +156,18 @@ def _number(lesson: Lesson) -> str:
 
 
 def _learner(path: Path, lesson: Lesson, searched: Path | None) -> str:
-    """Whose notebook it is: from the folder, or from what a file's name has besides the lesson's."""
+    """Whose notebook it is: the folder, or the rest of the file name besides the lesson's."""
     if searched is not None and path.parent != searched:
         return path.relative_to(searched).parts[0]
     rest = re.sub(re.escape(lesson.name), "", path.stem, count=1, flags=re.IGNORECASE)
-    rest = re.sub(r"( ?\(\d+\)|-Copy\d+)$", "", rest).strip(" _-.")  # what a browser and JupyterLab call a second copy
+    rest = re.sub(r"( ?\(\d+\)|-Copy\d+)$", "", rest).strip(" _-.")  # how browsers and JupyterLab name a copy
     if not rest:
         return path.resolve().parent.name or "learner"
     return rest
 
 
 def _newest(found: list[Submission]) -> list[Submission]:
-    """One submission of each learner for each lesson."""
+    """The newest submission of each learner for each lesson."""
     groups: dict[tuple[str, str], dict[Path, Submission]] = {}
     for item in found:
         groups.setdefault((item.lesson.name, item.learner), {})[item.path.resolve()] = item
@@ -176,7 +176,7 @@ def _newest(found: list[Submission]) -> list[Submission]:
         items = sorted(groups[key].values(), key=lambda item: (item.path.stat().st_mtime, str(item.path)))
         item = items[-1]
         if len(items) > 1:
-            note = f"{len(items)} files were handed in for this lesson; the newest one, {item.path.name}, was graded."
+            note = f"{len(items)} files were submitted for this lesson; the newest, {item.path.name}, was graded."
             item = replace(item, notes=(note,))
         chosen.append(item)
     return chosen
@@ -184,7 +184,7 @@ def _newest(found: list[Submission]) -> list[Submission]:
 
 @dataclass(frozen=True)
 class Restored:
-    """A submission's cells as they are graded, and what was put right, as sentences."""
+    """A submission's cells as they are graded, and what was repaired, as sentences."""
 
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
@@ -192,17 +192,17 @@ class Restored:
 
 @dataclass
 class _Group:
-    """What a submission has of one cell of the lesson: its source, and the learner's own cells that come after it."""
+    """A submission's version of one lesson cell, and the learner's own cells after it."""
 
     sources: list[tuple[str, str]] = field(default_factory=list)
     own: list[Cell] = field(default_factory=list)
 
 
 def restore(path: Path, lesson: Lesson) -> Restored:
-    """A submission with the lesson's own cells put back.
+    """A submission with the lesson's own cells restored.
 
     Raises:
-        DamagedNotebook: when the file is not a notebook.
+        DamagedNotebook: The file is not a notebook.
     """
     submitted, notes = read_cells(path)
     originals = {cell.cell_id: cell for cell in lesson.cells}
@@ -219,12 +219,12 @@ def restore(path: Path, lesson: Lesson) -> Restored:
             own = groups[cell_id].own
         elif original.kind == "check":
             num_duplicates += 1
-        else:  # an answer that was split in two has its id twice
+        else:  # an answer that was split has its id twice
             own.append(Cell("", "own", cell_type, source))
     if not any(group.sources for group in groups.values()):
-        notes.append(f"No cell of the lesson {lesson.name} is in this notebook: was it made from another one?")
+        notes.append(f"This notebook has no cell of lesson {lesson.name}: was it made from another one?")
     if num_duplicates:
-        notes.append("A check that was there twice was graded once.")
+        notes.append("A duplicated check was graded once.")
     cells = list(first)
     for original in lesson.cells:
         group = groups[original.cell_id]
@@ -236,13 +236,13 @@ def restore(path: Path, lesson: Lesson) -> Restored:
 
 def _restored(original: Cell, group: _Group) -> Cell:
     word = "check" if original.kind == "check" else "cell"
-    if original.cell_type != "code":  # notes in the lesson's text change nothing
+    if original.cell_type != "code":  # a learner's edits of the text do not matter
         return original
     if not group.sources:
         if original.kind == "answer":
-            # The solution must not be shown, so what comes back is empty.
+            # Restoring the source would reveal the solution.
             return replace(original, source="# This cell was deleted.", note="The answer above was deleted.")
-        return replace(original, note=f"This {word} was deleted; the original was put back.")
+        return replace(original, note=f"This {word} was deleted; the original was restored.")
     cell_type, source = group.sources[0]
     if original.kind == "answer":
         note = "" if cell_type == original.cell_type else f"The answer above was in a {cell_type} cell; it was run as code."
@@ -252,14 +252,14 @@ def _restored(original: Cell, group: _Group) -> Cell:
 
 
 def read_cells(path: Path) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """Id, type and source of each cell of a notebook that anybody may have written, and what was wrong with some of them.
+    """Id, type and source of each cell of an untrusted notebook, and notes about damaged cells.
 
     Raises:
-        DamagedNotebook: when the file is not a notebook; the message is for the learner.
+        DamagedNotebook: The file is not a notebook; the message is for the learner.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise DamagedNotebook(f"The file has more than {MOST_BYTES // 10**6} MB; clear its outputs and hand it in again.")
+            raise DamagedNotebook(f"The file is larger than {MOST_BYTES // 10**6} MB; clear its outputs and submit it again.")
         content = path.read_bytes()
     except OSError as error:
         raise DamagedNotebook(f"The file cannot be read: {error.strerror}.") from None
@@ -268,20 +268,21 @@ def read_cells(path: Path) -> tuple[list[tuple[str, str, str]], list[str]]:
     try:
         notebook = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise DamagedNotebook("The file is not a notebook: it is not text in UTF-8.") from None
+        raise DamagedNotebook("The file is not a notebook: it is not UTF-8 text.") from None
     except (ValueError, RecursionError):
         raise DamagedNotebook("The file is not a notebook: it is not valid JSON.") from None
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         old = isinstance(notebook, dict) and "worksheets" in notebook
-        reason = "it has the format of before 2015; open and save it in JupyterLab" if old else "it has no cells"
         raise DamagedNotebook(
-            f"The file is not a notebook of today: {reason}." if old else f"The file is not a notebook: {reason}."
+            "The notebook is in a format from before 2015; open and save it in JupyterLab."
+            if old
+            else "The file is not a notebook: it has no cells."
         )
     cells, notes = [], []
     for number, cell in enumerate(notebook["cells"], start=1):
         read = _read_cell(cell)
         if read is None:
-            notes.append(f"Cell {number} of the file is damaged and was left out.")
+            notes.append(f"Cell {number} of the file is damaged and was skipped.")
         else:
             cells.append(read)
     return cells, notes[:10]
@@ -298,13 +299,13 @@ def _read_cell(cell: Any) -> tuple[str, str, str] | None:
     metadata = cell.get("metadata")
     data = metadata.get("nbgrader") if isinstance(metadata, dict) else None
     cell_id = data.get("grade_id") if isinstance(data, dict) else None
-    # JSON can spell halves of characters, which no kernel takes.
+    # JSON can contain unpaired surrogates, which kernels reject.
     source = source.encode("utf-8", "replace").decode("utf-8")
     return str(cell_id or cell.get("id") or ""), cell["cell_type"], source
 
 
 def project_folders() -> list[Path]:
-    """The folders that belong to the project: nothing that is graded may write there."""
-    package = Path(__file__).resolve().parents[1]
+    """The project's own folders, in which submissions must not write."""
+    package = Path(__file__).resolve().parents[2]
     root = package.parent
     return [root if (root / "pyproject.toml").is_file() else package]

@@ -1,6 +1,6 @@
-"""One situation, set up twice: in a learner's scheduler and in the package's. And what can be seen of both, compared.
+"""Sets up the same random situation in a learner's scheduler and in the package's, and compares the two.
 
-For the checks of lesson 07. Queues of a learner are lists sorted by `order`; those of the package are `SequenceQueue`s.
+A learner's queues are lists sorted by `order`; the package's are `SequenceQueue`s.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
 STOP_TOKEN = 7
-"""Ends a sequence in these checks."""
+"""The stop token in these checks."""
 _QUEUES = ("waiting", "running", "swapped")
 
 
 def make_twins(cls: type, seed: str, **options: Any) -> tuple[Any, Any]:
-    """The same situation in a learner's scheduler and in the package's."""
+    """Set up the same situation in a learner's scheduler and in the package's."""
     return make_scene(cls, seed, **options), make_scene(Scheduler, seed, **options)
 
 
@@ -40,7 +40,7 @@ def make_scene(
     prefill: bool = False,
     longest_prompt: int = 9,
 ) -> Any:
-    """A scheduler in the middle of its work: so many in each queue, so many blocks to spare."""
+    """A scheduler in the midst of its work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
     rng = random.Random(seed)
     counts = {"running": rng.randint(*running), "swapped": rng.randint(*swapped), "waiting": rng.randint(*waiting)}
     block_size, policy = rng.choice((2, 3, 4)), rng.choice(("fcfs", "priority"))
@@ -70,14 +70,14 @@ def make_scene(
     for queue, seq, number in sequences:
         if queue != "waiting":
             newest = seq.token_ids.pop()
-            if queue == "swapped":  # it was in the device's blocks before
+            if queue == "swapped":  # its blocks were on the device before
                 for _ in range(manager.num_blocks_for(seq.num_tokens)):
                     manager.swapped_tables.setdefault(seq.seq_id, []).append(manager.cpu_allocator.allocate())
             else:
                 manager.allocate(seq)
             seq.num_computed_tokens = seq.num_tokens
             seq.token_ids.append(newest)
-            if prefill and rng.random() < 0.4:  # a prompt, or what was lost: all of it is computed in one step
+            if prefill and rng.random() < 0.4:  # a prompt, or a recomputation: all tokens are computed in one step
                 manager.append_slots(seq)
                 seq.num_computed_tokens = 0
         place(scheduler, queue, seq, (number, 0))
@@ -85,7 +85,7 @@ def make_scene(
 
 
 def make_request(name: str, prompt_len: int, output_len: int, priority: int = 0, arrival: float = 0.0) -> Request:
-    """A request of so many tokens that a stop token may end sooner, if it has two tokens by then."""
+    """A request with a length limit, which a stop token may end earlier, from its second output token on."""
     params = SamplingParams(max_tokens=output_len, min_tokens=min(2, output_len), stop_token_ids=[STOP_TOKEN])
     prompt = list(range(100, 100 + prompt_len))
     max_num_tokens = prompt_len + output_len + 1
@@ -99,7 +99,7 @@ def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> 
         seq.request.sequences.append(seq)
     scheduler.requests[seq.request.request_id] = seq.request
     if queue != "waiting":
-        seq.request.metrics.num_preemptions = len(seq.request.prompt_token_ids) % 3  # it may have been put out before
+        seq.request.metrics.num_preemptions = len(seq.request.prompt_token_ids) % 3  # it may have been preempted before
     line = getattr(scheduler, queue)
     if isinstance(line, list):
         insort(line, seq, key=lambda other: other.order)
@@ -108,13 +108,13 @@ def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> 
 
 
 def take_out(scheduler: Any, request_id: str) -> None:
-    """Let a waiting request vanish from either scheduler."""
+    """Remove a waiting request from either scheduler, bypassing its methods."""
     del scheduler.requests[request_id]
     scheduler.waiting.remove(next(seq for seq in scheduler.waiting if seq.request.request_id == request_id))
 
 
 def make_batch(scheduler: Any) -> SchedulerOutput:
-    """A step in which everybody who runs computes all that there is to compute."""
+    """A step in which every running sequence computes all its uncomputed tokens."""
     output = SchedulerOutput()
     for seq in scheduler.running:
         if seq.num_uncomputed_tokens == 1:
@@ -128,12 +128,12 @@ def make_batch(scheduler: Any) -> SchedulerOutput:
 
 
 def names_of(queue: Any) -> list[str]:
-    """The requests whose sequences are in a queue, in order."""
+    """The ids of the requests in a queue, in order."""
     return [seq.request.request_id for seq in queue]
 
 
 def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
-    """Everything that can be seen of a scheduler and its step, by name, what matters most first."""
+    """The observable state of a scheduler and its step, by name, the most important first."""
     sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
     manager, facts = scheduler.block_manager, {}
     names = {seq.seq_id: seq.request.request_id for seq in sequences}
@@ -149,7 +149,7 @@ def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[st
     if output is not None:
         for name in ("num_batched_tokens", "num_prefills", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
             facts[name] = getattr(output, name)
-    tables = ({names.get(i, "one that has left"): table for i, table in kept.items()}
+    tables = ({names.get(i, "a finished sequence"): table for i, table in kept.items()}
               for kept in (manager.block_tables, manager.swapped_tables))  # fmt: skip
     facts["blocks"], facts["host blocks"] = tables
     facts["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
@@ -161,24 +161,24 @@ def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[st
 def compare(
     said: str, theirs: Any, mine: Any, hints: dict[str, str], outputs: tuple[SchedulerOutput, SchedulerOutput] | None = None
 ) -> None:
-    """Raise an AssertionError that tells of the first thing in which two schedulers differ."""
+    """Raise an AssertionError about the first difference between two schedulers, if there is one."""
     expected, got = (picture_of(scheduler, outputs and outputs[i]) for i, scheduler in enumerate((theirs, mine)))
     for name, value in expected.items():
-        expect(said, name, value, got[name], hints.get(name, f"what becomes of {name}"))
+        expect(said, name, value, got[name], hints.get(name, f"what happens to {name}"))
 
 
 def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Raise an AssertionError that says what was expected, what came, and where to look, unless the two are equal."""
+    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
     assert expected == got, f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}."
 
 
 def describe(scheduler: Any) -> str:
-    """The situation in a sentence or two."""
+    """Describe the situation in two sentences."""
     config, manager = scheduler.config, scheduler.block_manager
     queues = []
     for queue in _QUEUES:
         inside = ", ".join(f"{seq.request.request_id} ({seq.num_tokens} tokens)" for seq in getattr(scheduler, queue))
-        queues.append(f"{queue}: {inside or 'nobody'}")
+        queues.append(f"{queue}: {inside or 'empty'}")
     return (
         f"{'; '.join(queues)}. Policy {config.policy!r}, preemption_mode {config.preemption_mode!r}, max_num_seqs {config.max_num_seqs}, "
         f"max_num_batched_tokens {config.max_num_batched_tokens}; {manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} "

@@ -1,7 +1,7 @@
-"""Runs the cells of a submission in a kernel of its own, and stops what runs too long, takes too much memory or prints too much.
+"""Runs a submission's cells in a kernel of their own, and stops those that run too long, print too much or use too much memory.
 
-A cell that hangs is interrupted, and the rest runs on. When the kernel ends (or had to be ended), all is run again in a new one
-without the cell that ended it, so a learner keeps the points for what works.
+A cell that hangs is interrupted, and the rest still runs. If a cell takes the kernel down, everything is rerun in a new kernel without
+that cell, so a learner keeps the points for what works.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from minivllm.course.limits import CellRun, Limits, Output, Watch
-from minivllm.course.submissions import Cell
+from minivllm.course.grading.limits import CellRun, Limits, Output, Watch
+from minivllm.course.grading.submissions import Cell
 
 _START_SECONDS = 180
 _LAST_WORDS_SECONDS = 1.0
-"""How long output is waited for once the kernel said that a cell has ended."""
+"""How long to wait for output after the kernel has reported the end of a cell."""
 _MOST_STARTS = 4
 _LARGEST_MESSAGE = 16_000_000
 _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
@@ -35,13 +35,13 @@ _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a kernel knows of the lesson and of the machine.
+    """What a kernel needs to know about the lesson and the machine.
 
     Attributes:
-        preload: import statements that are run before the learner's first cell.
-        imports: those that bind names of the package; they are run again before each check.
-        unreadable: folders and files that cells cannot open.
-        unwritable: folders in which cells cannot write.
+        preload: Import statements to run before the learner's first cell.
+        imports: Import statements to rerun before each check, so that the names of the package are bound again.
+        unreadable: Folders and files that cells must not open.
+        unwritable: Folders in which cells must not write.
     """
 
     preload: tuple[str, ...] = ()
@@ -51,17 +51,17 @@ class Surroundings:
 
 
 class KernelDidNotStart(RuntimeError):  # noqa: N818
-    """The kernel of a submission did not answer."""
+    """The kernel of a submission did not respond."""
 
 
 def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits, stopped: Event) -> dict[int, CellRun]:
     """Run the code cells of a notebook, until `stopped` is set.
 
     Returns:
-        What came of each cell that was run, by its index in `cells`.
+        The outcome of each cell that was run, by its index in `cells`.
 
     Raises:
-        KernelDidNotStart: when a kernel did not start, or when it was stopped.
+        KernelDidNotStart: A kernel did not start, or `stopped` was set.
     """
     runs: dict[int, CellRun] = {}
     ended: set[int] = set()
@@ -78,7 +78,7 @@ def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits,
 
 
 def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], skip: set[int], seconds: float) -> int | None:
-    """Run all cells but some; returns the one that ended the kernel, if one did."""
+    """Run all cells except `skip`; return the index of the cell that took the kernel down, if one did."""
     deadline = time.monotonic() + seconds
     number = 0
     for index, cell in enumerate(cells):
@@ -88,7 +88,7 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
         if index in skip:
             continue
         run = kernel.run(cell, number, deadline)
-        if index in runs and runs[index].passed:  # what was once seen to work counts
+        if index in runs and runs[index].passed:  # a check that passed once counts
             run.passed = True
         runs[index] = run
         if run.status == "late":
@@ -99,7 +99,7 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
 
 
 class Kernel:
-    """One kernel, in a temporary folder of its own."""
+    """A kernel in its own temporary folder."""
 
     def __init__(self, surroundings: Surroundings, limits: Limits, stopped: Event) -> None:
         import zmq
@@ -110,7 +110,7 @@ class Kernel:
         self._stopped = stopped
         self._surroundings = surroundings
         self._stack = contextlib.ExitStack()
-        # A short path: the sockets lie below it, and the system allows them about a hundred characters.
+        # Short, because paths of sockets are limited to about a hundred characters.
         folder = tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True)
         self._folder = Path(self._stack.enter_context(folder)).resolve()
         self._workplace = self._folder / "work"
@@ -150,19 +150,19 @@ class Kernel:
             "most_file_bytes": self._limits.written_bytes,
         }
         (self._folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        package = str(Path(__file__).resolve().parents[2])
-        # pytest's own variable would keep ipykernel from seeing what is printed past Python.
+        package = str(Path(__file__).resolve().parents[3])
+        # With pytest's variable set, ipykernel would not capture output at the file descriptor level.
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "JPY_PARENT_PID": str(os.getpid()),  # it ends when the grader does
+            "JPY_PARENT_PID": str(os.getpid()),  # it exits with the grader
             "IPYTHONDIR": str(self._folder / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self._folder / "config"),
             "TMPDIR": str(workplace),
         }
-        code = "from minivllm.course.grading_kernel import main; main()"
+        code = "from minivllm.course.grading.kernel import main; main()"
         options = ["-f", str(self._folder / "k.json"), "--HistoryManager.enabled=False"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, str(self._folder / "settings.json"), *options],
@@ -172,7 +172,7 @@ class Kernel:
         self._iopub, self._shell = self._client.connect_iopub(), self._client.connect_shell()
         deadline = time.monotonic() + _START_SECONDS
         heard = answered = False
-        while not (heard and answered):  # only what is printed after the connection is there can be heard
+        while not (heard and answered):  # output sent before the subscription is lost
             if self._stopped.is_set() or time.monotonic() > deadline or self._process.poll() is not None:
                 raise KernelDidNotStart("Python could not be started for this notebook.")
             self._client.session.send(self._shell, "kernel_info_request", {})
@@ -186,9 +186,9 @@ class Kernel:
         """Run one cell.
 
         Args:
-            cell: a cell of code.
-            number: what stands in its In[...].
-            deadline: when the time of the whole notebook is over, in seconds of `time.monotonic`.
+            cell: A code cell.
+            number: Its execution count.
+            deadline: When the time for the whole notebook is up, in seconds of `time.monotonic`.
         """
         receipt = secrets.token_hex(16)
         order = {"kind": cell.kind, "number": number, "receipt": receipt}
@@ -227,7 +227,7 @@ class Kernel:
         return run
 
     def _await_reply(self, message_id: str, output: Output, watch: Watch) -> dict[str, Any] | None:
-        """What the kernel says when a cell has ended; None when it ended before, or had to be ended."""
+        """The kernel's reply at the end of a cell; None if the kernel exited or was killed."""
         while True:
             self._wait(0.1)
             if self._stopped.is_set():
@@ -263,7 +263,7 @@ class Kernel:
         poller.poll(seconds * 1000)
 
     def _listen(self, message_id: str, output: Output) -> None:
-        for _ in range(200):  # then it is time to look at the clock
+        for _ in range(200):  # then check the time
             message = self._receive(self._iopub)
             if message is None:
                 return
@@ -271,7 +271,7 @@ class Kernel:
                 output.add(message)
 
     def _receive(self, socket: Any) -> dict[str, Any] | None:
-        """The next message; what is no message, or has a wrong signature, is passed over."""
+        """The next message, or None; malformed or wrongly signed ones are skipped."""
         import zmq
 
         for _ in range(100):
@@ -305,7 +305,7 @@ class Kernel:
         return total
 
     def _written(self) -> int:
-        """Bytes on the disk in the kernel's folder, counted until they are too many."""
+        """Bytes on disk in the kernel's folder; stops counting above the limit."""
         total = 0
         for folder, _, names in os.walk(self._workplace):
             for name in names:
@@ -316,7 +316,7 @@ class Kernel:
         return total
 
     def _kill(self) -> None:
-        """End the kernel and all that it started."""
+        """Kill the kernel and everything it started."""
         import psutil
 
         if self._process is None:
@@ -330,7 +330,7 @@ class Kernel:
         self._process.wait()
 
     def _strays(self) -> list:
-        """Processes that left the kernel's family: they still have the name of its folder in their environment."""
+        """Processes that left the kernel's process tree, recognized by its folder in their environment."""
         import psutil
 
         found = []

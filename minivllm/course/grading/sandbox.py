@@ -1,8 +1,8 @@
-"""What stands around a learner's code while it is graded: doors that are closed to it, and the modules that are put back.
+"""Guards around a learner's code while it is graded: forbidden files and programs, and modules that are restored before each check.
 
-Both are written in Python and live in the process of the learner's code. They stop what people try: reading the solutions,
-writing into the project, replacing `check` or the functions behind it. They do not stop somebody who works on getting past them
-from the inside (through `ctypes`, say): for that, grade in a container or a virtual machine.
+Both run inside the learner's process. They stop what people try: reading the solutions, writing into the project, replacing `check` or
+the functions behind it. They do not stop a determined attacker inside the process (through `ctypes`, say): for that, grade in a
+container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _STANDARD = str(Path(os.__file__).parent)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STARTERS = ("IPython", "ipykernel", "pexpect", "ptyprocess")
-"""Installed packages that start programs because a cell says so."""
+"""Installed packages that start programs on behalf of a cell."""
 
 
 class Fence:
-    """An audit hook that refuses what a submission has no business with.
+    """An audit hook that blocks what a submission must not do.
 
     Args:
-        workplace: the submission's own folder, where everything is allowed.
-        unreadable: folders and files that it must not open, list or run.
-        unwritable: folders and files in which it must not change anything; the unreadable ones are among them.
+        workplace: The submission's own folder, where everything is allowed.
+        unreadable: Folders and files that it must not open, list or run.
+        unwritable: Folders and files that it must not change, besides the unreadable ones.
 
     Attributes:
-        refused: what was refused to cells since this was emptied, as the ends of sentences ("tried to read the solutions ...").
-        guards_programs: whether cells may not start programs now.
+        refused: What cells were refused since this list was last cleared, as predicates ("tried to open the solutions ...").
+        guards_programs: Whether cells are currently kept from starting programs.
     """
 
     def __init__(self, workplace: str, unreadable: Iterable[str], unwritable: Iterable[str]) -> None:
@@ -62,7 +62,7 @@ class Fence:
         self._unwritable = (*map(os.path.realpath, unwritable), *self._unreadable)
 
     def close(self) -> None:
-        """From now on and until the process ends. There is no way to open it again."""
+        """Start blocking, until the process ends: an audit hook cannot be removed."""
         sys.addaudithook(self._watch)
 
     def _watch(self, event: str, arguments: tuple) -> None:
@@ -84,7 +84,7 @@ class Fence:
 
     def _check(self, path: Any, writes: bool) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)):
-            return  # a file that is open already
+            return  # an open file descriptor
         real = os.path.realpath(os.fsdecode(path))
         if _is_in(real, self._workplace):
             return
@@ -94,14 +94,14 @@ class Fence:
             self._refuse("tried to write outside of its own folder")
 
     def _check_target(self, target: int, is_group: bool) -> None:
-        """A cell may end what it started itself; all of that is in the kernel's group."""
+        """A cell may signal only what it started, which is in the kernel's process group."""
         with suppress(ProcessLookupError):
             group = target if is_group else os.getpgid(target) if target > 0 else target
             if group not in (0, os.getpgrp()):
                 self._refuse("tried to end another program")
 
     def _refuse(self, what: str) -> None:
-        if what not in self.refused and _is_from_a_cell():  # what a package tries by itself is not the learner's doing
+        if what not in self.refused and _is_from_a_cell():  # a package's own attempts are not the learner's
             self.refused.append(what)
         raise PermissionError(f"A notebook that is being graded {what}.")
 
@@ -111,7 +111,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _is_from_a_cell() -> bool:
-    """Whether a cell asks for something, not a package that it uses: a compiler for Triton, a cache for Numba."""
+    """Whether the caller is a cell, and not a package that it uses (Triton starts a compiler, Numba writes a cache)."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -119,7 +119,7 @@ def _is_from_a_cell() -> bool:
         if folder is not None:
             return Path(name).relative_to(folder).parts[0] in _STARTERS
         if name != __file__ and not name.startswith(("<frozen", _STANDARD + os.sep)):
-            return not name.startswith(str(Path(__file__).parents[1]) + os.sep)
+            return not name.startswith(str(Path(__file__).parents[2]) + os.sep)
         frame = frame.f_back
     return True
 
@@ -132,10 +132,10 @@ _CONTAINERS = (list, dict, set)
 
 
 class Pristine:
-    """The modules that a check rests on, as they are now.
+    """A snapshot of the modules that checks depend on.
 
-    Kept are the whole of `minivllm` and of the modules that its checks are made with: functions with their code, classes with
-    their methods, and in `minivllm.course` the tables that checks are driven by.
+    Covers all of `minivllm` and the modules that its checks are built on: functions with their code, classes with their methods, and
+    the data tables of `minivllm.course`.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class Pristine:
             value = getattr(value, "__wrapped__", None)
 
     def restore(self) -> None:
-        """Put back what was changed since."""
+        """Undo all changes since the snapshot."""
         vars(builtins).update(self._builtins)
         sys.settrace(None)
         sys.setprofile(None)

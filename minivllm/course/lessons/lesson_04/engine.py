@@ -1,4 +1,4 @@
-"""A class that a learner wrote, in the engine: the same decisions as with the package's own class, and the same text."""
+"""Runs a learner's class in the engine: it must decide and write the same as the package's own class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_block_manager(manager_class: type) -> None:
-    """The same tables, copies and swaps as with the package's manager, step by step, in crowded runs on a simulated model."""
+    """The same tables, copies and swaps as with the package's manager in every step of crowded simulated runs."""
     from minivllm.core.block_space_manager import BlockSpaceManager
 
     for seed, mode in enumerate(("recompute", "swap", "swap")):
@@ -17,24 +17,26 @@ def check_block_manager(manager_class: type) -> None:
                 assert ours[what] == value, (
                     f"In step {number} of a simulated run (preemption by {mode}) {_difference(what, value, ours[what])}"
                 )
-        assert len(got) == len(wanted), f"A simulated run takes {len(wanted)} steps, but {len(got)} with your manager."
+        assert len(got) == len(wanted), (
+            f"The simulated run takes {len(wanted)} steps with the package's manager, but {len(got)} with yours."
+        )
 
 
 def _difference(what: str, wanted: Any, got: Any) -> str:
-    """What is otherwise than with the package's manager; of tables, that of the first sequence where it is."""
+    """Describe a difference from the package's manager; for tables, only the first one that differs."""
     if isinstance(wanted, dict):
         name = next(name for name in [*wanted, *got] if wanted.get(name) != got.get(name))
         what, wanted, got = f"{what} of sequence {name}", wanted.get(name), got.get(name)
-    return f"{what} should be {wanted}, as with the package's manager, but with yours it is {got}."
+    return f"{what} should be {wanted}, as with the package's manager, but is {got} with yours."
 
 
 def check_text(**parts: type) -> None:
-    """The real model writes the same text with parts of a learner's as with the package's own.
+    """The real model writes the same text with a learner's classes as with the package's own.
 
-    Continuations share blocks, and the cache is too small for all at once.
+    Samples of one prompt share blocks, and the cache is too small for all requests at once.
 
     Args:
-        **parts: What `LLM` takes, such as `block_space_manager_cls` and `scheduler_cls`.
+        **parts: Arguments for `LLM`, such as `block_space_manager_cls` and `scheduler_cls`.
     """
     wanted, got = _write(), _write(**parts)
     for theirs, ours in zip(wanted, got, strict=True):
@@ -42,7 +44,7 @@ def check_text(**parts: type) -> None:
 
 
 def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, Any]]:
-    """What was done in each step of a crowded run."""
+    """What the manager did in each step of a crowded run."""
     from minivllm.bench.simulation import make_simulated_engine
     from minivllm.sampling_params import SamplingParams
 
@@ -62,11 +64,11 @@ def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, 
     while engine.has_unfinished_requests():
         engine.step()
         steps += 1
-        assert steps < 2000, "A simulated run does not come to its end: it goes round in circles. Are blocks lost?"
+        assert steps < 2000, "A simulated run does not finish. Are blocks lost?"
     manager = engine.block_manager
     total = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
     assert total == (28, 16), (
-        f"When all requests are done, all 28 blocks of the device and all 16 of the host must be free, but {total[0]} and {total[1]} are."
+        f"When all requests are finished, all 28 device blocks and all 16 host blocks must be free, but {total[0]} and {total[1]} are."
     )
     assert engine.trace is not None
     return [
@@ -82,7 +84,7 @@ def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, 
 
 
 def _write(**parts: type) -> list[str]:
-    """Texts of the real model, with continuations that share blocks, in a cache that is too small for all."""
+    """Generate texts with the real model; samples share blocks, and the cache is too small for all."""
     from minivllm import LLM, SamplingParams
 
     llm = LLM("smollm2-135m", num_gpu_blocks_override=12, max_model_len=128, max_num_seqs=4, **parts)

@@ -1,8 +1,8 @@
-"""The kernel in which a submission is graded: an IPython kernel that runs checks by itself and limits what is printed.
+"""The kernel in which a submission is graded: an IPython kernel that runs checks itself and limits output.
 
-A check counts when its receipt came back, and the receipt is given from inside of its `with check(...)` block, as the last statement:
-nothing that a cell prints is a receipt. Before each check the course's modules are put back as they were, and the cell is compiled
-here, past whatever a cell may have hung into IPython.
+A check passes only if it returns its receipt, which is issued by a statement appended to its `with check(...)` block: nothing that a
+cell prints counts. Before each check the course's modules are restored, and the check is compiled here, bypassing any hooks that cells
+may have installed in IPython.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import Type
 
-from minivllm.course.fence import Fence, Pristine
+from minivllm.course.grading.sandbox import Fence, Pristine
 
 _MOST_ERROR = 5000
 
 
 class TooMuchOutput(RuntimeError):  # noqa: N818 - shown to the learner
-    """A cell printed more than is allowed."""
+    """A cell printed too much."""
 
 
 class LimitedOutStream(OutStream):
-    """Standard output and error that keep the first part of what a cell prints, and stop the cell when it does not end."""
+    """Standard output and error that truncate what a cell prints, and stop a cell that goes on printing."""
 
     kept = most = 1 << 62
     written = 0
 
     def write(self, string: str) -> int | None:
-        """Print a text, or the part of it that may still be kept."""
+        """Print a text, or as much of it as may still be kept."""
         limits = LimitedOutStream
         if isinstance(string, str):
             room = max(0, limits.kept - limits.written)
@@ -55,15 +55,15 @@ class LimitedOutStream(OutStream):
 
 
 class GradingShell(ZMQInteractiveShell):
-    """IPython in which `exit` ends the cell and not the kernel."""
+    """An IPython shell in which `exit` ends the cell, not the kernel."""
 
     def ask_exit(self) -> None:
-        """What `exit` and `quit` call."""
+        """Called by `exit` and `quit`."""
         raise SystemExit
 
 
 class GradingKernel(IPythonKernel):
-    """A kernel that is told with each cell what kind it is (in `user_expressions`) and says in its reply what came of it."""
+    """A kernel that is told the kind of each cell (in `user_expressions`) and reports in its reply whether a check passed."""
 
     shell_class = Type(GradingShell)
     fence: Fence
@@ -79,7 +79,7 @@ class GradingKernel(IPythonKernel):
         allow_stdin: bool = False,
         **more: Any,
     ) -> dict[str, Any]:
-        """Run a cell; the reply has its `receipt` if it is a check that passed, and what was `refused`."""
+        """Run a cell. The reply has the `receipt` of a check that passed, and what was `refused`."""
         order = user_expressions or {}
         self.fence.refused.clear()
         self.fence.guards_programs = order.get("kind") != "given"
@@ -90,9 +90,9 @@ class GradingKernel(IPythonKernel):
         else:
             try:
                 reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
-            except Exception as error:  # a cell broke IPython itself; without a reply it would be waited for
+            except Exception as error:  # a cell broke IPython itself; the client must not wait forever
                 reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
-        # A reply that is too long to be sent would be waited for.
+        # The client would wait forever for a reply that is too long to send.
         reply |= {"traceback": [], "payload": [], "evalue": _sendable(reply.get("evalue", ""))}
         reply["refused"] = list(self.fence.refused)
         return reply
@@ -122,15 +122,15 @@ class GradingKernel(IPythonKernel):
 
 
 def _sendable(text: str) -> str:
-    """The beginning of a text, without halves of characters."""
+    """The start of a text, without unpaired surrogates."""
     return text[:_MOST_ERROR].encode("utf-8", "replace").decode("utf-8")
 
 
 def with_receipt(source: str, name: str) -> ast.Module:
-    """A check cell with a call of `name` at the end of its `with check(...)` block, or at its own end when it has no such block.
+    """A check cell with a call of `name` appended to its `with check(...)` block, or to the cell if it has no such block.
 
     Raises:
-        SyntaxError: when the cell is not Python.
+        SyntaxError: The cell is not valid Python.
     """
     tree = ast.parse(source)
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With) and _calls_check(node)]
@@ -148,11 +148,11 @@ def _calls_check(block: ast.With) -> bool:
 
 
 def find_imports(sources: Iterable[str], package: str) -> list[str]:
-    """The statements of a lesson's own cells that import something of a package."""
+    """The import statements in a lesson's own cells that import from a package."""
     found = []
     for source in sources:
         try:
-            tree = ast.parse(TransformerManager().transform_cell(source))  # a lesson begins with magics
+            tree = ast.parse(TransformerManager().transform_cell(source))  # lessons use magics
         except SyntaxError:
             continue
         for node in ast.walk(tree):
@@ -164,15 +164,15 @@ def find_imports(sources: Iterable[str], package: str) -> list[str]:
 
 
 def main() -> None:
-    """Start the kernel. The first argument is the file with its settings, the others are the kernel's."""
+    """Start the kernel. The first argument is its settings file, the rest are ipykernel's."""
     settings = json.loads(Path(sys.argv.pop(1)).read_text(encoding="utf-8"))
-    with suppress(ImportError):  # there is none on Windows
+    with suppress(ImportError):  # not on Windows
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (settings["most_file_bytes"],) * 2)
     for statement in settings["preload"]:
-        with suppress(Exception):  # the cell that has it will say so
+        with suppress(Exception):  # the cell that imports it will report the error
             exec(statement, {})
     app = IPKernelApp.instance(kernel_class=GradingKernel, quiet=True)
     app.outstream_class = f"{__name__}.{LimitedOutStream.__name__}"

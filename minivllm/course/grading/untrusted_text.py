@@ -1,4 +1,4 @@
-"""Text that a learner wrote, made harmless for a page, a table or a terminal."""
+"""Makes text from learners safe for a web page, a spreadsheet or a terminal."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def without_colours(text: str) -> str:
-    """A text without the codes that colour a terminal."""
+    """Remove terminal colour codes."""
     return _ANSI.sub("", text)
 
 
 def plain(text: str) -> str:
-    """A text without colour codes and without characters that XML and HTML cannot have."""
+    """Remove colour codes, and replace characters that XML and HTML cannot contain."""
     return _NOT_IN_XML.sub("\ufffd", without_colours(text))
 
 
 def plain_but_coloured(text: str) -> str:
-    """A text whose only control characters are those of colour codes."""
+    """Replace characters that XML and HTML cannot contain, but keep colour codes."""
     return "\x1b".join(_NOT_IN_XML.sub("\ufffd", part) for part in text.split("\x1b"))
 
 
 def csv_text(text: str) -> str:
-    """A text of one line that no spreadsheet takes for a formula."""
+    """Turn a text into one line that no spreadsheet takes for a formula."""
     text = " ".join(plain(text).split())
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -1,7 +1,7 @@
-"""Grades submissions: puts the lesson's cells back, runs the notebook, and says of each check whether it passed and why not.
+"""Grades submissions: restores the lesson's cells, runs the notebook, and reports for each check whether it passed, or why not.
 
-A submission can do nothing to the others: whatever happens with one of them ends in a reason. (nbgrader's autograder is the model;
-here a check counts only when its receipt came back, see `grading_kernel`.)
+No submission can affect another: whatever goes wrong in one becomes a reason in its grade. (Modelled on nbgrader's autograder; here a
+check passes only if it returns its receipt, see `kernel.py`.)
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.foreign_text import without_colours
-from minivllm.course.limits import CellRun, Limits
-from minivllm.course.runner import Surroundings, run_cells
-from minivllm.course.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.kernel_client import Surroundings, run_cells
+from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
+from minivllm.course.grading.untrusted_text import without_colours
 
 _MOST_REASON = 600
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came of one check: whether it passed, and what a learner should know about it."""
+    """The result of one check: whether it passed, and what the learner should know."""
 
     check: GradedCell
     passed: bool
@@ -32,21 +32,21 @@ class CheckResult:
 
     @property
     def points(self) -> float:
-        """What it gives."""
+        """The points earned."""
         return self.check.points if self.passed else 0
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What came of one submission.
+    """The grade of one submission.
 
     Attributes:
-        submission: whose it is.
-        results: one for each check of the lesson, in order.
-        notes: what else is to be said, as sentences.
-        cells: the notebook as it was graded; empty when it could not be read.
-        runs: what came of its cells, by index.
-        remarks: what went wrong in its cells, by index, as sentences.
+        submission: What was graded.
+        results: One per check of the lesson, in order.
+        notes: Further remarks, as sentences.
+        cells: The notebook as it was graded; empty if it could not be read.
+        runs: The outcomes of its cells, by index.
+        remarks: What went wrong in its cells, by index, as sentences.
     """
 
     submission: Submission
@@ -58,17 +58,17 @@ class Grade:
 
     @property
     def score(self) -> float:
-        """The points of all checks that passed."""
+        """The points earned."""
         return sum(result.points for result in self.results)
 
     @property
     def most(self) -> float:
-        """The points that there are."""
+        """The points available."""
         return sum(result.check.points for result in self.results)
 
     @property
     def reason(self) -> str:
-        """Why not all points, in a line."""
+        """Why points are missing, in one line."""
         reasons = [*self.notes, *(result.reason for result in self.results if not result.passed)]
         return " ".join(dict.fromkeys(" ".join(reason.split()) for reason in reasons if reason))
 
@@ -80,14 +80,14 @@ def grade_all(
     unreadable: Sequence[Path],
     unwritable: Sequence[Path],
 ) -> Iterator[Grade]:
-    """Grade submissions, so many at a time; they come as they are ready.
+    """Grade submissions in parallel; yields grades as they are ready.
 
     Args:
-        submissions: what is graded.
-        limits: for each of them.
-        jobs: how many run at a time.
-        unreadable: folders and files that no submission can open, besides those of the submissions themselves.
-        unwritable: folders in which none can write.
+        submissions: What to grade.
+        limits: For each submission.
+        jobs: How many to run at a time.
+        unreadable: Folders and files that submissions must not open, besides each other's.
+        unwritable: Folders in which they must not write.
     """
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
@@ -97,7 +97,7 @@ def grade_all(
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:  # an interrupted teacher does not wait for what still runs
+        finally:  # on an interrupt, do not wait for running kernels
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
@@ -105,14 +105,14 @@ def grade_all(
 def grade(
     submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path], stopped: Event | None = None
 ) -> Grade:
-    """Grade one submission. Nothing that is in it raises; `stopped` ends it before its time."""
+    """Grade one submission, whatever is in it; setting `stopped` ends it early."""
     try:
         return _grade(submission, limits, surroundings_of(submission.lesson, unreadable, unwritable), stopped or Event())
     except DamagedNotebook as error:
         return _nothing(submission, str(error))
     except Exception as error:
         return _nothing(
-            submission, f"This notebook could not be graded, please tell your teacher ({type(error).__name__}: {error})."
+            submission, f"This notebook could not be graded. Please tell your teacher: {type(error).__name__}: {error}."
         )
 
 
@@ -130,7 +130,7 @@ def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, s
     late = next((index for index, run in runs.items() if run.status == "late"), None)
     notes = [*submission.notes, *restored.notes]
     if late is not None:
-        notes.append(f"The notebook ran longer than {limits.total_seconds:g} s in all and was stopped at cell {numbers[late]}.")
+        notes.append(f"The notebook took more than {limits.total_seconds:g} s in total and was stopped at cell {numbers[late]}.")
     for index, cell in enumerate(cells):
         run = runs.get(index)
         remarks[index] = _remarks(cell, run, numbers.get(index), limits)
@@ -151,8 +151,8 @@ def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, s
 
 
 def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:
-    """What a kernel needs to know for a lesson."""
-    from minivllm.course.grading_kernel import find_imports
+    """The surroundings of a kernel for a lesson."""
+    from minivllm.course.grading.kernel import find_imports
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
     return Surroundings(
@@ -164,47 +164,47 @@ def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequ
 
 
 def _numbers(cells: Sequence[Cell]) -> dict[int, int]:
-    """What stands in the In[...] of each code cell."""
+    """The execution count of each code cell, by index."""
     code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
     return {index: number for number, index in enumerate(code, start=1)}
 
 
-_RUN_WITHOUT = "the rest was run without it"
+_RUN_WITHOUT = "the other cells were run without it"
 
 
 def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits) -> list[str]:
-    """What went wrong in one cell, as sentences for the learner."""
+    """What went wrong in a cell, as sentences for the learner."""
     if run is None:
         return []
     what = {
-        "given": f"Cell {number}, which is the lesson's,",
-        "check": f"What you wrote, called by the check in cell {number},",
+        "given": f"Cell {number}, part of the lesson,",
+        "check": f"Your code, called by the check in cell {number},",
     }.get(cell.kind, f"Your cell {number}")
     name, text = run.error
     sentences = {
         "slow": f"{what} ran longer than {limits.cell_seconds:g} s and was stopped.",
         "loud": f"{what} printed more than {limits.most_output / 10**6:g} MB and was stopped.",
-        "deaf": f"{what} could not be stopped after {limits.cell_seconds:g} s, so Python was ended; {_RUN_WITHOUT}.",
-        "dead": f"{what} ended Python (os._exit, exit, or a crash); {_RUN_WITHOUT}.",
-        "memory": f"{what} took more than {limits.memory_bytes / 1024**3:.3g} GiB of memory and was ended; {_RUN_WITHOUT}.",
+        "deaf": f"{what} could not be stopped after {limits.cell_seconds:g} s, so its kernel was killed; {_RUN_WITHOUT}.",
+        "dead": f"{what} made Python exit (os._exit, exit, or a crash); {_RUN_WITHOUT}.",
+        "memory": f"{what} used more than {limits.memory_bytes / 1024**3:.3g} GiB of memory and was killed; {_RUN_WITHOUT}.",
     }
-    sentences["disk"] = f"{what} wrote more than {limits.written_bytes / 1024**3:.3g} GiB and was ended; {_RUN_WITHOUT}."
-    remarks = [f"{what} {refusal}, which was refused." for refusal in run.refused]
+    sentences["disk"] = f"{what} wrote more than {limits.written_bytes / 1024**3:.3g} GiB to disk and was killed; {_RUN_WITHOUT}."
+    remarks = [f"{what} {refusal}, which is not allowed." for refusal in run.refused]
     if run.status in sentences:
         remarks.insert(0, sentences[run.status])
     elif run.status == "error" and cell.kind == "check":
         remarks.insert(0, _check_text(cell, name, text))
     elif run.status == "error" and name == "SystemExit":
-        remarks.insert(0, f"{what} called exit or sys.exit and ended there.")
+        remarks.insert(0, f"{what} called exit or sys.exit and stopped there.")
     elif run.status == "error" and not (name == "PermissionError" and run.refused):
-        remarks.insert(0, f"{what} ended with an error, {_error(name, text)}")
+        remarks.insert(0, f"{what} raised an error, {_error(name, text)}")
     elif run.status == "ok" and cell.kind == "check" and not run.passed:
         remarks.insert(0, "This check did not run to its end.")
     return remarks
 
 
 def _check_text(cell: Cell, name: str, text: str) -> str:
-    """What a failed check said, without the headline that is known."""
+    """The message of a failed check without its headline."""
     if name != "CheckFailed":
         return _error(name, text)
     headline, _, rest = text.partition("\n")
@@ -213,7 +213,7 @@ def _check_text(cell: Cell, name: str, text: str) -> str:
 
 
 def _error(name: str, text: str) -> str:
-    first = re.sub(r" ?\(<string>[^)]*\)|\d+\.py, (?=line \d+\))", "", text.strip().split("\n")[0])[:200]  # a made-up file name
+    first = re.sub(r" ?\(<string>[^)]*\)|\d+\.py, (?=line \d+\))", "", text.strip().split("\n")[0])[:200]  # an internal file name
     return f"{name}: {first}." if first else f"{name}."
 
 

@@ -1,8 +1,8 @@
-"""The checks of lesson 07: a learner's scheduler and the package's own, in the same random situations.
+"""The checks of lesson 07: a learner's scheduler against the package's own, in the same random situations.
 
-Most checks set up one situation twice, in a class of the learner and in `minivllm.core.scheduler.Scheduler`, let both do one thing,
-and compare queues, blocks and the step that came of it. What a method calls from the floors below it is given here, so that one
-mistake fails one check.
+Most checks set up one situation in the learner's class and in `minivllm.core.scheduler.Scheduler`, call the same method on both, and
+compare queues, blocks and the resulting step. The other methods that it calls are replaced by correct ones, so that one mistake fails
+one check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minivllm.bench.simulation import make_simulated_engine
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.course.twin_schedulers import (
+from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
     compare,
     describe,
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
 
 _ROUNDS = 40
-"""Random situations in a check."""
+"""Random situations per check."""
 
 
-# -- the checks, floor by floor --------------------------------------------------------------------------------------
+# -- the checks, method by method ------------------------------------------------------------------------------------
 
 
 def check_add_request(cls: type) -> None:
-    """`add_request`: one sequence for each request, at its place among those that wait."""
+    """`add_request`: one sequence per request, at its place in the waiting queue."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"add {seed}")
         policy = rng.choice(("fcfs", "priority"))
@@ -56,29 +56,29 @@ def check_add_request(cls: type) -> None:
             requests = [make_request(str(number), 3, 9, priority=priority, arrival=arrival) for _ in range(2)]
             mine.add_request(requests[0])
             theirs.add_request(requests[1])
-            said = f"policy {policy!r}, request {number} with priority {priority} and arrival_time {arrival} has been added."
+            said = f"Policy {policy!r}, after adding request {number} with priority {priority} and arrival_time {arrival}."
             expect(said, "request.sequences", ["one Sequence"], ["one " + type(s).__name__ for s in requests[0].sequences],
                     "request.sequences.append(...)")  # fmt: skip
-            compare(said, theirs, mine, {"waiting": "`order`, and at what is put where", "requests": "self.requests"})
-            if rng.random() < 0.3:  # somebody leaves, and the next one must not get the same number
+            compare(said, theirs, mine, {"waiting": "`order`, and where the sequence is inserted", "requests": "self.requests"})
+            if rng.random() < 0.3:  # one leaves, and the next must not get the same number
                 for scheduler in (mine, theirs):
                     request_id = names_of(scheduler.waiting)[-1]
                     take_out(scheduler, request_id)
         orders = [seq.order for seq in mine.waiting]
-        expect(f"policy {policy!r}, all requests have been added.", "different values of `order`", len(orders),
-                len(set(orders)), "how `order` tells requests of equal priority and arrival_time apart")  # fmt: skip
+        expect(f"Policy {policy!r}, after adding all requests.", "different values of `order`", len(orders),
+                len(set(orders)), "how `order` distinguishes requests of equal priority and arrival_time")  # fmt: skip
         seq_ids = [seq.seq_id for seq in mine.waiting]
-        expect("Requests came and left.", "different values of `seq_id`", len(seq_ids), len(set(seq_ids)),
-                "where the number comes from: len(self.requests) can be the same twice")  # fmt: skip
+        expect("After requests came and left.", "different values of `seq_id`", len(seq_ids), len(set(seq_ids)),
+                "where seq_id comes from: len(self.requests) can repeat")  # fmt: skip
 
 
 def check_abort_request(cls: type) -> None:
-    """`finish` and `abort_request`: a sequence leaves the queue that it is in, and all its blocks are free."""
+    """`finish` and `abort_request`: a sequence leaves its queue, and its blocks are freed."""
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(cls, f"abort {seed}", running=(1, 4), waiting=(1, 3), swapped=(1, 3))
         rng = random.Random(f"aborted {seed}")
         status = rng.choice((SequenceStatus.FINISHED_ABORTED, SequenceStatus.FINISHED_ERROR))
-        for request_id in rng.sample([*sorted(mine.requests), "nobody's id"], 3):
+        for request_id in rng.sample([*sorted(mine.requests), "an unknown id"], 3):
             said = f"{describe(mine)} Then abort_request({request_id!r}, {status})."
             everyone = dict(mine.requests)
             theirs_everyone = dict(theirs.requests)
@@ -87,7 +87,7 @@ def check_abort_request(cls: type) -> None:
             compare(said, theirs, mine, {"blocks": "whether its blocks are freed", "requests": "self.requests"})
             if request_id in everyone:
                 expected, got = (all_[request_id].sequences[0].status for all_ in (theirs_everyone, everyone))
-                expect(said, "seq.status", expected, got, "the status that abort_request is given")
+                expect(said, "seq.status", expected, got, "the status passed to abort_request")
     request = make_request("a", 3, 9)
     scheduler = make_scene(cls, "default")
     place(scheduler, "waiting", Sequence(99, request), (99,))
@@ -97,10 +97,10 @@ def check_abort_request(cls: type) -> None:
 
 
 def check_fits(cls: type) -> None:
-    """`fits`: places, tokens, blocks, each at its very limit."""
+    """`fits`: the limits of sequences, tokens and blocks, each just met and just missed."""
     for seed in range(3 * _ROUNDS):
         rng = random.Random(f"fits {seed}")
-        limit = ("places", "tokens", "blocks", "watermark", "no watermark")[seed % 5]
+        limit = ("sequences", "tokens", "blocks", "watermark", "no watermark")[seed % 5]
         scheduler = make_scene(
             cls, f"fits {seed}", running=(0, 0) if limit == "no watermark" else (1, 4), waiting=(1, 1), spare=(30, 30)
         )
@@ -108,12 +108,12 @@ def check_fits(cls: type) -> None:
         slack = rng.randint(-1, 1)
         output.num_batched_tokens = rng.randint(0, 20)
         places, tokens = len(scheduler.running) + 3, output.num_batched_tokens + seq.num_tokens + 3
-        if limit == "places":
+        if limit == "sequences":
             places = len(scheduler.running) + 1 + min(slack, 0)
         elif limit == "tokens":
             tokens = max(places, output.num_batched_tokens + seq.num_tokens + slack)
         else:
-            manager.watermark_blocks = 2 if "watermark" in limit else 0  # nobody runs: nobody to keep it for
+            manager.watermark_blocks = 2 if "watermark" in limit else 0  # with nothing running, it is not kept
             needed = manager.num_blocks_for(seq.num_tokens) + (2 if limit == "watermark" else 0) + slack
             while manager.get_num_free_gpu_blocks() > max(needed, 0):
                 manager.gpu_allocator.allocate()
@@ -122,19 +122,19 @@ def check_fits(cls: type) -> None:
         before = picture_of(scheduler)
         got = scheduler.fits(seq, output)
         said = (
-            f"{len(scheduler.running)} of {scheduler.config.max_num_seqs} places are taken. The step has "
+            f"{len(scheduler.running)} of {scheduler.config.max_num_seqs} sequences are running. The step has "
             f"{output.num_batched_tokens} of {scheduler.config.max_num_batched_tokens} tokens. "
-            f"{manager.get_num_free_gpu_blocks()} blocks of {manager.block_size} tokens are free, the watermark is "
+            f"{manager.get_num_free_gpu_blocks()} blocks of {manager.block_size} tokens are free, and the watermark is "
             f"{manager.watermark_blocks}. The sequence has {seq.num_prompt_tokens} prompt and {seq.num_output_tokens} output tokens."
         )
-        look = "the watermark: it is kept only when somebody runs" if "watermark" in limit else f"the limit of {limit}"
+        look = "the watermark: it is kept only while something is running" if "watermark" in limit else f"the limit of {limit}"
         expect(said, "fits(seq, output)", expected, bool(got), look)
         expect(said, "what fits() changes", "nothing", "nothing" if picture_of(scheduler) == before else "something",
-                "what fits() calls: it only asks")  # fmt: skip
+                "what fits() calls: it must not change anything")  # fmt: skip
 
 
 def check_admit(cls: type) -> None:
-    """`admit`: in order, until the first that does not fit."""
+    """`admit`: in order, up to the first sequence that does not fit."""
     isolated = _isolate(cls, fits=_fits)
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(isolated, f"admit {seed}", running=(0, 3), waiting=(0, 6), spare=(0, 14), budget=(8, 30))
@@ -143,23 +143,23 @@ def check_admit(cls: type) -> None:
         theirs._admit(outputs[0])
         mine.admit(outputs[1])
         hints = {
-            "running": "who is taken, and that `put` keeps the queue sorted",
-            "batch": "the first that does not fit: it ends the round",
+            "running": "which sequences are admitted, and that `put` keeps the queue sorted",
+            "batch": "the first sequence that does not fit: nothing may overtake it",
             "num_prefills": "output.num_prefills",
         }
         compare(said, theirs, mine, hints, outputs)
 
 
 def check_schedule(cls: type) -> None:
-    """`schedule` and `decode`: prefill if anybody can join, else a token for each that runs."""
+    """`schedule` and `decode`: prefill if any sequence can be admitted, else one token per running sequence."""
     _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
-        "phase": "which comes first, prefill or decode", "batch": "who gets how many tokens",
+        "phase": "which comes first, prefill or decode", "batch": "how many tokens each sequence gets",
         "blocks": "block_manager.append_slots(seq): the newest token needs a slot",
     })  # fmt: skip
 
 
 def check_update(cls: type) -> None:
-    """`update`: tokens are counted and appended, and who has all of them leaves."""
+    """`update`: tokens are counted and appended, and finished sequences leave."""
     isolated = _isolate(cls, finish=_finish)
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(isolated, f"update {seed}", running=(1, 5), waiting=(0, 2), spare=(8, 8), prefill=True)
@@ -167,7 +167,7 @@ def check_update(cls: type) -> None:
         tokens = [rng.choice((5, 6, STOP_TOKEN)) for _ in mine.running]
         aborted = mine.running[0].request.request_id if seed % 4 == 0 else None
         said = f"{describe(mine)} Then update(output, results) with new tokens {tokens}"
-        said += f"; {aborted!r} was aborted while the step ran." if aborted else f"; stop token is {STOP_TOKEN}."
+        said += f"; {aborted!r} was aborted during the step." if aborted else f"; the stop token is {STOP_TOKEN}."
         got = []
         for scheduler in (mine, theirs):
             output = make_batch(scheduler)
@@ -179,42 +179,47 @@ def check_update(cls: type) -> None:
             got.append(([(s.request.request_id, i) for s, i in advanced or ()],
                         {s.request.request_id: (s.token_ids, s.num_computed_tokens, s.status.value) for s in everyone}))  # fmt: skip
         for what, expected, came, look in (
-            ("tokens, computed tokens and status of each", got[1][1], got[0][1], "num_computed_tokens, token_ids, and `ends`"),
-            ("what update returns", got[1][0], got[0][0], "the (sequence, number of its result) pairs"),
+            (
+                "tokens, computed tokens and status of each sequence",
+                got[1][1],
+                got[0][1],
+                "num_computed_tokens, token_ids, and `ends`",
+            ),
+            ("what update returns", got[1][0], got[0][0], "the pairs (sequence, index of its result)"),
         ):
             expect(said, what, expected, came, look)
-        compare(said, theirs, mine, {"running": "who has ended", "blocks": "what `finish` does"})
+        compare(said, theirs, mine, {"running": "which sequences have finished", "blocks": "what `finish` does"})
 
 
 def check_recompute(cls: type) -> None:
-    """`preempt`, and a `decode` that calls it: the latest gives way, and begins again later."""
+    """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
     _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
-        "batch": "who still has a slot for its next token", "preempted": "who gives way: the last in self.running, one at a time",
+        "batch": "which sequences have a slot for their next token", "preempted": "which gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
-        "computed": "num_computed_tokens: its keys and values are gone", "preemptions": "request.metrics.num_preemptions",
+        "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
     _check_preempt(_isolate(cls, fits=_fits, admit=_admit), "recompute")
 
 
 def check_swap_out(cls: type) -> None:
-    """`preempt` with `preemption_mode="swap"`: to the host where there is room, else as before."""
+    """`preempt` with `preemption_mode="swap"`: to the host if there is room, else recompute."""
     made = _isolate(cls, fits=_fits, admit=_admit)
     scene = {"running": (2, 9), "spare": (0, 1), "mode": "any", "host": (0, 16), "longest_prompt": 3}
     _check_schedule(made, "swap out", scene, {
         "swapped": "config.preemption_mode and can_swap_out", "blocks_to_swap_out": "the pairs that swap_out returns",
-        "computed": "num_computed_tokens: what is swapped out is not lost",
+        "computed": "num_computed_tokens: swapping out loses nothing",
     })  # fmt: skip
     _check_preempt(made, "swap")
 
 
 def check_swap_in(cls: type) -> None:
-    """`swap_in`, and who goes first when some wait and some are swapped out."""
+    """`swap_in`, and the order between waiting and swapped-out sequences."""
     hints = {
-        "running": "who may come in: places, blocks, and the smaller `order` of waiting[0] and swapped[0]",
-        "swapped": "who may come back, and in which order",
-        "swapped_in": "who may come back, and whether anybody was preempted in this step",
+        "running": "which may enter: max_num_seqs, blocks, and the smaller `order` of waiting[0] and swapped[0]",
+        "swapped": "which may return, and in which order",
+        "swapped_in": "which may return, and whether this step preempted a sequence",
         "blocks_to_swap_in": "the pairs that swap_in returns",
-        "batch": "that who comes back decodes in the same step",
+        "batch": "that a sequence that returns decodes in the same step",
         "blocks": "append_slots after swap_in",
     }
     scene = {"running": (0, 3), "waiting": (0, 2), "swapped": (1, 4), "spare": (0, 14), "mode": "any", "host": (0, 16)}
@@ -226,16 +231,14 @@ def check_swap_in(cls: type) -> None:
             scheduler.block_manager.watermark_blocks = scheduler.block_manager.num_gpu_blocks
         said = f"{describe(mine)} Then schedule()."
         outputs = theirs.schedule(), mine.schedule()
-        compare(
-            said, theirs, mine, {"running": "can_swap_in: when nobody runs, there is nobody to keep the watermark for"}, outputs
-        )
+        compare(said, theirs, mine, {"running": "can_swap_in: with nothing running, the watermark is not kept"}, outputs)
 
 
 def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
-    """The whole, in the simulated engine: the same decisions as the package's scheduler, step by step.
+    """The whole scheduler in the simulated engine: the same decisions as the package's, step by step.
 
     Returns:
-        The trace of the learner's scheduler in the last of the runs, in which sequences are swapped.
+        The trace of the learner's scheduler in the last run, in which sequences are swapped.
     """
     trace = None
     for number, options in enumerate((
@@ -245,18 +248,18 @@ def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
         expected, trace = (_run(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
         difference = first_difference(expected, trace)
         assert difference is None, (
-            f"With {options or 'FCFS and recompute'}, the two schedulers come apart at {difference}. Recorded is the package's "
-            f"Scheduler, replayed is yours. Look at the floor that decides this, or draw that step of both."
+            f"With {options or 'FCFS and recompute'}, the two schedulers differ at {difference}. Recorded is the package's Scheduler, "
+            f"replayed is yours. Look at the method that decides this, or draw that step of both."
         )
     assert trace is not None
     return trace
 
 
 def check_text(llm: LLM) -> list[str]:
-    """The whole, in the real engine: the same text as with the package's scheduler.
+    """The whole scheduler in the real engine: the same texts as with the package's.
 
     Args:
-        llm: Made with the learner's scheduler, and with so few blocks that some of its requests must be preempted.
+        llm: An `LLM` with the learner's scheduler, and so few blocks that requests must be preempted.
 
     Returns:
         The texts.
@@ -278,10 +281,10 @@ def check_text(llm: LLM) -> list[str]:
                      sum(len(step.preempted) for step in trace)))  # fmt: skip
     theirs, mine = runs
     if not theirs[-1]:
-        raise ValueError("With so many blocks nobody is preempted: make the LLM with a smaller num_gpu_blocks_override.")
+        raise ValueError("With this many blocks nothing is preempted: create the LLM with a smaller num_gpu_blocks_override.")
     said = f"Five prompts, {llm.llm_engine.block_manager.num_gpu_blocks} blocks."
     for what, expected, got in zip(("the texts", "steps", "preemptions"), theirs, mine, strict=True):
-        expect(said, what, expected, got, "check_decisions first: if it passes, at what only the real engine needs")
+        expect(said, what, expected, got, "check_decisions first; if it passes, at what only the real engine needs")
     return mine[0]
 
 
@@ -289,7 +292,7 @@ def check_text(llm: LLM) -> list[str]:
 
 
 def _check_preempt(cls: type, mode: str) -> None:
-    """`preempt` puts out whom it is given, wherever that one stands."""
+    """`preempt` preempts the sequence it is given, wherever that is in the queue."""
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(cls, f"preempt {mode} {seed}", running=(2, 4), spare=(8, 8), mode=mode, host=(0, 12))
         place = seed % len(mine.running)
@@ -298,11 +301,11 @@ def _check_preempt(cls: type, mode: str) -> None:
         said = f"{describe(mine)} Then preempt({name!r}'s sequence, output)."
         theirs._preempt(theirs.running[place], outputs[0])
         mine.preempt(mine.running[place], outputs[1])
-        compare(said, theirs, mine, {"running": "the sequence that `preempt` is given"}, outputs)
+        compare(said, theirs, mine, {"running": "the sequence passed to `preempt`"}, outputs)
 
 
 def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str, str]) -> None:
-    """Let both schedule one step in many situations."""
+    """Let both schedulers schedule one step in many situations."""
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(cls, f"{name} {seed}", **scene)
         said = f"{describe(mine)} Then schedule()."
@@ -312,7 +315,7 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str
 
 
 def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
-    """Requests come and go in a simulated engine with too few blocks."""
+    """Run a random workload in a simulated engine with too few blocks."""
     rng = random.Random(seed)
     engine = make_simulated_engine(
         scheduler=cls, max_model_len=120, max_num_batched_tokens=160, **{"num_gpu_blocks": 40, "block_size": 4, **options}
@@ -330,14 +333,14 @@ def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
         if not engine.has_unfinished_requests():
             return trace
         engine.step()
-    raise AssertionError(f"With {options}, {len(engine.scheduler.requests)} requests never end. Look at who waits for what.")
+    raise AssertionError(f"With {options}, {len(engine.scheduler.requests)} requests never finish. Look at what each waits for.")
 
 
-# -- what a floor rests on, given -----------------------------------------------------------------------------------
+# -- correct methods, in place of a learner's ------------------------------------------------------------------------
 
 
 def _isolate(cls: type, **methods: Any) -> type:
-    """The class on floors that are right."""
+    """The class with some of its methods replaced by correct ones."""
     return type(cls.__name__, (cls,), methods)
 
 

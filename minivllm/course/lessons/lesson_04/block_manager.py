@@ -1,7 +1,7 @@
-"""The checks of lesson 04: a block manager, floor by floor, and then in the engine.
+"""The checks of lesson 04 for each part of a block manager.
 
-Each takes a class that a learner wrote, tries it on inputs that stand nowhere in the notebook, and says in its assertions what was
-expected, what came and where to look. They only use the names that the exercise gives.
+Each takes a learner's class and tries it on inputs that are not in the notebook. Its assertions say what was expected, what came and
+where to look. They use only names that the exercise introduces.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
-from minivllm.course.by_hand import add_token, fork_sequence, make_sequence
-from minivllm.course.table_checks import check_references, count_references, grow_and_compare, tell_end
+from minivllm.course.lessons.block_tables import add_token, fork_sequence, make_sequence
+from minivllm.course.lessons.lesson_04.tables import check_references, count_references, grow_and_compare, last_actions
 from minivllm.request import Sequence
 
 _BLOCK_SIZES = (1, 3, 4, 16)
 
 
 def check_pool(pool_class: type) -> None:
-    """`allocate`, `share` and `release` against a list and a counter."""
+    """`allocate`, `share` and `release`, compared with a list of free blocks and a list of counts."""
     rng = random.Random(4)
     num_blocks = rng.randrange(9, 15)
     pool = pool_class(num_blocks)
     free, counts = list(range(num_blocks)), [0] * num_blocks
-    story: list[str] = []
+    actions: list[str] = []
     for _ in range(300):
         used = [block for block in range(num_blocks) if counts[block]]
         action = rng.choice(["allocate", "allocate", "share", "release", "release"])
         if action == "allocate" and free:
-            story.append("allocate()")
+            actions.append("allocate()")
             got, wanted = index(pool.allocate()), free.pop(0)
             assert got == wanted, (
-                f"After {tell_end(story)} block {wanted} was expected, the one that has been free for the longest time, but {got!r} came."
+                f"After {last_actions(actions)}: expected block {wanted}, which has been free the longest, but got {got!r}."
             )
             counts[wanted] = 1
         elif action == "share" and used:
             block = rng.choice(used)
-            story.append(f"share({block})")
+            actions.append(f"share({block})")
             pool.share(block)
             counts[block] += 1
         elif action == "release" and used:
             block = rng.choice(used)
-            story.append(f"release({block})")
+            actions.append(f"release({block})")
             pool.release(block)
             counts[block] -= 1
             if not counts[block]:
                 free.append(block)
         assert index(pool.num_free) == len(free), (
-            f"After {tell_end(story)} {len(free)} blocks are free, but num_free is {pool.num_free!r}: a block is free when the last "
-            f"table that named it is gone, and not before."
+            f"After {last_actions(actions)}: {len(free)} blocks are free, but num_free is {pool.num_free!r}. A block becomes free when its last "
+            f"reference is released, and not before."
         )
         assert count_references(pool, num_blocks) == counts, (
-            f"After {tell_end(story)} ref_counts should be {counts}, but are {pool.ref_counts}."
+            f"After {last_actions(actions)}: ref_counts should be {counts}, but are {pool.ref_counts}."
         )
     pool = pool_class(3)
     block = pool.allocate()
@@ -63,16 +63,14 @@ def check_pool(pool_class: type) -> None:
     except ValueError:
         pass
     else:
-        raise AssertionError(
-            f"release({block}) of a block that is free already must raise a ValueError: somebody gave it back twice."
-        )
+        raise AssertionError(f"release({block}) of a free block must raise a ValueError: it was released twice.")
     assert (pool.num_free, count_references(pool, 3)) == before, (
-        "A release that raises a ValueError must change nothing, but something changed."
+        "A release that raises a ValueError must leave the pool unchanged, but something changed."
     )
 
 
 def check_allocate(manager_class: type) -> None:
-    """Tables as long as the tokens ask for, of blocks that nobody else has."""
+    """Tables as long as the prompt needs, of blocks in no other table."""
     rng = random.Random(40)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 200, watermark=0.0)
@@ -87,7 +85,7 @@ def check_allocate(manager_class: type) -> None:
             wanted = (num_tokens + block_size - 1) // block_size
             got = manager.num_blocks_for(num_tokens)
             assert isinstance(got, Integral) and got == wanted, (
-                f"{num_tokens} tokens in blocks of {block_size} need {wanted} blocks, but num_blocks_for says {got!r}."
+                f"{num_tokens} tokens in blocks of {block_size} need {wanted} blocks, but num_blocks_for returned {got!r}."
             )
         seen: list[int] = []
         for _ in range(5):
@@ -97,17 +95,17 @@ def check_allocate(manager_class: type) -> None:
             table = list(manager.get_block_table(seq))
             wanted = (num_tokens + block_size - 1) // block_size
             assert len(table) == wanted, (
-                f"A prompt of {num_tokens} tokens in blocks of {block_size} gets {wanted} blocks, but its table is {table}."
+                f"A prompt of {num_tokens} tokens in blocks of {block_size} needs {wanted} blocks, but its table is {table}."
             )
             seen += table
-            assert len(set(seen)) == len(seen), f"Block tables of different prompts name the same block: {sorted(seen)}."
+            assert len(set(seen)) == len(seen), f"Block tables of different prompts contain the same block: {sorted(seen)}."
             assert manager.get_num_free_gpu_blocks() == 200 - len(seen), (
-                f"{len(seen)} of 200 blocks are in tables, but {manager.get_num_free_gpu_blocks()} are free: allocate takes blocks from gpu_pool."
+                f"{len(seen)} of 200 blocks are in tables, but {manager.get_num_free_gpu_blocks()} are free: allocate must take blocks from gpu_pool."
             )
 
 
 def check_free(manager_class: type) -> None:
-    """All blocks come back, each once, the last of a table first."""
+    """All blocks return to the pool once, the last one of a table first."""
     rng = random.Random(41)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 100, watermark=0.0)
@@ -119,16 +117,18 @@ def check_free(manager_class: type) -> None:
             before, table = manager.get_num_free_gpu_blocks(), list(manager.get_block_table(seq))
             manager.free(seq)
             got = manager.get_num_free_gpu_blocks() - before
-            assert got == len(table), f"free of a sequence with {len(table)} blocks must give {len(table)} back, but gave {got}."
-            manager.free(seq)  # twice: raises nothing, changes nothing
+            assert got == len(table), (
+                f"free of a sequence with {len(table)} blocks must release all {len(table)}, but released {got}."
+            )
+            manager.free(seq)  # a second time: no error, no effect
             got = manager.get_num_free_gpu_blocks() - before
             assert got == len(table), (
-                f"A second free of the same sequence must do nothing, but {got} instead of {len(table)} blocks are back."
+                f"A second free of the same sequence must do nothing, but now {got} blocks instead of {len(table)} have been released."
             )
             assert seq.seq_id not in manager.block_tables, (
-                "free must forget the table of the sequence: it is in block_tables still."
+                "free must remove the sequence's table, but it is still in block_tables."
             )
-        assert manager.get_num_free_gpu_blocks() == 100, "Every sequence is gone, but not every block is free."
+        assert manager.get_num_free_gpu_blocks() == 100, "All sequences are freed, but not all blocks are free."
     manager = manager_class(2, 4, watermark=0.0)
     seq = make_sequence("a", 8)
     manager.allocate(seq)
@@ -137,13 +137,13 @@ def check_free(manager_class: type) -> None:
     manager.allocate(seq)
     again = list(manager.get_block_table(seq))
     assert again == table[::-1], (
-        f"The table was {table}. Its last block must be released first, so that it is handed out first: the next table of 4 blocks "
+        f"The table was {table}. Its last block must be released first, so that it is reused first: the next table of 4 blocks "
         f"should be {table[::-1]}, but is {again}."
     )
 
 
 def check_can_allocate(manager_class: type) -> None:
-    """The answer at the last block that may be taken, with and without the watermark."""
+    """The answer just below and above the limit, with and without the watermark."""
     rng = random.Random(42)
     for block_size in _BLOCK_SIZES:
         for watermark in (0.0, 0.1, 0.25):
@@ -158,16 +158,16 @@ def check_can_allocate(manager_class: type) -> None:
                     seq = make_sequence("b", num_tokens)
                     got, wanted = manager.can_allocate(seq, keep_watermark=keep), num_blocks <= room
                     assert bool(got) == wanted, (
-                        f"{free} blocks of {block_size} are free and {int(watermark * 40)} are the watermark. For a prompt of {num_tokens} "
-                        f"tokens ({num_blocks} blocks) can_allocate(keep_watermark={keep}) should be {wanted}, but is {got!r}."
+                        f"{free} blocks of {block_size} are free, and the watermark is {int(watermark * 40)}. For a prompt of {num_tokens} "
+                        f"tokens ({num_blocks} blocks), can_allocate(keep_watermark={keep}) should be {wanted}, but is {got!r}."
                     )
             assert manager.get_num_free_gpu_blocks() == free, (
-                "can_allocate must only ask: it has changed the number of free blocks."
+                "can_allocate must not change anything, but the number of free blocks changed."
             )
 
 
 def check_append(manager_class: type) -> None:
-    """Tables of sequences that grow side by side, token by token."""
+    """The tables of several sequences that grow token by token."""
     rng = random.Random(43)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 200, watermark=0.0)
@@ -182,22 +182,18 @@ def check_append(manager_class: type) -> None:
             table = list(manager.get_block_table(seq))
             manager.append_slots(seq)
             again = list(manager.get_block_table(seq))
-            assert again == table, (
-                f"append_slots called twice for one token must add nothing the second time: {table} became {again}."
-            )
+            assert again == table, f"A second append_slots for the same token must change nothing, but {table} became {again}."
             wanted = (seq.num_tokens + block_size - 1) // block_size
             assert len(table) == wanted, (
                 f"A sequence of {seq.num_tokens} tokens, the newest included, needs {wanted} blocks of {block_size} "
-                f"(its table had {len(before)}), but after append_slots its table has {len(table)}: look at the block boundary."
+                f"(its table had {len(before)}), but after append_slots it has {len(table)}: look at the block boundary."
             )
-            assert table[: len(before)] == before, (
-                f"append_slots must leave the blocks before as they are: {before} became {table}."
-            )
+            assert table[: len(before)] == before, f"append_slots must keep the earlier blocks, but {before} became {table}."
             check_references(manager, sequences)
 
 
 def check_can_append(manager_class: type) -> None:
-    """The answer when no block is free, at the boundary and within a block."""
+    """The answer with and without a free block, at a block boundary and within a block."""
     for block_size in _BLOCK_SIZES:
         for num_tokens in range(1, 3 * block_size + 1):
             for spare in (0, 1):
@@ -209,16 +205,16 @@ def check_can_append(manager_class: type) -> None:
                 at_boundary = num_tokens % block_size == 0
                 got, wanted = manager.can_append_slots(seq), spare == 1 or not at_boundary
                 assert bool(got) == wanted, (
-                    f"A table of {num_blocks} blocks of {block_size} holds {num_tokens} tokens, one more is to come, and {spare} blocks are "
-                    f"free: can_append_slots should be {wanted}, but is {got!r}."
+                    f"A table of {num_blocks} blocks of {block_size} holds {num_tokens} tokens, one more must be appended, and {spare} blocks "
+                    f"are free: can_append_slots should be {wanted}, but is {got!r}."
                 )
                 assert manager.get_num_free_gpu_blocks() == spare and len(manager.get_block_table(seq)) == num_blocks, (
-                    "can_append_slots must only ask: it has taken a block."
+                    "can_append_slots must not change anything, but it took a block."
                 )
 
 
 def check_fork(manager_class: type) -> None:
-    """Siblings have the parent's blocks, a list of their own, and references that count."""
+    """Siblings share the parent's blocks in lists of their own, and references are counted."""
     rng = random.Random(44)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 60, watermark=0.0)
@@ -231,27 +227,27 @@ def check_fork(manager_class: type) -> None:
             manager.fork(parent, child)
             family.append(child)
             got, wanted = list(manager.get_block_table(child)), list(manager.get_block_table(parent))
-            assert got == wanted, f"The child's table should name the parent's blocks {wanted}, but is {got}."
+            assert got == wanted, f"The child's table should equal the parent's, {wanted}, but is {got}."
             table = manager.get_block_table(child)
             assert isinstance(table, tuple) or table is not manager.get_block_table(parent), (
-                "Parent and child have one and the same list: when one grows, the other would too. Give the child a list of its own."
+                "Parent and child share one list, so when one table grows, the other does too. Give the child a copy."
             )
-        assert manager.get_num_free_gpu_blocks() == free, "fork copies nothing, so it must take no block."
+        assert manager.get_num_free_gpu_blocks() == free, "fork copies no block, so it must not take one."
         check_references(manager, family)
         rng.shuffle(family)
         for seq in family[:-1]:
             manager.free(seq)
             assert manager.get_num_free_gpu_blocks() == free, (
-                "A sibling has gone, another one still reads the same blocks, and yet some of them are free: fork must count references."
+                "A sibling was freed while others still use the same blocks, yet some of these became free: fork must count references."
             )
         manager.free(family[-1])
         assert manager.get_num_free_gpu_blocks() == 60, (
-            "All siblings are gone, but not all blocks are free: a reference was counted too often."
+            "All siblings are freed, but not all blocks are free: a reference was counted twice."
         )
 
 
 def check_copy_on_write(manager_class: type) -> None:
-    """Siblings that grow: who writes into a shared block gets a copy, once, and full blocks stay shared."""
+    """Siblings that grow: the first write to a shared block copies it, and full blocks stay shared."""
     rng = random.Random(45)
     for block_size in (2, 3, 4, 16):
         for num_tokens in (2 * block_size - 1, 2 * block_size, 2 * block_size + 1, rng.randrange(3 * block_size, 5 * block_size)):
@@ -271,7 +267,7 @@ def check_copy_on_write(manager_class: type) -> None:
             full = num_tokens // block_size
             heads = {tuple(manager.get_block_table(seq)[:full]) for seq in family}
             assert len(heads) == 1, (
-                f"The first {full} blocks are full and never written again, so the siblings must still share them: {heads}."
+                f"The first {full} blocks are full and never written again, so the siblings must still share them, but their tables begin with {heads}."
             )
     manager = manager_class(4, 3, watermark=0.0)
     parent = make_sequence("a", 6)
@@ -282,8 +278,8 @@ def check_copy_on_write(manager_class: type) -> None:
         add_token(seq)
     manager.append_slots(child)
     assert manager.can_append_slots(parent), (
-        "The child has its copy, so the block that the parent writes is its own now: it needs no free block, and can_append_slots "
-        "should be True. Only the block that is written matters, not the others that they still share."
+        "The child has its copy, so the parent now writes to a block of its own and needs no free block: can_append_slots should be "
+        "True. Only the block being written matters, not those that are still shared."
     )
     for spare in (0, 1):
         manager = manager_class(4, 2 + spare, watermark=0.0)
@@ -294,13 +290,13 @@ def check_copy_on_write(manager_class: type) -> None:
         add_token(child)
         got = manager.can_append_slots(child)
         assert bool(got) == bool(spare), (
-            f"The next token goes into a block that a sibling reads too, so a copy of it needs a free block. There are {spare}: "
-            f"can_append_slots should be {bool(spare)}, but is {got!r}."
+            f"The next token goes into a shared block, whose copy needs a free block. There are {spare}: can_append_slots should be "
+            f"{bool(spare)}, but is {got!r}."
         )
 
 
 def check_swap(manager_class: type) -> None:
-    """Out and in: pairs in the order of the table, blocks given back on both sides, questions answered at the edge."""
+    """Swapping out and in: pairs in table order, blocks released on both sides, and the answers of can_swap_out and can_swap_in."""
     rng = random.Random(46)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 30, 9, watermark=0.1)
@@ -310,10 +306,10 @@ def check_swap(manager_class: type) -> None:
             other = make_sequence("b", 2 * block_size)
             for each in (seq, other):
                 manager.allocate(each)
-            add_token(seq)  # in every second round it needs one block more, which the table does not have yet
+            add_token(seq)  # in every second round it needs one more block than the table has
             table = list(manager.get_block_table(seq))
             assert manager.can_swap_out(seq), (
-                f"The host has 9 free blocks and the table has {len(table)}: can_swap_out should be True."
+                f"The host has 9 free blocks, and the table has {len(table)}: can_swap_out should be True."
             )
             moves = [tuple(pair) for pair in manager.swap_out(seq)]
             assert [device for device, _ in moves] == table, (
@@ -321,22 +317,22 @@ def check_swap(manager_class: type) -> None:
             )
             hosts = [host for _, host in moves]
             assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(9)), (
-                f"The host has blocks 0 to 8, each once, but {hosts} came."
+                f"The host blocks must be distinct numbers from 0 to 8, but are {hosts}."
             )
-            assert manager.get_num_free_gpu_blocks() == 28, (
-                "A sequence on the host must have no block of the device any more: give them back."
+            assert manager.get_num_free_gpu_blocks() == 28, "A swapped-out sequence must hold no device block: release them."
+            assert manager.cpu_pool.num_free == 9 - len(table), (
+                f"{len(table)} host blocks are in use, but cpu_pool has {manager.cpu_pool.num_free} of 9 free: allocate them from cpu_pool."
             )
-            assert manager.cpu_pool.num_free == 9 - len(table), f"{len(table)} host blocks are in use: cpu_pool should know."
             assert list(manager.swapped_tables[seq.seq_id]) == hosts and seq.seq_id not in manager.block_tables, (
-                "The table must go from block_tables to swapped_tables."
+                "The table must move from block_tables to swapped_tables."
             )
             room = 9 - len(table)
             for num_blocks in {room, room + 1} - {0}:
                 big = make_sequence("c", num_blocks * block_size)
                 manager.allocate(big)
-                add_token(big)  # it has no block yet, so it takes none of the host
+                add_token(big)  # the new token has no block yet, so it needs none on the host
                 got, wanted = manager.can_swap_out(big), num_blocks <= room
-                sizes = f"The host has {room} free blocks and the table has {num_blocks}"
+                sizes = f"The host has {room} free blocks, and the table has {num_blocks}"
                 assert bool(got) == wanted, f"{sizes}: can_swap_out should be {wanted}, but is {got!r}."
                 manager.free(big)
             _check_can_swap_in(manager, seq)
@@ -345,10 +341,10 @@ def check_swap(manager_class: type) -> None:
                 f"swap_in must return (host block, device block) pairs in the order of the table {hosts}, but returned {moves_back}."
             )
             assert list(manager.get_block_table(seq)) == [device for _, device in moves_back], (
-                f"The table on the device should be the second blocks of {moves_back}, but is {manager.get_block_table(seq)}."
+                f"The table should consist of the device blocks in {moves_back}, but is {manager.get_block_table(seq)}."
             )
             assert manager.cpu_pool.num_free == 9 and seq.seq_id not in manager.swapped_tables, (
-                "A sequence that is back must have no block of the host any more."
+                "A swapped-in sequence must hold no host block: release them."
             )
             check_references(manager, [seq, other])
             if round_number % 2:
@@ -356,7 +352,7 @@ def check_swap(manager_class: type) -> None:
             for each in (seq, other):
                 manager.free(each)
             assert (manager.get_num_free_gpu_blocks(), manager.cpu_pool.num_free) == (30, 9), (
-                "All is freed, one of them on the host, but not all blocks are back: free must give back blocks of both pools."
+                "All sequences are freed, one of them while swapped out, but not all blocks are free: free must release blocks of both pools."
             )
     manager = manager_class(2, 3, 3, watermark=0.0)
     seq = make_sequence("a", 6)
@@ -365,13 +361,13 @@ def check_swap(manager_class: type) -> None:
     back = [device for _, device in manager.swap_in(seq)]
     again = [host for _, host in manager.swap_out(seq)]
     assert back == [2, 1, 0] and again == hosts[::-1], (
-        "Blocks must be given back the last one first, on the device and on the host: a table of 3 blocks that goes out and in again "
-        f"should be [2, 1, 0], and its host blocks then {hosts[::-1]}, but they are {back} and {again}."
+        "Blocks must be released last one first, on the device and on the host: a table of 3 blocks that is swapped out and in should "
+        f"be [2, 1, 0], and its host blocks the next time {hosts[::-1]}, but they are {back} and {again}."
     )
 
 
 def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
-    """Fill the device until the sequence just fits, and does not; the newest token counts."""
+    """Ask with just enough free blocks, and with one too few; the newest token counts too."""
     needed = manager.num_blocks_for(seq.num_tokens)
     for keep in (True, False):
         room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if keep else 0)
@@ -380,7 +376,7 @@ def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
             manager.allocate(filler)
             got = manager.can_swap_in(seq, keep_watermark=keep)
             assert bool(got) == (not missing), (
-                f"{manager.get_num_free_gpu_blocks()} blocks of the device are free, {manager.watermark_blocks} are the watermark, and the sequence "
-                f"needs {needed}: can_swap_in(keep_watermark={keep}) should be {not missing}, but is {got!r}."
+                f"{manager.get_num_free_gpu_blocks()} device blocks are free, the watermark is {manager.watermark_blocks}, and the sequence needs "
+                f"{needed}: can_swap_in(keep_watermark={keep}) should be {not missing}, but is {got!r}."
             )
             manager.free(filler)

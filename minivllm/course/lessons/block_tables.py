@@ -1,6 +1,6 @@
-"""Block tables by hand: sequences without an engine, and the picture of a block manager that holds them.
+"""Block tables without an engine: make sequences, call a block manager by hand, and draw its blocks.
 
-A lesson calls `allocate`, `append_slots`, `fork` and so on itself, one after another, and draws what has become of the blocks.
+A lesson calls `allocate`, `append_slots`, `fork` and so on itself, one at a time, and looks at the blocks after each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _seq_ids = itertools.count()
 
 
 def make_sequence(name: str, num_tokens: int, num_computed_tokens: int = 0) -> TokenSequence:
-    """A sequence that no engine knows, for calling a block manager by hand.
+    """Make a sequence outside any engine, to call a block manager with.
 
     Args:
-        name: Of its request.
-        num_tokens: Its prompt has so many tokens.
-        num_computed_tokens: So many of them have their keys and values in the cache.
+        name: The id of its request.
+        num_tokens: The length of its prompt.
+        num_computed_tokens: How many of them have keys and values in the cache.
     """
     request = Request(name, list(range(1, num_tokens + 1)), SamplingParams(), max_num_tokens=2**20)
     seq = TokenSequence(next(_seq_ids), request)
@@ -36,13 +36,13 @@ def make_sequence(name: str, num_tokens: int, num_computed_tokens: int = 0) -> T
 
 
 def add_token(seq: TokenSequence) -> None:
-    """What a step does to a sequence: all of its tokens are computed, and a new one is known."""
+    """Do to a sequence what a step does: all its tokens are computed, and a new one is appended."""
     seq.num_computed_tokens = seq.num_tokens
     seq.token_ids.append(seq.num_tokens + 1)
 
 
 def fork_sequence(seq: TokenSequence) -> TokenSequence:
-    """A sibling with the same tokens but the newest, which each chooses for itself. Its blocks are the manager's business."""
+    """Make a sibling with the same tokens except the newest, which each samples for itself. The block manager is not called."""
     siblings = seq.request.sequences
     if not siblings:
         siblings.append(seq)
@@ -60,15 +60,15 @@ def draw_tables(
     swapped: Iterable[TokenSequence] = (),
     copies: Sequence[tuple[int, int]] = (),
 ) -> Figure:
-    """The block map of a manager: its blocks, and the tables of some sequences.
+    """Draw a block manager's blocks, and the block tables of some sequences.
 
     Args:
-        manager: A `BlockSpaceManager`, or a class of a lesson that has `block_size`, `num_gpu_blocks`, `num_cpu_blocks`,
+        manager: A `BlockSpaceManager`, or a lesson's own class with `block_size`, `num_gpu_blocks`, `num_cpu_blocks`,
             `get_block_table` and, for `swapped`, `swapped_tables`.
-        sequences: Those that have blocks on the device. A slot counts as filled when it belongs to a known token.
-        title: Stands above the figure.
-        swapped: Those that have blocks on the host.
-        copies: (source, destination) blocks that are being copied: arrows.
+        sequences: Sequences with blocks on the GPU. A slot counts as filled if its token is known.
+        title: Above the figure.
+        swapped: Sequences with blocks on the host.
+        copies: (source, destination) blocks being copied, drawn as arrows.
     """
     from minivllm.viz.block_map import draw_block_map
 

@@ -1,7 +1,6 @@
-"""What comes of grading: a table for the teacher's spreadsheet, one for machines, and a page for each learner.
+"""Reports grades: CSV for the teacher's spreadsheet, JUnit XML for machines, and a web page for each learner.
 
-All that a learner wrote is foreign text here. It is cleaned of what would make a spreadsheet compute, XML invalid, or a page run
-scripts.
+Text from learners is untrusted: it must not become a formula in a spreadsheet, make the XML invalid, or run as a script in a page.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from minivllm.course.checks import count_points
-from minivllm.course.foreign_text import csv_text, plain, plain_but_coloured
-from minivllm.course.grading import Grade
+from minivllm.course.grading.grader import Grade
+from minivllm.course.grading.untrusted_text import csv_text, plain, plain_but_coloured
 
 _MOST_SOURCE = 100_000
 _MOST_HTML = 300_000
@@ -40,9 +39,9 @@ _STYLE = """
 
 
 def write_csv(grades: Sequence[Grade], path: Path) -> None:
-    """`grades.csv`: a row for each submission, with its score, the points of each check, and why not all.
+    """Write `grades.csv`: for each submission its score, the points of each check, and why points are missing.
 
-    With one lesson the columns of the checks have their names, with several the lesson's before it.
+    The columns of checks are named for the check, preceded by the lesson if there are several.
     """
     lessons = {grade.submission.lesson.name: grade.submission.lesson for grade in grades}
     columns = [(lesson.name, check.cell_id) for lesson in lessons.values() for check in lesson.checks]
@@ -62,7 +61,7 @@ def write_csv(grades: Sequence[Grade], path: Path) -> None:
 
 
 def write_junit(grades: Sequence[Grade], path: Path) -> None:
-    """`junit.xml`: a test suite for each submission, a test case for each check."""
+    """Write `junit.xml`: a test suite per submission, a test case per check."""
     root = ElementTree.Element("testsuites")
     for grade in grades:
         submission = grade.submission
@@ -84,7 +83,7 @@ def write_junit(grades: Sequence[Grade], path: Path) -> None:
 
 
 class FeedbackWriter:
-    """Writes the pages for learners into a folder, each under a name of its own."""
+    """Writes the learners' pages into a folder, each under a unique name."""
 
     def __init__(self, folder: Path) -> None:
         from nbconvert import HTMLExporter
@@ -94,7 +93,7 @@ class FeedbackWriter:
         self._names: set[str] = set()
 
     def write(self, grade: Grade) -> Path:
-        """Write the page of one submission; returns where it is."""
+        """Write the page of one submission and return its path."""
         path = self._folder / self._name(grade)
         path.write_text(self._page(grade), encoding="utf-8", errors="replace")
         return path
@@ -111,7 +110,7 @@ class FeedbackWriter:
     def _page(self, grade: Grade) -> str:
         try:
             page, _ = self._exporter.from_notebook_node(_executed(grade))
-        except Exception as error:  # what a learner wrote, or what it printed, is too odd for the exporter
+        except Exception as error:  # the exporter cannot handle the learner's text or output
             why = html.escape(plain(f"The notebook itself cannot be shown ({type(error).__name__})."))
             page = f"<!DOCTYPE html><html><head></head><body><p class='grade'>{why}</p></body></html>"
         policy = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -124,7 +123,7 @@ class FeedbackWriter:
 
 
 def format_table(grade: Grade) -> str:
-    """The checks of a submission with points and reasons, as HTML."""
+    """The checks of a submission with points and reasons, as an HTML table."""
     rows = []
     for result in grade.results:
         mark = ("passed", "✓") if result.passed else ("failed", "✗")
@@ -141,7 +140,7 @@ def format_table(grade: Grade) -> str:
         + (f"<ul>{notes}</ul>" if notes else "")
         + '<table><thead><tr><th></th><th>check</th><th class="points">points</th><th>why</th></tr></thead>'
         + f"<tbody>{''.join(rows)}</tbody></table>"
-        + ("<p>Below is your notebook as it was run. The numbers of cells are those in its In [ ].</p>" if grade.cells else "")
+        + ("<p>Below is your notebook as it was run. Cell numbers refer to its In [ ].</p>" if grade.cells else "")
         + "</div>"
     )
 
@@ -151,7 +150,7 @@ def _escaped(text: str) -> str:
 
 
 def _executed(grade: Grade) -> Any:
-    """The notebook with what its cells showed."""
+    """The notebook with its outputs."""
     import nbformat
 
     cells, number = [], 0
@@ -168,7 +167,7 @@ def _executed(grade: Grade) -> Any:
                 text = plain("\n".join(filter(None, said)))
                 outputs.append(nbformat.v4.new_output("stream", name="stderr", text=text))
             cells.append(nbformat.v4.new_code_cell(source, execution_count=number, outputs=outputs))
-        elif cell.kind == "own":  # shown as it is typed: a page is no place for other people's HTML
+        elif cell.kind == "own":  # shown verbatim: it could contain HTML
             cells.append(_text(source))
         else:
             cells.append(nbformat.v4.new_markdown_cell(source))
@@ -176,7 +175,7 @@ def _executed(grade: Grade) -> Any:
 
 
 def _text(source: str) -> Any:
-    """A learner's own text, shown as it was typed."""
+    """A learner's own text, shown verbatim."""
     import nbformat
 
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", source))])
@@ -184,7 +183,7 @@ def _text(source: str) -> Any:
 
 
 def _shown(output: dict[str, Any]) -> Any:
-    """An output in the form of a notebook, or None for one that is not shown."""
+    """An output as a notebook stores it, or None if it is not shown."""
     import nbformat
 
     kind = output["output_type"]
@@ -212,7 +211,7 @@ def _shown(output: dict[str, Any]) -> Any:
 
 
 def _harmless(text: str) -> str:
-    """HTML without what runs, loads or leads elsewhere: tables and text with their colours."""
+    """HTML reduced to tables and coloured text: nothing that runs, loads or links."""
     import bleach
     from bleach.css_sanitizer import CSSSanitizer
 
@@ -221,7 +220,7 @@ def _harmless(text: str) -> str:
 
 
 def format_summary(grades: Iterable[Grade], most_width: int = 100) -> str:
-    """The table that is printed at the end."""
+    """The table printed after grading."""
     rows = [("learner", "notebook", "points", "")]
     for grade in grades:
         submission = grade.submission
@@ -236,6 +235,6 @@ def format_summary(grades: Iterable[Grade], most_width: int = 100) -> str:
 
 
 def _one_line(text: str, width: int) -> str:
-    """A text in one line, without what a terminal would obey."""
+    """A text in one line, without control characters."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in plain(text)).split())
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,8 +1,7 @@
-"""The cells of an exercise: which the learner fills in, which check it, and what is wrong with a notebook that mixes them up.
+"""The cells of an exercise: answers that the learner fills in, checks that grade them, and everything else, which is given.
 
-A solved notebook (`solutions/NN_topic.ipynb`) is also a source notebook of nbgrader, so the kinds of cells are nbgrader's. Its
-metadata (schema 3) says of each cell whether it is an answer (`solution`), a check (`grade`, with `points`) or text and code that
-is given (neither).
+A solved notebook (`solutions/NN_topic.ipynb`) is also a source notebook of nbgrader, whose metadata (schema 3) marks a cell as an
+answer (`solution`), a check (`grade`, with `points`) or given (neither). `find_problems` validates these marks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from minivllm.errors import CourseError
 BEGIN_SOLUTION = "### BEGIN SOLUTION"
 END_SOLUTION = "### END SOLUTION"
 STUB = 'raise NotImplementedError("write this")'
-"""What stands in an exercise where the lines between both markers were."""
+"""Replaces the lines between the two markers in an exercise."""
 SCHEMA_VERSION = 3
 
 
@@ -27,10 +26,10 @@ class GradedCell:
     """One check of a notebook.
 
     Attributes:
-        cell_id: its `grade_id`, which is the cell's `id` too.
-        name: what `check("...")` in it says; the `cell_id` when no such call is left in it.
-        points: what the metadata says it counts.
-        is_intact: whether there is still a call of `check` in it. (Whether it is the original one, `minivllm grade` sees to.)
+        cell_id: Its `grade_id`, which is also the cell's `id`.
+        name: The name in its `check("...")`; the `cell_id` if the call is gone.
+        points: What it is worth, according to the metadata.
+        is_intact: Whether it still calls `check`. (`minivllm grade` restores the original cell.)
     """
 
     cell_id: str
@@ -40,10 +39,10 @@ class GradedCell:
 
 
 def read_notebook(path: Path) -> Any:
-    """A notebook, as `nbformat` gives it.
+    """Read a notebook with `nbformat`.
 
     Raises:
-        CourseError: when the file is not there or is no notebook.
+        CourseError: The file is missing or not a notebook.
     """
     import nbformat
 
@@ -56,23 +55,23 @@ def read_notebook(path: Path) -> Any:
 
 
 def grading(cell: Any) -> dict[str, Any]:
-    """A cell's nbgrader metadata, empty when it has none."""
+    """A cell's nbgrader metadata, empty if it has none."""
     found = cell["metadata"].get("nbgrader")
     return found if isinstance(found, dict) else {}
 
 
 def is_answer(cell: Any) -> bool:
-    """Whether the learner fills this cell in."""
+    """Whether the learner fills in this cell."""
     return cell["cell_type"] == "code" and grading(cell).get("solution") is True
 
 
 def is_check(cell: Any) -> bool:
-    """Whether this cell gives points."""
+    """Whether this cell is graded."""
     return cell["cell_type"] == "code" and grading(cell).get("grade") is True
 
 
 def graded_cell(cell: Any) -> GradedCell:
-    """What a check cell checks, from its metadata and its source."""
+    """The check in a cell, from its metadata and source."""
     data = grading(cell)
     cell_id = str(data.get("grade_id") or cell.get("id", ""))
     points = data.get("points", 0)
@@ -88,7 +87,7 @@ def graded_cells(notebook: Any) -> list[GradedCell]:
 
 
 def _check_calls(source: str) -> list[tuple[str | None, int | None]]:
-    """Name and points of each call of `check` in a cell; None for what is not written out."""
+    """Name and points of each call of `check` in a cell; None for an argument that is not a literal."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -107,7 +106,7 @@ def _constant(node: ast.expr | None, kind: type) -> Any:
 
 
 def find_problems(notebook: Any) -> list[str]:
-    """What keeps a solved notebook from being an exercise, a sentence for each; none for a notebook that is right."""
+    """Why a solved notebook cannot become an exercise, one sentence per problem; empty for a valid notebook."""
     cells = notebook["cells"]
     problems = [f"Two cells have the id {name!r}." for name, n in Counter(cell.get("id") for cell in cells).items() if n > 1]
     for cell in cells:
@@ -121,19 +120,17 @@ def find_problems(notebook: Any) -> list[str]:
 def _find_problem(cell: Any) -> str | None:
     data = grading(cell)
     if data.get("schema_version") != SCHEMA_VERSION:
-        return f"its metadata lacks nbgrader's part in version {SCHEMA_VERSION} of the schema"
+        return f"it has no nbgrader metadata in version {SCHEMA_VERSION} of the schema"
     if not cell.get("id") or data.get("grade_id") != cell["id"]:
-        return f"its grade_id is {data.get('grade_id')!r}, but must be the cell's id"
+        return f"its grade_id is {data.get('grade_id')!r}, but must equal the cell's id"
     flags = {name: data.get(name) for name in ("grade", "solution", "locked", "task")}
     role = next((role for role, wanted in _ROLES.items() if wanted == flags), None)
     if role is None:
-        return f"it is neither an answer, a check nor given, but {flags}"
+        return f"its flags {flags} mark neither an answer, a check nor a given cell"
     if cell["cell_type"] != "code":
-        return (
-            None if role == "given" else f"a cell of text cannot be an {role}" if role == "answer" else "text cannot be checked"
-        )
+        return None if role == "given" else f"a text cell cannot be {'an answer' if role == 'answer' else 'a check'}"
     if role != "check" and "points" in data:
-        return "it has points, but is no check"
+        return "it has points, but is not a check"
     return {"answer": _find_answer_problem, "check": _find_check_problem, "given": _find_given_problem}[role](cell)
 
 
@@ -146,19 +143,19 @@ _ROLES = {
 
 def _find_answer_problem(cell: Any) -> str | None:
     if BEGIN_SOLUTION not in cell["source"] and END_SOLUTION not in cell["source"]:
-        return f"it is an answer, but has no {BEGIN_SOLUTION}"
+        return f"it is an answer, but lacks {BEGIN_SOLUTION}"
     return _find_marker_problem(cell["source"])
 
 
 def _find_check_problem(cell: Any) -> str | None:
     calls = _check_calls(cell["source"])
     if len(calls) != 1:
-        return f"a check cell calls check(...) once, but this one does {len(calls)} times"
+        return f"a check cell must call check(...) once, but this one calls it {len(calls)} times"
     name, points = calls[0]
     if name is None or points is None:
-        return "the name and the points in check(...) must be written out"
+        return "the name and points in check(...) must be literals"
     if grading(cell).get("points") != points or points < 1:
-        return f"its metadata has {grading(cell).get('points')} points, but check(...) has {points}"
+        return f"its metadata says {grading(cell).get('points')} points, but check(...) says {points}"
     return _find_stray_marker(cell)
 
 
@@ -170,19 +167,19 @@ def _find_given_problem(cell: Any) -> str | None:
 
 def _find_stray_marker(cell: Any) -> str | None:
     has_marker = BEGIN_SOLUTION in cell["source"] or END_SOLUTION in cell["source"]
-    return "it has a marker of a solution, but is not an answer" if has_marker else None
+    return "it has a solution marker, but is not an answer" if has_marker else None
 
 
 def _find_marker_problem(source: str) -> str | None:
-    """What is wrong with the pairs of markers in a cell, if anything."""
+    """Why the solution markers in a cell do not pair up, or None if they do."""
     begun = None
     for number, line in enumerate(source.split("\n"), start=1):
         if BEGIN_SOLUTION in line:
             if begun is not None:
-                return f"{BEGIN_SOLUTION} in line {number} comes before the {END_SOLUTION} of the one in line {begun}"
+                return f"{BEGIN_SOLUTION} in line {number} comes before the {END_SOLUTION} for line {begun}"
             begun = number
         elif END_SOLUTION in line:
             if begun is None:
-                return f"{END_SOLUTION} in line {number} has no {BEGIN_SOLUTION} before it"
+                return f"{END_SOLUTION} in line {number} lacks a {BEGIN_SOLUTION} before it"
             begun = None
-    return None if begun is None else f"{BEGIN_SOLUTION} in line {begun} has no {END_SOLUTION} after it"
+    return None if begun is None else f"{BEGIN_SOLUTION} in line {begun} lacks an {END_SOLUTION} after it"
