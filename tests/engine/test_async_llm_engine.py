@@ -121,6 +121,7 @@ def test_all_kinds_of_output_say_what_generate_says(llm):
         assert results[DELTA][i][0].prompt_logprobs == final.prompt_logprobs
 
 
+@pytest.mark.slow
 def test_the_engine_itself_gives_deltas_too(llm):
     engine, params = llm.llm_engine, replace(VARIED[2], output_kind=DELTA)
     engine.add_request("delta", PROMPT, params)
@@ -197,6 +198,7 @@ def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
     async def run():
         long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -539,6 +541,7 @@ def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
 # -- the process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_generates_what_llm_generates(in_a_process, llm):
     expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
 
