@@ -133,6 +133,7 @@ def test_the_engine_itself_gives_deltas_too(llm):
     assert all(c.text or c.token_ids or c.finished for output in outputs for c in output.outputs)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_several_tokens_at_once(engine):
     async def run():
         params = SamplingParams(temperature=0, max_tokens=12, output_kind=DELTA)
@@ -183,6 +184,7 @@ def test_what_a_stream_joins_is_what_was_put_into_it(pieces, data):
 # -- giving up ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
     async def run():
         params = SamplingParams(max_tokens=400, ignore_eos=True, n=2)
@@ -475,6 +477,7 @@ def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_metrics_count_what_was_done(in_a_process):
     def read(name):
         values = [line.split()[-1] for line in in_a_process.metrics.render().decode().split("\n") if line.startswith(name)]

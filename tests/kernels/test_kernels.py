@@ -163,6 +163,7 @@ def test_the_cpu_kernels_leave_the_number_of_threads_alone(num_threads):
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == f"{num_threads}\n"
 
 
+@pytest.mark.slow
 @both
 def test_results_do_not_depend_on_chance(kernels, device):
     case = make_attention_case([40, 7, 100], [1, 1, 1], device=device)
@@ -179,6 +180,7 @@ def test_large_scores_do_not_overflow(kernels, device):
     check_decode(kernels, case)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("length", [20, 600])
 def test_nan_in_a_context_is_not_hidden(kernels, device, length):

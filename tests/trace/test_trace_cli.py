@@ -178,6 +178,7 @@ def test_another_form_is_refused_with_those_there_are(capsys, file):
     assert "invalid choice: 'svg'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_saves_its_trace(capsys, tmp_path):
     path = tmp_path / "run.json"
     options = ["--temperature", "0", "--max-tokens", "3", "--save-trace", str(path), *SMALL]

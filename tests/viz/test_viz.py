@@ -152,6 +152,7 @@ def test_in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, 
         assert Counter(found) == Counter(expected.items())
 
 
+@pytest.mark.slow
 @given(random_traces(), st.booleans())
 def test_spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge):
     spans = find_spans(trace, merge)
@@ -377,6 +378,7 @@ def test_sequences_that_have_no_room_are_counted():
     assert [text.get_text() for text in axes.texts] == [f"and {64 - len(shown) + 1} more sequences"]
 
 
+@pytest.mark.slow
 def test_nothing_moves_from_step_to_step(traces):
     for name in ("swap", "forks", "prefixes"):
         trace = traces[name]
