@@ -1,12 +1,12 @@
-"""What an engine is made to do: `EngineArgs` as the user gives them, and the checked configs made from them.
+"""Configuration: `EngineArgs`, as the user gives them, and the validated configs made from them.
 
-Arguments are spelled as in vLLM (`vllm/engine/arg_utils.py`), so that a person who knows it guesses every name.
+Arguments are spelled as in vLLM (`vllm/engine/arg_utils.py`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine must know of a model: the shape of its cache, its limits and where it lies.
+    """What the engine needs to know about a model: where its files are, the shape of its KV cache, and its limits.
 
-    `hf_config` is the content of its config.json, which the model class reads for everything else.
+    `hf_config` is the content of its config.json; the model class reads everything else from there.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How the KV cache is cut up and how much memory it may take."""
+    """The KV cache: block size, memory and features."""
 
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -56,14 +56,14 @@ class SchedulerConfig:
     """The scheduler's limits and policies.
 
     Args:
-        max_num_seqs: The most sequences in one step.
-        max_num_batched_tokens: The most tokens in one step.
-        policy: "fcfs", or "priority" (smaller first, then arrival).
-        enable_chunked_prefill: Fill one token budget with decodes and chunks of prompts, instead of steps that are
+        max_num_seqs: Maximum number of sequences per step.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        policy: "fcfs", or "priority" (smaller values first, then by arrival).
+        enable_chunked_prefill: Fill one token budget with decodes and prefill chunks, instead of steps that are
             either prefill or decode.
-        preemption_mode: What happens to the latest arrival when blocks run out: "recompute" or "swap".
-        num_speculative_tokens: The most draft tokens that a sequence verifies in one step; 0 is no speculative decoding.
-        prompt_lookup_max, prompt_lookup_min: The longest and the shortest n-gram by which drafts are found.
+        preemption_mode: How the latest arrival is preempted when blocks run out: "recompute" or "swap".
+        num_speculative_tokens: Maximum number of draft tokens a sequence verifies per step; 0 turns speculative decoding off.
+        prompt_lookup_max, prompt_lookup_min: Longest and shortest n-gram used to look up draft tokens.
     """
 
     max_num_seqs: int = 256
@@ -83,25 +83,25 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
-                f"({self.max_num_seqs}), so not every running sequence could get its token: raise the one or lower the other."
+                f"({self.max_num_seqs}), so some running sequences would never get a token: raise the former or lower the latter."
             )
         _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         _check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         if self.prompt_lookup_max > 32:
             raise ConfigError(
-                f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer n-grams find nothing new."
+                f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer n-grams match nothing more."
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max ({self.prompt_lookup_max}), so no "
-                f"n-gram would be looked up: lower the one or raise the other."
+                f"n-gram would be looked up: lower the former or raise the latter."
             )
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker computes on, and with; see `EngineArgs`."""
+    """Device, dtype and kernels of a worker; see `EngineArgs`."""
 
     dtype: str = "auto"
     device: str = "auto"
@@ -109,76 +109,76 @@ class WorkerConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     low_memory: bool = False
+
+
+def _arg(default: Any, help: str) -> Any:
+    """A field of `EngineArgs` with its help, which the command line shows, too. (A docstring would be gone under `python -OO`.)"""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class EngineArgs:
-    """Everything an engine can be told. Only `model` is needed.
+    """Everything an engine can be configured with. Each argument has its description beside its default."""
 
-    Args:
-        model: A known name ("smollm2-135m"), a folder with config.json, safetensors and tokenizer files, a .gguf
-            file, or a Hugging Face name.
-        dtype: Of weights, activations and cache; "auto" is float32 on a CPU, else what the model was saved in.
-        device: "auto", "cpu" or "cuda".
-        seed: From it come the random streams of requests that have no seed of their own.
-        max_model_len: The most tokens of prompt and output together. None: what the model was trained for.
-        block_size: Tokens in a cache block.
-        gpu_memory_utilization: Fraction of the GPU's memory for weights, activations and cache together. On a CPU: of
-            the memory that is still free when the weights are loaded, and 4 GiB at most.
-        kv_cache_memory_bytes: Bytes for the cache on the device, instead of working them out.
-        num_gpu_blocks_override: Number of device blocks, instead of working it out.
-        swap_space: GiB of host memory for swapped sequences; used with `preemption_mode="swap"` only.
-        enable_prefix_caching: Reuse the computed beginning of earlier prompts.
-        max_num_seqs: The most sequences in one step.
-        max_num_batched_tokens: The most tokens in one step. None: 2,048, or `max_model_len` if that is more and
-            prompts are not cut into chunks.
-        enable_chunked_prefill: Mix decodes and chunks of prompts in one step.
-        scheduling_policy: "fcfs" or "priority".
-        preemption_mode: "recompute" or "swap".
-        num_speculative_tokens: Guess so many tokens ahead and verify them in one step (speculative decoding by prompt
-            lookup); the tokens stay the same. 0 turns it off; requests with penalties do without.
-        prompt_lookup_max: Guesses are what followed the last time that the newest so many tokens occurred.
-        prompt_lookup_min: If they have not occurred before, fewer of them are looked up, down to so many.
-        skip_tokenizer_init: Load no tokenizer; prompts are token ids, and outputs have no text.
-        scheduler_cls: The class to use as scheduler, for example `StaticBatchScheduler` or a learner's own.
-        block_space_manager_cls: The class to use as block space manager.
-        attention_backend: "auto", "torch", "cpu" or "triton", or an `AttentionBackend` subclass of your own. "auto" is
-            "triton" on a GPU and "cpu" (Numba) without one; "triton" without a GPU runs interpreted, very slowly.
-        enforce_eager: On a GPU, launch the kernels of a decode one by one instead of replaying a captured CUDA graph.
-        quantization: On a CPU, the bits of the weights: "int8", or "int4" for one or a few
-            sequences at a time (it is slow with long prompts and many sequences). None computes with the weights as they are.
-        low_memory: On a CPU, keep the weights as they are instead of packing them for small batches: slower, but the head has no
-            copy beside the embedding, and loading needs no second copy of anything.
-        trace: Record what the engine does in each step, in `llm.llm_engine.trace`.
-    """
-
-    model: str = "smollm2-135m"
-    dtype: str = "auto"
-    device: str = "auto"
-    seed: int = 0
-    max_model_len: int | None = None
-    block_size: int = 16
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    swap_space: float = 1.0
-    enable_prefix_caching: bool = False
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    enable_chunked_prefill: bool = False
-    scheduling_policy: str = "fcfs"
-    preemption_mode: str = "recompute"
-    num_speculative_tokens: int = 0
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
-    skip_tokenizer_init: bool = False
-    scheduler_cls: type | None = None
-    block_space_manager_cls: type | None = None
-    attention_backend: str | type = "auto"
-    enforce_eager: bool = False
-    quantization: str | None = None
-    low_memory: bool = False
-    trace: bool = False
+    model: str = _arg(
+        "smollm2-135m",
+        'A known name ("smollm2-135m"), a folder with config.json, safetensors and tokenizer files, a .gguf file, or a Hugging '
+        "Face name.",
+    )
+    dtype: str = _arg(
+        "auto",
+        'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in.',
+    )
+    device: str = _arg("auto", '"auto", "cpu" or "cuda".')
+    seed: int = _arg(0, "Seed for the random streams of requests that have no seed of their own.")
+    max_model_len: int | None = _arg(
+        None, "Maximum length of prompt plus output, in tokens. None: the length the model was trained for."
+    )
+    block_size: int = _arg(16, "Tokens per KV-cache block.")
+    gpu_memory_utilization: float = _arg(
+        0.9,
+        "Fraction of the GPU's memory for weights, activations and KV cache together. On a CPU: fraction of the memory that is "
+        "free after loading the weights, up to 4 GiB.",
+    )
+    kv_cache_memory_bytes: int | None = _arg(None, "Size of the KV cache on the device, in bytes, instead of profiling.")
+    num_gpu_blocks_override: int | None = _arg(None, "Number of device blocks, instead of profiling.")
+    swap_space: float = _arg(1.0, 'Host memory for swapped sequences, in GiB; used only with preemption_mode="swap".')
+    enable_prefix_caching: bool = _arg(False, "Reuse the KV blocks of earlier prompts that start the same way.")
+    max_num_seqs: int = _arg(256, "Maximum number of sequences per step.")
+    max_num_batched_tokens: int | None = _arg(
+        None, "Maximum number of tokens per step. None: 2,048, or max_model_len if that is larger and prefill is not chunked."
+    )
+    enable_chunked_prefill: bool = _arg(False, "Mix decodes and prefill chunks in one step.")
+    scheduling_policy: str = _arg("fcfs", '"fcfs" or "priority".')
+    preemption_mode: str = _arg("recompute", '"recompute" or "swap".')
+    num_speculative_tokens: int = _arg(
+        0,
+        "Number of draft tokens to propose and verify per step (speculative decoding by prompt lookup); the output stays the "
+        "same. 0 turns it off. Requests with penalties are not speculated on.",
+    )
+    prompt_lookup_max: int = _arg(4, "Longest n-gram to look up: the tokens that followed its last occurrence become the draft.")
+    prompt_lookup_min: int = _arg(2, "Shortest n-gram to look up when longer ones have not occurred before.")
+    skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
+    scheduler_cls: type | None = _arg(None, "Scheduler class, such as `StaticBatchScheduler` or your own.")
+    block_space_manager_cls: type | None = _arg(None, "Block space manager class.")
+    attention_backend: str | type = _arg(
+        "auto",
+        '"auto", "torch", "cpu" or "triton", or your own `AttentionBackend` subclass. "auto" is "triton" on a GPU and "cpu" '
+        '(Numba) without one; "triton" without a GPU runs interpreted, very slowly.',
+    )
+    enforce_eager: bool = _arg(
+        False, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+    )
+    quantization: str | None = _arg(
+        None,
+        'Weight quantization on a CPU: "int8", or "int4" for one or a few sequences at a time (slow with long prompts and many '
+        "sequences). None leaves the weights as they are.",
+    )
+    low_memory: bool = _arg(
+        False,
+        "On a CPU, do not pack weights for small batches: slower, but no weight is in memory twice, not even while loading.",
+    )
+    trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -197,25 +197,13 @@ class EngineArgs:
             raise ConfigError(f"seed is {self.seed!r}, but must be a whole number.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but is a fraction of the memory: use a value in (0, 1]."
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be a fraction of the memory: use a value in (0, 1]."
             )
         if self.swap_space < 0:
             raise ConfigError(f"swap_space is {self.swap_space} GiB: use 0 or more.")
 
-    @classmethod
-    def help_for(cls, name: str) -> str:
-        """The sentence that the docstring has for an argument, for the command line's --help."""
-        lines = (cls.__doc__ or "").split("\n")
-        start = next(i for i, line in enumerate(lines) if line.startswith(f"        {name}: "))
-        text = [lines[start].split(": ", 1)[1]]
-        for line in lines[start + 1 :]:
-            if not line.startswith("            "):
-                break
-            text.append(line.strip())
-        return " ".join(text)
-
     def cache_config(self) -> CacheConfig:
-        """The part that concerns the KV cache."""
+        """The KV cache's part of the arguments."""
         uses_swap = self.preemption_mode == "swap"
         return CacheConfig(
             block_size=self.block_size,
@@ -227,7 +215,7 @@ class EngineArgs:
         )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        """The part that concerns the scheduler, for a model of that length."""
+        """The scheduler's part of the arguments, for a model of this length."""
         max_num_batched_tokens = self.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(2048, self.max_num_seqs)
@@ -250,8 +238,8 @@ class EngineArgs:
         )
 
     def worker_config(self) -> WorkerConfig:
-        """The part that concerns a device."""
-        return WorkerConfig(**{field.name: getattr(self, field.name) for field in fields(WorkerConfig)})
+        """The worker's part of the arguments."""
+        return WorkerConfig(**{item.name: getattr(self, item.name) for item in fields(WorkerConfig)})
 
     @classmethod
     def names(cls) -> list[str]:

@@ -1,22 +1,49 @@
-"""Draws the pictures of the README that come from the simulator. They are the same each time.
+"""Draws the pictures of the documentation that need no measurement: the map of the engine, and two of a simulated run.
 
-python tools/make_pictures.py
+    python tools/make_pictures.py
+
+They are the same each time. The other pictures come from the commands beside them, and the live page's from
+tests/serving/test_dashboard_in_browser.py.
 """
 
 from pathlib import Path
 
+from minivllm.bench.arrivals import generate_requests
+
+from minivllm.bench.simulation import simulate
 from minivllm.bench.what_if import what_if
+from minivllm.engine.trace import EngineTrace
+from minivllm.viz.engine_map import draw_engine_map
 from minivllm.viz.step import draw_step
 from minivllm.viz.timeline import draw_requests
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
+def simulate_crowd() -> EngineTrace:
+    """More requests than the cache holds. They share the beginning of their prompts, and are preempted to the host."""
+    requests = generate_requests(
+        20, arrival_rate=12.0, distribution="uniform", mean_prompt_len=40, mean_output_len=64, num_shared_prompt_tokens=32, seed=3
+    )
+    trace = simulate(
+        list(requests),
+        max_num_seqs=10,
+        num_gpu_blocks=48,
+        num_cpu_blocks=24,
+        enable_prefix_caching=True,
+        preemption_mode="swap",
+    ).trace
+    assert trace is not None
+    return trace
+
+
 def main() -> None:
-    """Writes docs/requests.png and docs/step.png."""
-    trace = what_if(num_gpu_blocks=32, max_num_seqs=6, arrival_rate=5.0, num_requests=24, seed=5)
-    draw_requests(trace).savefig(DOCS / "requests.png", dpi=120)
-    crowded = next(number for number, step in enumerate(trace) if step.preempted)
+    """Write docs/engine_map.png, docs/requests.png and docs/step.png."""
+    draw_engine_map().savefig(DOCS / "engine_map.png", dpi=120)
+    few_blocks = what_if(num_gpu_blocks=32, max_num_seqs=6, arrival_rate=5.0, num_requests=24, seed=5)
+    draw_requests(few_blocks).savefig(DOCS / "requests.png", dpi=120)
+    trace = simulate_crowd()
+    crowded = max(range(len(trace)), key=lambda number: (len(trace[number].preempted), trace[number].num_waiting))
     draw_step(trace, crowded).savefig(DOCS / "step.png", dpi=120)
 
 

@@ -1,8 +1,8 @@
-"""Puts the texts of measurements into the README, from the JSON files that the measurements wrote.
+"""Copies measured tables into README.md and docs/*.md, from the JSON files that the benchmarks wrote.
 
     python tools/readme_tables.py
 
-What stands between `<!-- FILE -->` and `<!-- end -->` is replaced by the command, its time and its text, as they are in FILE.
+What stands between `<!-- FILE -->` and `<!-- end -->` is replaced by the command, its date and its text, as stored in FILE.
 tests/project/test_readme.py checks that nobody has typed anything there.
 """
 
@@ -11,11 +11,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 
 
 def fill(text: str) -> str:
-    """The text with every place filled anew."""
+    """The text with every table filled in anew."""
     return PLACE.sub(lambda place: f"{place[1]}{render(ROOT / place[2])}{place[3]}", text)
 
 
@@ -26,10 +27,9 @@ def render(file: Path) -> str:
 
 
 def main() -> None:
-    """Writes the README if it changes."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(fill(text), encoding="utf-8")
+    """Rewrite the tables of every page."""
+    for page in PAGES:
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

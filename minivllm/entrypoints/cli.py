@@ -13,7 +13,6 @@ from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.bench_serve_cli import add_bench_serve
 from minivllm.entrypoints.course_cli import add_course_commands
 from minivllm.entrypoints.grade_cli import add_grade_command
-from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
 from minivllm.entrypoints.serve_cli import add_serve_command
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
@@ -23,7 +22,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns the exit status; what a person did wrong is told in one sentence."""
+    """Run a command. Returns the exit status; a user's mistake is reported in one sentence."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = make_parser().parse_args(with_trace_command(argv))
     arguments.command = shlex.join(["minivllm", *argv])
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"minivllm: {error.filename or 'a stream'} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
     except UnicodeError as error:
-        print(f"minivllm: text that cannot be read or written in this terminal's encoding: {error}.", file=sys.stderr)
+        print(f"minivllm: some text cannot be read or written in this terminal's encoding: {error}.", file=sys.stderr)
         return 2
 
 
@@ -63,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_sampling_options(generate, max_tokens=64)
     add_engine_options(generate)
 
-    chat = add_command(commands, "chat", run_chat, "talk with the model; its answers stream", "minivllm chat --temperature 0.7")
+    chat = add_command(commands, "chat", run_chat, "talk to the model; answers stream", "minivllm chat --temperature 0.7")
     chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     _add_sampling_options(chat, max_tokens=512)
     add_engine_options(chat)
@@ -74,7 +73,6 @@ def make_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_benchmarks(benches)
     add_bench_serve(benches)
-    add_kernels(benches)
     add_calibrate(benches)
 
     add_simulate(commands)
@@ -87,11 +85,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_grade_command(commands)
 
-    add_command(commands, "doctor", run_doctor, "say what this machine can do", "minivllm doctor")
+    add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")
 
-    demo = add_command(commands, "demo", run_demo, "show what the engine does, in three minutes", "minivllm demo --output out")
+    demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
     demo.add_argument(
-        "--output", type=Path, default=Path("out"), metavar="FOLDER", help="where pictures go (default: %(default)s)"
+        "--output", type=Path, default=Path("out"), metavar="FOLDER", help="where to save the picture (default: %(default)s)"
     )
     return parser
 
@@ -99,22 +97,32 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the most likely token (default: %(default)s)"
+        "--temperature", type=float, default=0.8, help="0 always picks the most likely token (default: %(default)s)"
     )
     group.add_argument(
-        "--top-p", type=float, default=0.95, help="keep the most likely tokens up to this probability (default: %(default)s)"
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample from the most likely tokens that add up to this probability (default: %(default)s)",
     )
-    group.add_argument("--top-k", type=int, default=0, help="keep so many tokens; 0 keeps all (default: %(default)s)")
     group.add_argument(
-        "--min-p", type=float, default=0.0, help="keep tokens at least so likely relative to the best (default: %(default)s)"
+        "--top-k", type=int, default=0, help="sample from this many most likely tokens; 0 is no limit (default: %(default)s)"
     )
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1 repeats less (default: %(default)s)")
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="generate at most so many tokens (default: %(default)s)"
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="drop tokens less likely than this fraction of the best one (default: %(default)s)",
     )
-    group.add_argument("--n", type=int, default=1, help="continuations of each prompt (default: %(default)s)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    group.add_argument("--sampling-seed", type=int, metavar="SEED", help="makes a request's random choices repeatable")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1 discourages repetition (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, help="maximum number of tokens to generate (default: %(default)s)"
+    )
+    group.add_argument("--n", type=int, default=1, help="completions per prompt (default: %(default)s)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be given several times")
+    group.add_argument("--sampling-seed", type=int, metavar="SEED", help="makes sampling reproducible")
 
 
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -132,7 +140,7 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Complete the prompts and print them with their continuations."""
+    """Complete the prompts and print them with their completions."""
     params = _sampling_params(arguments)
     check_writable(arguments.save_trace)
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
@@ -163,7 +171,7 @@ def _read_standard_input() -> str:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Talk with the model until /exit or the end of input."""
+    """Talk to the model until /exit or the end of input."""
     params = _sampling_params(arguments)
     if sys.stdin is None:
         raise RequestError("There is no standard input to read messages from.")
@@ -171,13 +179,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
     from minivllm.entrypoints.llm import LLM
 
     print(f"Loading {arguments.model} ...", file=sys.stderr)
-    args = engine_args(arguments) | {"enable_prefix_caching": True}  # each turn begins with all the earlier ones
+    args = engine_args(arguments) | {"enable_prefix_caching": True}  # each turn starts with all the earlier ones
     chat_loop(LLM(**args), params, arguments.system)
     return 0
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print what was found, good or bad."""
+    """Report what this machine can do."""
     from minivllm.entrypoints.doctor import examine
 
     return examine()

@@ -1,4 +1,4 @@
-"""`minivllm doctor`: what this machine can do, and what to do about what it cannot."""
+"""`minivllm doctor`: what this machine can do, and how to fix what it cannot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from minivllm.errors import ModelLoadError
 
 
 def examine() -> int:
-    """Print a line for each thing looked at. Returns 0 if the default model can run here, else 1."""
+    """Print one line per check. Returns 0 if the default model can run here, else 1."""
     import torch
 
-    from minivllm.bench.machine import processor_name
+    from minivllm.bench.report import processor_name
     from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
     from minivllm.models.gguf_files import cache_folder
     from minivllm.worker.memory import available_cpu_memory
@@ -33,10 +33,10 @@ def examine() -> int:
         free, total = torch.cuda.mem_get_info()
         line("GPU", f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; device='auto' uses it")
     else:
-        line("GPU", "none that torch can use; everything runs on the CPU")
+        line("GPU", "none that PyTorch can use; everything runs on the CPU")
     line("Triton", _triton(torch.cuda.is_available()))
     backend = get_attention_backend("auto", resolve_device("auto"))
-    line("attention", f"attention_backend='auto' is {next(name for name, cls in BACKENDS.items() if cls is backend)!r} here")
+    line("attention", f"attention_backend='auto' selects {next(name for name, cls in BACKENDS.items() if cls is backend)!r}")
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +64,11 @@ def _triton(has_gpu: bool) -> str:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        return "not installed (it exists for Linux only); the kernels in torch are used"
+        return "not installed (it is available for Linux only)"
     return (
-        f"{found}, can compile for the GPU"
+        f"{found}, compiles kernels for the GPU"
         if has_gpu
-        else f"{found}, without a GPU it runs kernels interpreted (TRITON_INTERPRET=1)"
+        else f"{found}; without a GPU, its kernels run interpreted (TRITON_INTERPRET=1)"
     )
 
 
@@ -78,7 +78,7 @@ def _default_model() -> str:
 
     model = PACKAGED_MODELS["smollm2-135m"]
     converted = find_conversion(find_packaged_file(model)).exists()
-    return f"from the package {model.requirement}, {'converted' if converted else 'to be converted on first use, once'}"
+    return f"in the package {model.requirement}, {'converted' if converted else 'to be converted on first use'}"
 
 
 def _short(path: Path) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey
 from minivllm.errors import ConfigError
 from minivllm.viz.memo import remembered
-from minivllm.viz.spans import find_context_lens, time_origin
+from minivllm.viz.spans import find_context_lens
 
 
 class Block(NamedTuple):

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
+from minivllm.bench.summary import request_latencies
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import WIDTH
-from minivllm.viz.latency import LINE_STYLES, request_latencies
+from minivllm.viz.latency import LINE_STYLES
 from minivllm.viz.palette import REQUEST_COLORS
 
 Lines = Mapping[str, Sequence[float]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
 from minivllm.viz.memo import remembered
 
@@ -97,12 +98,6 @@ def running_states(step: StepRecord) -> dict[SequenceKey, str]:
     for item in step.scheduled:
         states[item.key] = item.action
     return states
-
-
-def time_origin(trace: EngineTrace) -> float:
-    """The time that is 0 on the time axes: the first arrival, or the first step if that is earlier."""
-    times = [request.arrival_time for request in trace.requests.values()]
-    return min(times + [step.start for step in trace.steps[:1]], default=0.0)
 
 
 def step_times(trace: EngineTrace) -> list[tuple[float, float]]:

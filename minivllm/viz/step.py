@@ -35,16 +35,20 @@ from minivllm.viz.drawing import (
 from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colors, tint
 from minivllm.viz.spans import sequence_keys
 
-_HEIGHT = 6.6
 _CHIPS = {"running": 11, "waiting": 11, "swapped": 5}
 """Chips per row of each queue."""
-_ROWS = 3
+_MOST_ROWS = 3
+"""Rows of chips; a figure has as many as the longest queue of its trace needs."""
+_ROW_HEIGHT = 0.24
+"""Height of a row of chips, and of the line above them, in inches."""
 _CHIP_WIDTH = 21.5
 """Width of the narrowest chip, in points."""
 _WIDEST = 3
 """Maximum width of a chip, as a multiple of `_CHIP_WIDTH`."""
 _CHIP_SIZE = 7.0
 """Font size, in points."""
+_FEWEST_COLUMNS = 8
+"""Columns that the batch has room for at least, so that one sequence does not fill it."""
 _MOST_NAMED = 40
 """With more columns than this, the batch has no room for names."""
 _CACHED = 0.85
@@ -99,46 +103,58 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
     Raises:
         ConfigError: There is no such step.
     """
-    figure = Figure(figsize=(WIDTH, _HEIGHT))
     step, title = step_number(trace, step), describe_step(trace, step)
     names, colors = sequence_names(sequence_keys(trace)), request_colors(trace)
-    figure.text(0.02, _from_top(0.1), title, fontsize=10, weight="bold", va="top")
-    figure.text(0.02, _from_top(0.33), _events(trace[step], names), fontsize=8.5, color=INK, va="top")
+    num_rows = _num_rows(trace, names)
+    queues_bottom = 4.1 + _ROW_HEIGHT * (1 + num_rows)
+    height = queues_bottom + 1.54
+    figure = Figure(figsize=(WIDTH, height))
+    figure.text(0.02, 1 - 0.1 / height, title, fontsize=10, weight="bold", va="top")
+    figure.text(0.02, 1 - 0.33 / height, _events(trace[step], names), fontsize=8.5, color=INK, va="top")
     table_left = 0.51 + (0.45 + label_width(trace) / 72) / WIDTH
     grid, tables, queues, batch = (
-        figure.add_axes((left, _from_top(bottom), right - left, height / _HEIGHT))
-        for left, right, bottom, height in (
+        figure.add_axes((left, 1 - bottom / height, right - left, inches / height))
+        for left, right, bottom, inches in (
             (0.06, 0.51, 3.53, 2.65),
             (table_left, 0.985, 3.53, 2.65),
-            (0.02, 0.985, 5.06, 0.95),
-            (0.06, 0.985, 6.36, 0.95),
+            (0.02, 0.985, queues_bottom, _ROW_HEIGHT * (1 + num_rows)),
+            (0.06, 0.985, height - 0.24, 0.95),
         )
     )
     paint_block_map(grid, tables, trace, step)
-    _paint_queues(queues, trace, step, names, colors)
-    _paint_batch(batch, trace[step], names, colors)
+    _paint_queues(queues, trace, step, names, colors, num_rows)
+    _paint_batch(batch, trace[step], names, colors, max(len(record.scheduled) for record in trace))
     return figure
 
 
-def _from_top(inches: float) -> float:
-    """Convert inches from the top to matplotlib's vertical position."""
-    return 1.0 - inches / _HEIGHT
+def _chip_width(names: dict[SequenceKey, str]) -> int:
+    """The width of every chip, as a multiple of the narrowest."""
+    longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
+    return min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
 
 
-def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
+def _num_rows(trace: EngineTrace, names: dict[SequenceKey, str]) -> int:
+    """Rows of chips that the trace's longest queue needs, within bounds."""
+    width = _chip_width(names)
+    longest = {queue: max(getattr(record, f"num_{queue}") for record in trace) for queue in _CHIPS}
+    return min(max(1, *(ceil(count / (_CHIPS[queue] // width)) for queue, count in longest.items())), _MOST_ROWS)
+
+
+def _paint_queues(
+    axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str], num_rows: int
+) -> None:
     """Paint the three queues as rows of chips; sequences that arrived or moved in this step are outlined."""
     record, queues = trace[step], find_queues(trace, step)
     moved = {_key(item) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
-    longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
-    width = min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
+    width = _chip_width(names)
     chips, faces, edges, points, texts, inks = [], [], [], [], [], []
     left = 0
     for queue, room_across in _CHIPS.items():
         keys: tuple[SequenceKey, ...] = getattr(queues, queue)
         num_chips = room_across // width
         axes.text(left + 0.08, 0.45, f"{queue}: {len(keys)}", fontsize=9, weight="bold", va="center")
-        room = _ROWS * num_chips
+        room = num_rows * num_chips
         shown = keys if len(keys) <= room else keys[: room - 1]
         for i, key in enumerate(shown):
             x, y = left + i % num_chips * width, 1 + i // num_chips
@@ -149,18 +165,22 @@ def _paint_queues(axes: Axes, trace: EngineTrace, step: int, names: dict[Sequenc
             texts.append(_shorten(names[key], width * _CHIP_WIDTH - 5.0))
             inks.append(ink_on(color))
         if len(keys) > len(shown):
-            axes.text(left + (num_chips - 1) * width + 0.1, _ROWS + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center")
+            axes.text(
+                left + (num_chips - 1) * width + 0.1, num_rows + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center"
+            )
         if not keys:
             axes.text(left + 0.08, 1.4, "empty", fontsize=8, color=INK, va="center")
         left += room_across + 1
     axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
     axes.add_collection(Labels(axes, points, texts, _CHIP_SIZE, inks), autolim=False)
     axes.set_xlim(0, left - 1)
-    axes.set_ylim(_ROWS + 1, 0)
+    axes.set_ylim(num_rows + 1, 0)
     axes.axis("off")
 
 
-def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str]) -> None:
+def _paint_batch(
+    axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str], largest_batch: int
+) -> None:
     """Paint the batch: a column per sequence, with the tokens computed now on top of those in the cache."""
     parts = record.scheduled
     highest = max((part.context_len for part in parts), default=1)
@@ -184,7 +204,7 @@ def _paint_batch(axes: Axes, record: StepRecord, names: dict[SequenceKey, str], 
     for action, boxes in computed.items():
         add_bars(axes, STATE_LOOKS[action], boxes, computed_colors[action], label=action)
     tidy(axes, "", "tokens")
-    num_columns = max(len(parts), 16)
+    num_columns = max(largest_batch, _FEWEST_COLUMNS)
     axes.set_xlim(-0.7, num_columns - 0.3)
     axes.set_ylim(0, 1.28 * highest)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))

@@ -11,10 +11,10 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 
 def draw_sweep(values: Sequence[int], tokens_per_second: Sequence[float], latencies: Sequence[float], title: str = "") -> Figure:
-    """Draw two panels over powers of two: the throughput of all users together, and the latency of each.
+    """Throughput and mean latency, side by side, against `max_num_seqs` on a logarithmic axis.
 
     Args:
-        values: Values of `max_num_seqs`.
+        values: The values of `max_num_seqs`.
         tokens_per_second: Output tokens per second at each value.
         latencies: Mean seconds from arrival to the last token at each value.
         title: Above the figure.

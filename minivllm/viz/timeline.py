@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import (
     Box,
@@ -24,7 +25,7 @@ from minivllm.viz.drawing import (
     tidy,
 )
 from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
-from minivllm.viz.spans import STATES, find_spans, sequence_keys, time_origin
+from minivllm.viz.spans import STATES, find_spans, sequence_keys
 
 _MOST_NAMED_ROWS = 64
 

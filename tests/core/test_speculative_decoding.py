@@ -302,9 +302,9 @@ def test_an_abort_while_drafts_are_verified_frees_everything(only_habit):
     engine, executor = shadow_engine(100, num_speculative_tokens=8, max_num_seqs=4)
     execute, drafted = executor.execute_model, []
 
-    def execute_and_abort(output):
-        results = execute(output)
-        drafted.extend(output.scheduled[0].draft_token_ids)
+    def execute_and_abort(request):
+        results = execute(request)
+        drafted.extend(range(request.sequences[0].num_drafts))
         if drafted:
             engine.abort_request("a")
         return results

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from prompts import mixed_prompts
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams, StaticBatchScheduler
-from minivllm.bench.workloads import mixed_prompts
 from minivllm.engine.llm_engine import LLMEngine as Engine
 from minivllm.errors import RequestError
 

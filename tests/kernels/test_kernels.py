@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ from kernel_cases import (
 )
 
 from minivllm.errors import KernelError
-from minivllm.kernels import checks, reference
+from minivllm.kernels import reference
+from minivllm.kernels.checks import Checks
+from minivllm.kernels.ops import Ops
 
 pytest.importorskip("triton")  # there is none for macOS
 numba = pytest.importorskip("numba")
@@ -491,12 +494,27 @@ def test_what_a_kernel_cannot_take_is_refused(kernels, device):
         kernels.paged_decode_attention(torch._neg_view(two.query), *two.args[1:])
 
 
-def test_trusted_input_is_not_read_back():
-    """Within `trusted()` only what the host knows is checked, and only there."""
-    case = make_attention_case([5], [1])
-    args = list(case.args)
-    args[LENGTHS] = torch.tensor([100])
-    with checks.trusted():
-        checks.check_attention(*args[:5])
-    with pytest.raises(KernelError):
-        checks.check_attention(*args[:5])
+def test_numbers_are_not_read_back_where_only_shapes_are_checked():
+    """Positions beyond the tables raise torch's error instead of a sentence; shapes are checked as before."""
+    x, table = torch.zeros(1, 1, 4), torch.zeros(3, 2)
+    ops = Ops(reference, Checks.SHAPES)
+    with pytest.raises(IndexError):
+        ops.rotary_embedding(torch.tensor([7]), x, x, table, table)
+    with pytest.raises(KernelError, match="positions go from 7 to 7"):
+        Ops(reference).rotary_embedding(torch.tensor([7]), x, x, table, table)
+    with pytest.raises(KernelError, match="but heads of 4 need"):
+        ops.rotary_embedding(torch.tensor([7]), x, x, table[:, :1], table[:, :1])
+
+
+def test_importing_kernels_changes_nothing_global():
+    """In a fresh process: not the environment, and not the settings of Numba."""
+    code = (
+        "import os, numba; before = dict(os.environ), {n: getattr(numba.config, n) for n in dir(numba.config) if n.isupper()};"
+        "import minivllm.kernels.cpu, minivllm.layers.attention_backends as backends;"
+        "backends.TritonAttentionBackend.load_ops();"
+        "after = dict(os.environ), {n: getattr(numba.config, n) for n in dir(numba.config) if n.isupper()};"
+        "print([k for b, a in zip(before, after) for k in b.keys() | a.keys() if b.get(k) != a.get(k)])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.stdout == "[]\n", result.stderr

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+from dataclasses import fields
 
 import pytest
 
@@ -22,9 +25,22 @@ def test_every_command_has_help_with_an_example(capsys):
         assert f"Example: minivllm {' '.join(command)}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_every_engine_argument_is_explained():
-    for name in EngineArgs.names():
-        assert len(EngineArgs.help_for(name)) > 10
+def test_every_engine_option_has_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for field in fields(EngineArgs):
+        option = f"--{field.name.replace('_', '-')}"
+        if f"{option} " in text:
+            assert len(field.metadata["help"]) > 10
+            assert field.metadata["help"].split()[0] in text.split(f" {option}", 1)[1]
+
+
+def test_commands_start_without_docstrings_and_assertions():
+    command = [sys.executable, "-OO", "-m", "minivllm.entrypoints.cli", "generate", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Maximum number of sequences per step" in result.stdout
 
 
 def test_generate_prints_prompt_and_text(capsys):
@@ -116,6 +132,27 @@ def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path
     assert "longtail  continuous" in out
     assert str(tmp_path / "static_vs_continuous.png") in out
     assert (tmp_path / "static_vs_continuous.png").stat().st_size > 10_000
+
+
+def test_without_matplotlib_the_demo_runs_and_says_what_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(demo, "MEAN_OUTPUT_LEN", 4)
+    for name in [name for name in sys.modules if name.startswith(("minivllm.viz", "matplotlib"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["demo", "--output", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "longtail  continuous" in out and "What to do next" in out
+    assert "Not drawn, because matplotlib is not installed: `pip install matplotlib`" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "sweep", "--plot", "sweep.png"])
+    assert stopped.value.code == 2
+    assert "drawing needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the README says is so: its code runs, its files exist, its commands are there."""
+"""What the README, CONTRIBUTING.md and docs/ say is true: their code runs, their files and commands exist."""
 
 from __future__ import annotations
 
@@ -12,60 +12,93 @@ from minivllm.config import EngineArgs
 from minivllm.entrypoints import cli
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+README = ROOT / "README.md"
+PAGES = [README, *sorted(ROOT.glob("C*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+PYTHON = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_its_python_runs(code, capsys, tmp_path, monkeypatch):
+def without_code(text):
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text):
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_python_runs(code, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
 
-def test_its_links_and_pictures_exist():
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert len(targets) > 5
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@each_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), target
 
 
-def test_the_files_and_make_targets_that_it_names_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:^|`|nightly )make ([a-z-]+)", README, flags=re.MULTILINE):
+def test_every_page_can_be_reached_from_the_readme():
+    assert [name for name in TEXTS if name != "README.md" and f"]({name})" not in TEXTS["README.md"]] == []
+
+
+@each_page
+def test_files_and_make_targets_exist(page):
+    text, makefile = page.read_text(encoding="utf-8"), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`|nightly )make ([a-z-]+)", text, flags=re.MULTILINE):
         assert f"\n{target}:" in makefile, f"make {target}"
-    for name in re.findall(r"`(?:python )?((?:tests|benchmarks|minivllm|\.ci)/[\w./]*)`", README):
-        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(?:python )?((?:tests|benchmarks|minivllm|tools|docs|notebooks|\.ci|\.github)/[\w./-]*)`", text):
+        assert (ROOT / name).exists() or re.search(r"NAME|NN", name), name
 
 
-def test_its_measurements_are_as_they_were_written():
+@each_page
+def test_tables_are_as_they_were_measured(page):
     """`python tools/readme_tables.py` would change nothing."""
     spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "tools" / "readme_tables.py")
     readme_tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme_tables)
-    assert len(readme_tables.PLACE.findall(README)) >= 5
-    assert readme_tables.fill(README) == README
+    text = page.read_text(encoding="utf-8")
+    assert readme_tables.fill(text) == text
 
 
-def test_its_commands_exist():
-    shell = "\n".join(re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL))
-    commands = re.findall(
-        r"^minivllm ([a-z]+(?: (?:offline|scheduler|latency|kernels|calibrate|serve))?)", shell, flags=re.MULTILINE
-    )
-    assert len(commands) >= 5
+def test_every_table_comes_from_a_stored_result():
+    places = {place for text in TEXTS.values() for place in re.findall(r"<!-- (benchmarks/results/\S+\.json) -->", text)}
+    assert len(places) >= 15
+    assert "<!-- benchmarks/results/offline_64" in TEXTS["README.md"]
+
+
+def test_commands_exist():
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", "\n".join(TEXTS.values()), flags=re.DOTALL))
+    commands = set(re.findall(r"^minivllm ([a-z]+(?: (?:(?<=bench )[a-z]+|(?<=course )[a-z]+)?)?)", shell, flags=re.MULTILINE))
+    assert len(commands) >= 10
     for command in commands:
         with pytest.raises(SystemExit) as stopped:
             cli.main([*command.split(), "--help"])
-        assert stopped.value.code == 0
+        assert stopped.value.code == 0, command
 
 
-def test_the_arguments_that_it_names_exist():
-    for arguments in re.findall(r"`LLM\(([^`]*=[^`]*)\)`", README):
+def test_arguments_exist():
+    for arguments in re.findall(r"`LLM\(([^`]*=[^`]*)\)`", "\n".join(TEXTS.values())):
         for name in re.findall(r"(\w+)=", arguments):
             assert name in EngineArgs.names(), name
 
 
-def test_the_lessons_that_are_there_are_marked_so():
-    rows = re.findall(r"^\| (\d\d) \| (.*?) \|.*\| (.*?) \|$", README, flags=re.MULTILINE)
+def test_lessons_that_exist_are_marked_so():
+    rows = re.findall(r"^\| (\d\d) \| (.*?) \|.*\| (.*?) \|$", TEXTS["README.md"], flags=re.MULTILINE)
     assert [number for number, _, _ in rows] == [f"{i:02}" for i in range(16)]
     for number, _, state in rows:
         exists = bool(list((ROOT / "notebooks").glob(f"{number}_*.ipynb")))

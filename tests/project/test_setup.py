@@ -312,3 +312,17 @@ def test_a_python_that_is_not_there_is_told():
     assert result.returncode != 0
     assert is_one_sentence(result.stdout.strip())
     assert "no command 'python-that-is-not-there'" in result.stdout
+
+
+def test_pre_commit_has_the_pinned_ruff():
+    hooks = [hook for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for hook in repo["hooks"]]
+    pinned = re.search(r"^ruff==\S+", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)[0]
+    assert [hook["id"] for hook in hooks] == ["ruff-check", "ruff-format"]
+    assert all(hook["additional_dependencies"] == [pinned] for hook in hooks)
+
+
+def test_the_workflow_runs_what_ci_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert {"run": ".ci/run"} in job["steps"]
+    assert min(job["strategy"]["matrix"]["python"], key=lambda version: int(version.split(".")[1])) == "3.10"

@@ -233,7 +233,9 @@ def traced_engine(num_blocks, enable_prefix_caching):
     """An engine that records its steps, and takes no time for them."""
     cache = CacheConfig(enable_prefix_caching=enable_prefix_caching)
     scheduler = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=2048)
-    return LLMEngine(model_config(), cache, scheduler, WaitingExecutor(num_blocks, 0.0), None, trace=True)
+    engine = LLMEngine.from_executor(model_config(), cache, scheduler, WaitingExecutor(num_blocks, 0.0))
+    engine.start_trace()
+    return engine
 
 
 def test_requests_that_were_there_before_the_page_have_no_time_to_first_token():

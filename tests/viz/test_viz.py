@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_kernels import kernel_points, peaks
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex, to_rgb
@@ -20,7 +21,6 @@ from matplotlib.figure import Figure
 from test_invariants import run, workloads
 from viz_traces import TRACES, forking, params, preempting, prompt, record, tiny
 
-from minivllm.bench.roofline import kernel_points, peaks
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
 from minivllm.viz.batches import draw_batches
@@ -31,7 +31,7 @@ from minivllm.viz.curves import draw_curves
 from minivllm.viz.drawing import Labels, short_name
 from minivllm.viz.latency import draw_latencies
 from minivllm.viz.palette import REQUEST_COLORS, STATE_LOOKS, request_color, request_colors, tint
-from minivllm.viz.roofline import RooflinePoint, draw_roofline
+from minivllm.viz.roofline import draw_roofline
 from minivllm.viz.run import draw_run
 from minivllm.viz.spans import STATES, Span, find_context_lens, find_spans, step_times, time_origin
 from minivllm.viz.step import draw_step
@@ -653,7 +653,7 @@ def guarded_figures():
         for figure, draw in (FIGURES | COMPOSED).items():
             yield f"{name}, {figure}", lambda draw=draw, trace=trace: draw(trace)
     results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
-    points = [RooflinePoint(**point) for point in kernel_points(results)]
+    points = kernel_points(results)
     yield "roofline", lambda: draw_roofline(points, *peaks(results), "kernels")
 
 

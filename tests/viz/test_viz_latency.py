@@ -11,23 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_kernels import kernel_points, peaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
-from shadow import ShadowExecutor, shadow_engine
+from shadow import ShadowExecutor, set_clock, shadow_engine
 
-from minivllm.bench.offline import percentile as bench_percentile
-from minivllm.bench.roofline import kernel_points, peaks
+from minivllm.bench.summary import percentile, request_latencies
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
-from minivllm.viz.latency import draw_latencies, percentile, request_latencies
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.viz.latency import draw_latencies
 from minivllm.viz.roofline import RooflinePoint, draw_roofline
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json"
@@ -37,12 +37,12 @@ def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[
     """A shadow engine on a virtual clock: a step takes `seconds`, and as much again for every eight of its tokens."""
     engine, executor = shadow_engine(*args, **options)
     now = [100.0]
-    engine.clock = lambda: now[0]
+    set_clock(engine, lambda: now[0])
     execute = executor.execute_model
 
-    def execute_and_wait(output: SchedulerOutput) -> list[SequenceOutput]:
-        now[0] += seconds * (1 + output.num_batched_tokens / 8)
-        return execute(output)
+    def execute_and_wait(request: ExecuteModelRequest) -> list[SequenceOutput]:
+        now[0] += seconds * (1 + sum(seq.num_tokens for seq in request.sequences) / 8)
+        return execute(request)
 
     executor.execute_model = execute_and_wait
     return engine, executor
@@ -154,16 +154,6 @@ def test_a_request_older_than_the_trace_keeps_its_times():
     assert len(latency.itls) == 4, "of the five tokens that the trace saw"
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([50, 95, 99]))
-def test_percentiles_are_those_of_the_benchmarks(values, percent):
-    assert percentile(values, percent) == bench_percentile(values, percent)
-
-
-def test_there_is_no_percentile_of_nothing():
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-
-
 def two_traces() -> dict[str, EngineTrace]:
     return {
         name: drive(timed_engine(40, seconds=seconds)[0], [(0.0, 5, 9, 1), (-1.0, 9, 3, 2), (-2.0, 3, 12, 1)])[0]
@@ -185,7 +175,7 @@ def test_the_figure_shows_the_shares_and_writes_the_percentiles():
             assert y <= np.mean([value <= x for value in values]) + 1e-9
         assert (line.get_xdata()[-1], line.get_ydata()[-1]) == (values[-1], 1.0)
         written = [float(text.get_text()) for text in tables[2].texts[3 + 3 * number : 6 + 3 * number]]
-        assert written == pytest.approx([bench_percentile(values, percent) for percent in (50, 95, 99)], rel=5e-3)
+        assert written == pytest.approx([percentile(values, percent) for percent in (50, 95, 99)], rel=5e-3)
     styles = [line.get_linestyle() for line in panels[0].lines if len(line.get_xdata()) > 1]
     assert len(set(styles)) == 2, "told apart without colours"
 
@@ -195,11 +185,11 @@ def test_a_long_tail_gets_a_logarithmic_axis():
     execute = executor.execute_model
     tick = engine.clock
     late = [0.0]
-    engine.clock = lambda: tick() + late[0]
+    set_clock(engine, lambda: tick() + late[0])
 
-    def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
+    def stumble(request: ExecuteModelRequest) -> list[SequenceOutput]:
         late[0] += 3.0 if executor.num_steps == 8 else 0.0
-        return execute(output)
+        return execute(request)
 
     executor.execute_model = stumble
     trace, _ = drive(engine, [(0.0, 8, 20, 1)])
@@ -249,7 +239,7 @@ def test_a_roofline_refuses_what_is_not_a_measurement(flops, size, seconds):
 
 def test_points_are_what_was_measured():
     results = json.loads(RESULTS.read_text())
-    points = {(point["series"].split()[0], point["name"]): RooflinePoint(**point) for point in kernel_points(results)}
+    points = {(point.series.split()[0], point.name): point for point in kernel_points(results)}
     assert len(points) == len(results["linear"]["minivllm"]) + len(results["attention"])
     step = points["linear", "16 rows"]
     num_weights = 30 * (960 * 576 + 576 * 576 + 3072 * 576 + 576 * 1536) + 49152 * 576
@@ -266,13 +256,13 @@ def test_points_are_what_was_measured():
 def test_a_machine_without_packed_products_shows_those_of_torch():
     results = json.loads(RESULTS.read_text())
     del results["linear"]["minivllm"]
-    assert "(F.linear)" in kernel_points(results)[0]["series"]
+    assert "(F.linear)" in kernel_points(results)[0].series
 
 
 def test_results_of_something_else_are_refused():
     results = json.loads(RESULTS.read_text())
     for broken in ({}, [], {"linear": {}, "attention": []}, results | {"attention": [{"sequences": 1}]}):
-        with pytest.raises(ConfigError, match="not results of `minivllm bench kernels`"):
+        with pytest.raises(ConfigError, match="not results of `benchmarks/cpu_kernels.py`"):
             kernel_points(broken)
     with pytest.raises(ConfigError, match="not measured"):
         kernel_points(results, ways=("minivllm int8",))
@@ -296,7 +286,7 @@ def overlapping(boxes: Collection[Bbox]) -> list[tuple[Bbox, Bbox]]:
 
 def test_labels_of_the_measured_kernels_do_not_overlap():
     results = json.loads(RESULTS.read_text())
-    points = [RooflinePoint(**point) for point in kernel_points(results)]
+    points = kernel_points(results)
     boxes = label_boxes(draw_roofline(points, *peaks(results))).values()
     assert len(boxes) == 14
     assert overlapping(boxes) == []

@@ -10,6 +10,7 @@ import threading
 import pytest
 from viz_traces import TRACES
 
+from minivllm.bench.summary import summarize_trace
 from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
@@ -17,7 +18,7 @@ from minivllm.viz import player
 from minivllm.viz.knobs import CHOICES, START, knobs
 from minivllm.viz.notebook import WidgetError, to_png
 from minivllm.viz.player import play
-from minivllm.viz.run import draw_run, summarize
+from minivllm.viz.run import draw_run
 from minivllm.viz.step import draw_step, find_queues
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
@@ -264,18 +265,18 @@ def test_pictures_need_no_main_thread(tiny):
 
 def test_the_simulator_answers_to_every_knob():
     assert set(CHOICES) == set(START)
-    default = summarize(what_if())
-    assert default == summarize(what_if(**START))
+    default = summarize_trace(what_if())
+    assert default == summarize_trace(what_if(**START))
     for name, choices in CHOICES.items():
         other = choices[0] if choices[0] != START[name] else choices[-1]
         if name in ("block_size", "num_gpu_blocks"):
             other = choices[-1]
-        assert summarize(what_if(**{name: other})) != default, name
+        assert summarize_trace(what_if(**{name: other})) != default, name
 
 
 def test_more_blocks_mean_fewer_preemptions_and_static_batching_takes_longer():
-    assert summarize(what_if(num_gpu_blocks=256)).num_preemptions == 0 < summarize(what_if()).num_preemptions
-    assert summarize(what_if(scheduler="static")).latency > 2 * summarize(what_if()).latency
+    assert summarize_trace(what_if(num_gpu_blocks=256)).num_preemptions == 0 < summarize_trace(what_if()).num_preemptions
+    assert summarize_trace(what_if(scheduler="static")).latency.mean > 2 * summarize_trace(what_if()).latency.mean
 
 
 def test_a_cache_too_small_is_told_by_the_widget():
@@ -287,9 +288,9 @@ def test_a_cache_too_small_is_told_by_the_widget():
 
 
 def test_the_summary_counts_what_the_requests_got(tiny):
-    summary = summarize(tiny)
-    assert summary.num_requests == 3
-    assert summary.tokens_per_second == pytest.approx((9 + 12 + 5) / summary.seconds)
+    summary = summarize_trace(tiny)
+    assert summary.completed == 3
+    assert summary.output_tokens_per_second == pytest.approx((9 + 12 + 5) / summary.seconds)
     assert str(summary).startswith("3 requests in ")
-    with pytest.raises(ConfigError, match="no request comes to its end"):
-        summarize(EngineTrace(tiny.config))
+    with pytest.raises(ConfigError, match="No request of this trace has finished"):
+        draw_run(EngineTrace(tiny.config))

@@ -275,7 +275,7 @@ def check_text(llm: LLM) -> list[str]:
     engine = llm.llm_engine
     runs = []
     for scheduler in (Scheduler(engine.scheduler_config, engine.block_manager), engine.scheduler):  # the learner's stays in it
-        engine.scheduler = scheduler
+        engine.core.scheduler = scheduler
         trace = engine.start_trace()
         runs.append(([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)], len(trace),
                      sum(len(step.preempted) for step in trace)))  # fmt: skip

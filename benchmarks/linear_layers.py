@@ -1,6 +1,6 @@
-"""The linear layers of one step of SmolLM2-135M, by rows in the batch and way to compute them, and the machine's floor.
+"""The linear layers of a step of SmolLM2-135M, by rows in the batch and way to compute them, and what the machine can do at best.
 
-All layers are run one after another, so that a weight is not in a cache when its turn comes again: as in a decode step.
+All layers run one after another, as in a decode step, so that no weight is still in a cache when its turn comes again.
 """
 
 from __future__ import annotations
@@ -14,16 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.bench.report import format_table
 from minivllm.errors import ConfigError
-from minivllm.kernels import has_cpu_kernels
-from minivllm.layers.linear import PackedProduct, Product, can_pack
-from minivllm.layers.quantization import Int4Product, Int8Product
+from minivllm.kernels.ops import has_cpu_kernels
+from minivllm.layers.linear import Linear
+from minivllm.layers.platform import Platform
 
 SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
 """[out_features, in_features] of SmolLM2-135M: qkv, o, gate and up, down of 30 layers, and the head."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOW_ROWS = 16
-"""More rows than this take the 4-bit operator seconds."""
+"""With more rows than this, the 4-bit operator takes seconds."""
+
+
+Product = Callable[[Tensor], Tensor]
+"""`[rows, in_features]` to `[rows, out_features]`, with a weight of its own inside."""
+
+
+def make_linear(weight: Tensor, quantization: str | None) -> Linear:
+    """A linear layer as a model has it on a CPU, with this weight."""
+    platform = Platform(weight.device, weight.dtype, quantization=quantization)
+    layer = Linear(weight.shape[1], weight.shape[0], False, platform)
+    layer.get_parameter("weight").data.copy_(weight)
+    layer.process_weights_after_loading()
+    return layer
 
 
 def _mkl(weight: Tensor, rows: int) -> Product:
@@ -41,11 +55,11 @@ WAYS: dict[str, Callable[[Tensor, int], Product]] = {
     "(W @ x.T).T": lambda weight, rows: lambda x: (weight @ x.t()).t().contiguous(),
     "oneDNN packed": _onednn,
     "MKL packed": _mkl,
-    "minivllm": lambda weight, rows: PackedProduct(weight, None),
-    "minivllm int8": lambda weight, rows: Int8Product(weight, None),
-    "minivllm int4": lambda weight, rows: Int4Product(weight, None),
+    "minivllm": lambda weight, rows: make_linear(weight, None),
+    "minivllm int8": lambda weight, rows: make_linear(weight, "int8"),
+    "minivllm int4": lambda weight, rows: make_linear(weight, "int4"),
 }
-"""Name to what makes a product of a weight for so many rows. The peers' packed products are those that torch.compile uses."""
+"""Name to what prepares a weight for a number of rows. oneDNN's and MKL's packed products are those that torch.compile uses."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,8 @@ class Floor:
     """What a machine can do at best.
 
     Attributes:
-        read_gigabytes_per_second: Adding up float32 numbers that lie in memory one after another.
-        gigaflops: The product of two large float32 matrices.
+        read_gigabytes_per_second: When summing a large float32 array.
+        gigaflops: In a product of two large float32 matrices.
     """
 
     read_gigabytes_per_second: float
@@ -62,13 +76,13 @@ class Floor:
 
 
 def check_numba() -> None:
-    """Raise ConfigError if the kernels that are to be measured cannot run here."""
+    """Raise ConfigError if the kernels cannot run here."""
     if not has_cpu_kernels():
-        raise ConfigError("The kernels that are to be measured need Numba: `pip install numba`.")
+        raise ConfigError("The CPU kernels need Numba: `pip install numba`.")
 
 
 def measure_floor(repeats: int = 7) -> Floor:
-    """Both, the best of some runs: nothing else may run beside."""
+    """The best of some runs; nothing else may run meanwhile."""
     numbers = torch.ones(sum(rows * columns for rows, columns in SHAPES))
     seconds = min(_seconds(numbers.sum) for _ in range(repeats))
     size = 2048
@@ -84,9 +98,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _can_measure(name: str, weight: Tensor) -> bool:
-    """Whether this machine has the operators of a way."""
+    """Whether torch has the operators of a way on this machine."""
     if name == "minivllm":
-        return can_pack(weight)
+        return has_cpu_kernels()
     if name == "MKL packed":
         return torch.backends.mkl.is_available()
     return torch.backends.mkldnn.is_available() or not ("oneDNN" in name or "int" in name)
@@ -120,20 +134,15 @@ def measure_linear(repeats: int = 5) -> dict[str, dict[int, float]]:
     return result
 
 
-def format_table(milliseconds: dict[str, dict[int, float]], floor: Floor) -> str:
-    """The measurements as a table of text, with what reading the weights once takes."""
-    width = max(map(len, milliseconds)) + 2
-    lines = [f"{'':<{width}}" + "".join(f"{rows:>8}" for rows in ROWS) + "  rows"]
-    for name, times in milliseconds.items():
-        cells = [f"{times[rows]:>8.1f}" if rows in times else f"{'':>8}" for rows in ROWS]
-        lines.append(f"{name:<{width}}{''.join(cells)}  ms")
+def format_layers(milliseconds: dict[str, dict[int, float]], floor: Floor) -> str:
+    """The measurements as a table of text, with how long reading the weights and the arithmetic alone take."""
     gigabytes = sum(rows * columns for rows, columns in SHAPES) * 4 / 1e9
     reading, flops = gigabytes / floor.read_gigabytes_per_second * 1e3, gigabytes / 2 * 1e9
-    lines.append(f"{'reading once':<{width}}" + f"{reading:>8.1f}" * len(ROWS) + "  ms")
-    arithmetic = [rows * flops / floor.gigaflops / 1e6 for rows in ROWS]
-    lines.append(f"{'arithmetic':<{width}}" + "".join(f"{value:>8.1f}" for value in arithmetic) + "  ms")
-    lines.append(
-        f"\nreading once: the float32 weights, {gigabytes:.2f} GB at {floor.read_gigabytes_per_second:.1f} GB/s. arithmetic: at "
+    table = [(name, *(f"{times[rows]:.1f}" if rows in times else "" for rows in ROWS)) for name, times in milliseconds.items()]
+    table.append(("reading once", *[f"{reading:.1f}"] * len(ROWS)))
+    table.append(("arithmetic", *(f"{rows * flops / floor.gigaflops / 1e6:.1f}" for rows in ROWS)))
+    return (
+        f"{format_table(('ms, by rows', *map(str, ROWS)), table)}\n\n"
+        f"reading once: the float32 weights, {gigabytes:.2f} GB at {floor.read_gigabytes_per_second:.1f} GB/s. arithmetic: at "
         f"{floor.gigaflops:.0f} GFLOP/s, the rate of a large product. Both were measured."
     )
-    return "\n".join(lines)

@@ -1,12 +1,12 @@
-"""One engine in a process of its own: what `engine_process.py` starts for minivllm and for each peer.
+"""One engine in a process of its own: the other side of `engine_process.py`.
 
-It is run by its path, in an environment that need not have minivllm, so it imports the standard library and the one engine
-that it is asked for. It reads JSON lines from standard input and answers each with one on standard output: first the
-settings (answered when the engine is loaded), then one list of requests for each run. What the engine prints goes to
-standard error. All engines get token ids and give token ids, greedy, without regard to the end-of-sequence token.
+It runs in environments that need not have minivllm, so it imports the standard library and the one engine that it is asked for. It reads
+JSON lines from standard input and answers each with one on standard output: first the settings (answered when the engine is loaded),
+then a list of requests for each run. What the engine prints goes to standard error. All engines take and return token ids, greedily, past
+end-of-sequence tokens.
 
     python engine_script.py vllm           # serve
-    python engine_script.py vllm --check   # print the versions of what it needs, or what is missing
+    python engine_script.py vllm --check   # print the versions of its packages, or what is missing
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Requests = list[tuple[Tokens, int]]
 
 
 class MinivllmEngine:
-    """This project's engine. `engine_args` are its own; `quantization` comes from the engine's name."""
+    """This project's engine, with `engine_args`."""
 
     how = "continuous batching, paged KV cache"
 
@@ -54,7 +54,7 @@ class MinivllmEngine:
 
 
 class TransformersStatic:
-    """transformers' `generate`: batches in the order of the workload, padded on the left, each run to its longest output."""
+    """transformers' `generate`: batches in workload order, left-padded, each run to its longest output."""
 
     how = "static batches, each as long as its longest output; only the tokens asked for are counted"
 
@@ -81,8 +81,8 @@ class TransformersStatic:
 class TransformersContinuous:
     """transformers' continuous batching, through the manager under `generate_batch`.
 
-    `generate_batch` takes one length for all requests; the manager's `add_request` takes one for each, so every request
-    generates exactly what was asked of it. The cache has room for all that may run at once.
+    `generate_batch` takes one output length for all requests; the manager's `add_request` takes one for each. The cache has room for all
+    requests that may run at once.
     """
 
     how = "continuous batching; each request ends at its own length (ContinuousBatchingManager.add_request)"
@@ -122,9 +122,9 @@ class TransformersContinuous:
 class VllmEngine:
     """vLLM with float32 weights, compiled unless `enforce_eager` is set.
 
-    By default vLLM leaves one core without a thread, for its scheduler: with few cores that is a great loss. All cores are
-    used unless VLLM_CPU_NUM_OF_RESERVED_CPU or VLLM_CPU_OMP_THREADS_BIND say otherwise. It also runs in this process alone,
-    unless VLLM_ENABLE_V1_MULTIPROCESSING says otherwise: an engine process of its own, its default, would contend with the workers.
+    By default vLLM reserves a core for its scheduler, a great loss on few cores: all cores are used unless VLLM_CPU_NUM_OF_RESERVED_CPU or
+    VLLM_CPU_OMP_THREADS_BIND say otherwise. It also runs in this process unless VLLM_ENABLE_V1_MULTIPROCESSING says otherwise: by default
+    it has an engine process, which would compete with the workers for the cores.
     """
 
     how = "continuous batching, paged KV cache, float32"
@@ -159,7 +159,7 @@ class VllmEngine:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python: the GGUF file as it is, one request at a time."""
+    """llama.cpp through llama-cpp-python: the GGUF file itself, one request at a time."""
 
     how = "the GGUF file's own quantization, one request at a time"
 
@@ -177,7 +177,7 @@ class LlamaCpp:
         for prompt, output_len in requests:
             self.llama.reset()
             tokens: Tokens = []
-            for token in self.llama.generate(prompt, temp=0, top_k=1, repeat_penalty=1.0):  # does not stop by itself
+            for token in self.llama.generate(prompt, temp=0, top_k=1, repeat_penalty=1.0):  # never stops
                 tokens.append(token)
                 if len(tokens) == output_len:
                     break
@@ -186,7 +186,7 @@ class LlamaCpp:
 
 
 def load_transformers(folder: str) -> Any:
-    """A model in float32 that never ends by itself."""
+    """A float32 model without end-of-sequence token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -202,11 +202,11 @@ ENGINES: dict[str, tuple[type, tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (VllmEngine, ("vllm",), ("vllm", "vllm-cpu", "torch")),
     "llama.cpp": (LlamaCpp, ("llama_cpp",), ("llama-cpp-python",)),
 }
-"""Kind of engine: its class, the modules that it needs, and the packages whose versions are told, where installed."""
+"""Kind of engine: its class, the modules it needs, and the packages whose versions are reported."""
 
 
 def find_versions(kind: str) -> dict[str, Any]:
-    """The versions of what an engine needs, or {"missing": module}."""
+    """The versions of an engine's packages, or {"missing": module}."""
     _, modules, packages = ENGINES[kind]
     for module in modules:
         if importlib.util.find_spec(module) is None:
@@ -216,14 +216,14 @@ def find_versions(kind: str) -> dict[str, Any]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # vllm-cpu is vllm by another name
+            continue  # vLLM's CPU build is called vllm-cpu
     return {"versions": versions}
 
 
 def serve(kind: str) -> int:
-    """Answer lines until there are no more."""
+    """Answer lines until standard input closes."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else writes to standard output, in this process or its children
+    os.dup2(2, 1)  # for what else writes to standard output, here or in children
 
     def answer(**content: Any) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -240,7 +240,7 @@ def serve(kind: str) -> int:
             start = time.perf_counter()
             tokens = engine.run(requests)
             answer(seconds=time.perf_counter() - start, tokens=tokens)
-    except Exception as error:  # every engine has its own; the parent tells it and stops
+    except Exception as error:  # each engine has its own kinds; the parent reports it
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}")
         return 1
@@ -248,7 +248,7 @@ def serve(kind: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve, or with --check only look what is installed."""
+    """Serve, or with --check report what is installed."""
     kind, *rest = arguments
     if rest == ["--check"]:
         print(json.dumps(find_versions(kind)))

@@ -1,9 +1,8 @@
-"""Attention of one decode step on the CPU: the Numba backend against the torch backend, which gathers blocks first.
+"""Attention of a decode step on the CPU: the Numba backend against the torch backend, which gathers blocks first.
 
-All 30 layers of SmolLM2-135M (9 query heads, 3 KV heads of 64, float32, block size 16), writing the new keys and values
-included, each layer with a cache of its own whose blocks lie in random order. The bytes that a step must read are the
-keys and values of the contexts; what the machine can read at best is measured beside it, with the same threads, by
-touching every cache line of the same blocks.
+All 30 layers of SmolLM2-135M (9 query heads, 3 KV heads of 64, float32, block size 16), including the writes of new keys and values. Each
+layer has its own cache, with blocks in random order. A step must read the keys and values of its contexts; how fast the machine can read
+at best is measured beside it, with the same threads, by touching every cache line of the same blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from minivllm.kernels import checks
+from minivllm.bench.report import format_table
 from minivllm.kernels.cpu.launch import use_threads_of_torch
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
@@ -28,8 +27,8 @@ CASES = ((1, 150), (1, 1000), (1, 4000), (16, 150), (16, 1000), (64, 500))
 
 
 @njit(parallel=True, fastmath=True, error_model="numpy")
-def touch(keys, values, sums):  # noqa: ANN001, ANN201 (compiled)
-    """Read one number of each cache line, as fast as the memory gives them."""
+def touch(keys, values, sums):
+    """Read one number of each cache line, as fast as memory allows."""
     num_threads = len(sums)
     for thread in prange(num_threads):
         total = np.float32(0)
@@ -40,7 +39,7 @@ def touch(keys, values, sums):  # noqa: ANN001, ANN201 (compiled)
 
 
 def make_step(num_seqs: int, context_len: int) -> tuple[list[tuple[Tensor, Tensor]], AttentionMetadata]:
-    """Caches of all layers, filled, and a decode step over them."""
+    """Filled caches of all layers, and the metadata of a decode step over them."""
     num_blocks = -(-context_len // BLOCK_SIZE)
     shape = (num_seqs * num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     caches = [tuple(torch.zeros(shape).normal_() for _ in range(2)) for _ in range(NUM_LAYERS)]
@@ -58,7 +57,7 @@ def make_step(num_seqs: int, context_len: int) -> tuple[list[tuple[Tensor, Tenso
 
 @torch.inference_mode()
 def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of a step, by backend, and of touching the same memory; all in turns."""
+    """Median milliseconds of a step with each backend, and of touching the same memory, measured in turns."""
     caches, metadata = make_step(num_seqs, context_len)
     query = torch.randn(num_seqs, NUM_HEADS, HEAD_DIM)
     key, value = torch.randn(2, num_seqs, NUM_KV_HEADS, HEAD_DIM)
@@ -71,19 +70,18 @@ def measure(num_seqs: int, context_len: int, repeats: int) -> dict[str, float]:
     ways["touch"] = lambda cache: touch(cache[0].flatten(1).numpy(), cache[1].flatten(1).numpy(), sums)
     assert torch.allclose(ways["cpu"](caches[0]), ways["torch"](caches[0]), atol=1e-5)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    with checks.trusted():
-        for repeat in range(repeats + 1):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                for cache in caches:
-                    way(cache)
-                if repeat > 0:  # the first round warms up
-                    times[name].append((time.perf_counter() - start) * 1e3)
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            for cache in caches:
+                way(cache)
+            if repeat > 0:  # the first round warms up
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def measure_attention(repeats: int = 9) -> list[dict[str, Any]]:
-    """Milliseconds for each of `CASES`, with the gigabytes per second that the Numba kernel reads, and the most possible."""
+    """Milliseconds for each of `CASES`, and the gigabytes per second that the Numba kernel reads and could read at best."""
     torch.manual_seed(0)
     rows = []
     for num_seqs, context_len in CASES:
@@ -97,13 +95,13 @@ def measure_attention(repeats: int = 9) -> list[dict[str, Any]]:
     return rows
 
 
-def format_table(rows: list[dict[str, Any]]) -> str:
+def format_attention(rows: list[dict[str, Any]]) -> str:
     """The measurements as a table of text."""
-    lines = [f"{'sequences':>10}{'context':>9}{'torch':>11}{'cpu':>11}{'ratio':>8}{'cpu reads':>13}{'possible':>13}{'share':>8}"]
+    headers = ("sequences", "context", "torch", "cpu", "ratio", "cpu reads", "possible", "share")
+    table = []
     for row in rows:
-        ms = row["milliseconds"]
-        lines.append(
-            f"{row['sequences']:>10}{row['context']:>9}{ms['torch']:>8.2f} ms{ms['cpu']:>8.2f} ms{ms['torch'] / ms['cpu']:>8.1f}"
-            f"{row['reads']:>8.1f} GB/s{row['possible']:>8.1f} GB/s{row['reads'] / row['possible']:>8.0%}"
-        )
-    return "\n".join(lines)
+        ms, reads, possible = row["milliseconds"], row["reads"], row["possible"]
+        times = (f"{ms['torch']:.2f} ms", f"{ms['cpu']:.2f} ms", f"{ms['torch'] / ms['cpu']:.1f}")
+        rates = (f"{reads:.1f} GB/s", f"{possible:.1f} GB/s", f"{reads / possible:.0%}")
+        table.append((row["sequences"], row["context"], *times, *rates))
+    return format_table(headers, table, left=0)

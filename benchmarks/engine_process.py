@@ -1,7 +1,7 @@
 """An engine in a process of its own, so that it loads and compiles once and has its own environment, threads and memory.
 
-The process runs `engine_script.py`; requests and tokens go through its standard input and output, a JSON line each. While it
-is not its turn it is stopped by a signal: an engine that waits in a busy loop would take time from the one that is measured.
+The process runs `engine_script.py`; requests and tokens go through its standard input and output, a JSON line each. It is stopped by a
+signal while it is not its turn: an engine that waits in a busy loop would take time from the one that is measured.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class EngineSpec:
     """What to start.
 
     Args:
-        name: As the user gave it and the table shows it.
-        kind: One of the kinds that the script knows.
+        name: The engine's name on the command line and in the table.
+        kind: One of the script's `ENGINES`.
         python: The interpreter of the environment that has the engine.
-        settings: What the script's class reads.
-        install: What to do where the engine is missing; ends the sentence that says so.
+        settings: Arguments of the script's class.
+        install: How to install the engine: ends the sentence that says it is missing.
         script: The script to run.
     """
 
@@ -52,7 +52,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of requests: seconds from handing over the requests to the last token of all, and the tokens of each request."""
+    """A run: seconds from handing over the requests to the last token, and the tokens of each request."""
 
     seconds: float
     tokens: list[list[int]] = field(repr=False)
@@ -64,10 +64,10 @@ class Run:
 
 
 def find_versions(spec: EngineSpec) -> dict[str, str]:
-    """The versions of what an engine needs, asked of its own environment. Loads no model.
+    """The versions of an engine's packages, from its own environment. Loads no model.
 
     Raises:
-        ConfigError: There is no such interpreter, or it does not have the engine.
+        ConfigError: The interpreter does not exist, or does not have the engine.
     """
     command = [spec.python, str(spec.script), spec.kind, "--check"]
     try:
@@ -84,11 +84,11 @@ def find_versions(spec: EngineSpec) -> dict[str, str]:
 
 
 class EngineProcess:
-    """A running engine. Start it, `load()` it, `run()` it as often as you like, and `close()` it.
+    """A running engine: `load()`, `run()` any number of times, `close()`.
 
     Attributes:
         load_seconds: How long imports, loading and compiling took, without the start of the interpreter.
-        how: In the script's words, how the engine runs requests.
+        how: How the engine runs requests, in words.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -110,7 +110,7 @@ class EngineProcess:
         self._failed = False
 
     def load(self) -> None:
-        """Send the settings and wait until the model is loaded; then the process rests.
+        """Send the settings, wait until the model is loaded, and stop the process.
 
         Raises:
             ConfigError: The engine could not load it.
@@ -120,10 +120,10 @@ class EngineProcess:
         self._signal(signal.SIGSTOP)
 
     def run(self, requests: list[WorkloadRequest]) -> Run:
-        """Wake the process, let it generate, and let it rest again.
+        """Continue the process, have it generate, and stop it again.
 
         Raises:
-            ConfigError: The engine failed or ended, or a request did not get as many tokens as it should.
+            ConfigError: The engine failed or exited, or a request got another number of tokens than it asked for.
         """
         self._signal(signal.SIGCONT)
         answer = self._ask([[request.prompt_token_ids, request.output_len] for request in requests])
@@ -137,13 +137,13 @@ class EngineProcess:
         return run
 
     def peak_memory(self) -> float:
-        """The most memory that the process and those it has started took so far, in MB (10**6 bytes): a sum over processes."""
+        """Peak memory so far, in MB (10**6 bytes), summed over the process and its children."""
         processes = [psutil.Process(self._process.pid)]
         processes += processes[0].children(recursive=True)
         return sum(map(_peak_bytes, processes)) / 1e6
 
     def close(self) -> None:
-        """End the process and all that it started. Its log stays only if it failed."""
+        """Kill the process and its children. The log is kept only if it failed."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -158,8 +158,8 @@ class EngineProcess:
 
     def _ask(self, content: Any) -> dict[str, Any]:
         """Send a line and wait for the answer."""
-        self._failed = True  # until there is an answer
-        with contextlib.suppress(BrokenPipeError):  # it has ended: told below
+        self._failed = True  # until it answers
+        with contextlib.suppress(BrokenPipeError):  # it has exited: reported below
             self._process.stdin.write(json.dumps(content) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -181,7 +181,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
-    """Processes for all engines, not loaded yet; ended when the context is left, by SIGTERM and a closed terminal too."""
+    """Processes for all engines, not loaded yet; killed when the context is left, by SIGTERM and a closed terminal too."""
 
     def leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -198,7 +198,7 @@ def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """This process's environment, in which the script, if it is this Python that runs it, finds the minivllm that runs here."""
+    """This process's environment. For this Python, the script imports the same minivllm."""
     if python != sys.executable:
         return dict(os.environ)
     root = str(Path(minivllm.__file__).parents[1])
@@ -211,7 +211,7 @@ def _last_line(text: str) -> str:
 
 
 def _peak_bytes(process: psutil.Process) -> int:
-    """Peak resident memory where the system keeps it (Linux), else the present one."""
+    """Peak resident memory where the system tracks it (Linux), else current resident memory."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
         return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024

@@ -1,20 +1,32 @@
-"""minivllm beside vLLM, transformers and llama.cpp: the same requests to each, in turn, in one run."""
+"""minivllm against vLLM, transformers and llama.cpp: the same requests to each, in turn, in one run.
+
+    python benchmarks/engine_comparison.py --workload benchmarks/workloads/offline_64.json --engines minivllm vllm
+
+docs/measuring_against_vllm.md says how to install the others, and what makes the comparison fair.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from engine_process import EngineProcess, EngineSpec, Run, find_versions, start_all
+from quality import format_qualities, measure_qualities
 from tqdm.auto import tqdm
 
-from minivllm.bench.engine_process import EngineProcess, EngineSpec, Run, find_versions, start_all
+from minivllm.bench.report import format_table, report
 from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.config import EngineArgs, ModelConfig
-from minivllm.errors import ConfigError
+from minivllm.entrypoints.bench_cli import add_workload_options, find_model_config, one_workload
+from minivllm.entrypoints.options import add_engine_options, check_writable, engine_args
+from minivllm.errors import ConfigError, MinivllmError
+from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
 ENGINE_NAMES = (
     "minivllm", "minivllm-int8", "minivllm-int4", "transformers-static", "transformers-continuous", "vllm", "vllm-eager",
@@ -26,11 +38,11 @@ SPEED_REFERENCE = "vllm"
 
 @dataclass
 class EngineResult:
-    """What one engine did.
+    """The result of one engine.
 
-    Speeds are output tokens per second of each round. `equal_requests` counts the requests whose tokens are all those of
-    the reference; `equal_tokens` adds the tokens of every request before its first difference, and `first_differences` has,
-    for each request that differs, how many those are. `repeatable` is whether all rounds gave the same tokens.
+    `output_tokens_per_second` has the throughput of each round. `equal_requests` counts the requests with exactly the reference's
+    tokens; `equal_tokens` sums each request's tokens before its first difference; `first_differences` maps the requests that differ to
+    the position of that difference. `repeatable` says whether all rounds gave the same tokens.
     """
 
     name: str
@@ -53,7 +65,7 @@ class EngineResult:
 
 @dataclass
 class Comparison:
-    """All engines on one workload. `speed_reference` is the engine whose median is 1, `token_reference` the one that is right."""
+    """All engines on one workload. `speed_reference` is the engine with speed 1, `token_reference` the one with the right tokens."""
 
     workload: str
     num_requests: int
@@ -64,11 +76,11 @@ class Comparison:
     engines: list[EngineResult]
 
     def ratio(self, engine: EngineResult) -> float:
-        """Median speed of an engine, relative to the reference."""
+        """Median speed of an engine relative to the reference."""
         return engine.median / next(other.median for other in self.engines if other.name == self.speed_reference)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the ratios and the extremes that the table shows."""
+        """Plain data, with the ratios and extremes of the table."""
         return asdict(self) | {
             "engines": [
                 asdict(engine)
@@ -92,15 +104,15 @@ def make_specs(
     """How to start each engine, all with the same limits.
 
     Args:
-        names: Of `ENGINE_NAMES`, each at most once.
-        model_config: The model, the same files for all.
-        engine_args: Arguments of `EngineArgs` for minivllm. The peers get its `max_num_seqs`.
+        names: Engines of `ENGINE_NAMES`, each at most once.
+        model_config: The model: all engines load the same files.
+        engine_args: Arguments of `EngineArgs` for minivllm; the others get its `max_num_seqs`.
         requests: The workload, which must fit the model.
         gguf: The file for llama.cpp.
-        vllm_python, llama_python: Interpreters of the environments that have them; None is this one.
+        vllm_python, llama_python: Interpreters of their environments; None is this one.
 
     Raises:
-        ConfigError: A name is unknown or doubled, an engine cannot be had, or a request does not fit.
+        ConfigError: A name is unknown or repeated, an engine cannot run, or a request does not fit.
     """
     if doubled := sorted({name for name in names if list(names).count(name) > 1}):
         raise ConfigError(f"The engine {doubled[0]} is named more than once: name each once.")
@@ -149,7 +161,7 @@ def _num_cores() -> int:
 
 
 def _check_requests(model_config: ModelConfig, requests: list[WorkloadRequest], max_model_len: int | None) -> int:
-    """The context that all engines are given: what was asked for, or at least 1,024 tokens if the model takes them."""
+    """The context length of all engines: the one asked for, or at least 1,024 tokens if the model allows."""
     longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
     limit = max_model_len or min(max(longest, 1024), model_config.max_model_len)
     for i, request in enumerate(requests):
@@ -163,18 +175,18 @@ def _check_requests(model_config: ModelConfig, requests: list[WorkloadRequest], 
 def compare(
     specs: list[EngineSpec], name: str, requests: list[WorkloadRequest], rounds: int = 3, use_tqdm: bool = True
 ) -> Comparison:
-    """Load all engines, warm each up, then let each run the workload once in every round while the others are stopped.
+    """Load all engines and warm them up; then in each round, each runs the workload once while the others are stopped.
 
     Args:
         specs: The engines, from `make_specs`.
-        name: Of the workload, for the report.
+        name: The workload's name, for the report.
         requests: The workload.
         rounds: How often each engine runs it.
         use_tqdm: Show progress on standard error.
 
     Raises:
-        ConfigError: An engine cannot be started, fails, or gives a request another number of tokens than it asked for. What
-            can be found out without loading a model is found out for all engines before any is loaded.
+        ConfigError: An engine cannot be started, fails, or gives a request another number of tokens than it asked for. Whether
+            all engines are installed is checked before any is loaded.
     """
     if rounds < 1:
         raise ConfigError(f"The number of rounds is {rounds}, but must be at least 1.")
@@ -221,7 +233,7 @@ def compare(
 def summarize(
     engine: EngineProcess, versions: dict[str, str], peak_memory_mb: float, runs: list[Run], right: list[list[int]]
 ) -> EngineResult:
-    """An engine's rounds, with its tokens held against those that are right."""
+    """An engine's rounds, with its tokens compared to the right ones."""
     equal = [count_equal(ours, theirs) for ours, theirs in zip(runs[0].tokens, right, strict=True)]
     first_differences = {i: count for i, count in enumerate(equal) if count < len(right[i])}
     return EngineResult(
@@ -249,28 +261,87 @@ def count_equal(ours: list[int], theirs: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(theirs))
 
 
-def format_table(comparison: Comparison) -> str:
+def format_comparison(comparison: Comparison) -> str:
     """The engines as a table of text."""
-    width = max(len("engine"), *(len(engine.name) for engine in comparison.engines)) + 2
-    ratio = f"x {comparison.speed_reference}"
-    header = (
-        f"{'engine':<{width}}{'tokens/s':>9}{'min':>8}{'max':>8}{ratio:>{len(ratio) + 3}}{'load':>8}{'memory':>10}"
-        f"{'same requests':>15}{'same tokens':>14}"
-    )
-    lines = [header, "-" * len(header)]
-    for engine in comparison.engines:
-        speeds = engine.output_tokens_per_second
-        requests = f"{engine.equal_requests}/{comparison.num_requests}"
-        tokens = f"{engine.equal_tokens}/{comparison.output_tokens}"
-        lines.append(
-            f"{engine.name:<{width}}{engine.median:>9.1f}{min(speeds):>8.1f}{max(speeds):>8.1f}"
-            f"{comparison.ratio(engine):>{len(ratio) + 3}.2f}{engine.load_seconds:>6.1f} s{engine.peak_memory_mb:>7.0f} MB"
-            f"{requests:>15}{tokens:>14}"
+    reference = comparison.speed_reference
+    headers = ("engine", "tokens/s", "min", "max", f"x {reference}", "load", "memory", "same requests", "same tokens")
+    rows = [
+        (
+            engine.name,
+            f"{engine.median:.1f}",
+            f"{min(engine.output_tokens_per_second):.1f}",
+            f"{max(engine.output_tokens_per_second):.1f}",
+            f"{comparison.ratio(engine):.2f}",
+            f"{engine.load_seconds:.1f} s",
+            f"{engine.peak_memory_mb:.0f} MB",
+            f"{engine.equal_requests}/{comparison.num_requests}",
+            f"{engine.equal_tokens}/{comparison.output_tokens}",
         )
-    lines += [
+        for engine in comparison.engines
+    ]
+    lines = [
+        format_table(headers, rows),
         "",
-        f"tokens/s: output tokens per second, median of {len(comparison.engines[0].seconds)}. same: as {comparison.token_reference} "
-        "in float32; of a request that differs, the tokens before its first difference are counted.",
+        f"tokens/s: output tokens per second, median of {len(comparison.engines[0].seconds)}. same: as {comparison.token_reference} in "
+        "float32; of a request that differs, the tokens before its first difference are counted.",
     ]
     lines += [f"{engine.name} gave other tokens in another round." for engine in comparison.engines if not engine.repeatable]
     return "\n".join(lines)
+
+
+def find_gguf_file(model: str) -> str | None:
+    """The GGUF file that a model was converted from, if it was."""
+    if packaged := PACKAGED_MODELS.get(model.lower()):
+        return str(find_packaged_file(packaged))
+    return model if model.endswith(".gguf") else None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compare the engines, print a table, and measure the quality of quantized weights."""
+    check_writable(arguments.json)
+    if arguments.quantization or arguments.dtype not in ("auto", "float32"):
+        raise ConfigError("Engines are compared in float32: name minivllm-int8 or minivllm-int4 as an engine instead.")
+    config = find_model_config(arguments)
+    name, requests = one_workload(arguments, config)
+    specs = make_specs(
+        arguments.engines, config, engine_args(arguments), requests,
+        gguf=find_gguf_file(arguments.model), vllm_python=arguments.vllm_python, llama_python=arguments.llama_python,
+    )  # fmt: skip
+    comparison = compare(specs, name, requests, arguments.rounds)
+    title = (
+        f"{arguments.model}, {name}: {comparison.num_requests} requests, {comparison.prompt_tokens} prompt tokens, "
+        f"{comparison.output_tokens} output tokens, at most {arguments.max_num_seqs} running"
+    )
+    table, results = format_comparison(comparison), {"comparison": comparison.to_json()}
+    quantizations = [engine.removeprefix("minivllm-") for engine in arguments.engines if engine.startswith("minivllm-")]
+    if quantizations:  # no speed of quantized weights without their quality
+        qualities = measure_qualities(arguments.model, quantizations)
+        table += f"\n\n{format_qualities(qualities)}"
+        results["quality"] = [vars(quality) for quality in qualities]
+    origin = {"model": arguments.model, "max_num_seqs": arguments.max_num_seqs}
+    report(title, table, origin | results, file=arguments.json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser.add_argument_group("engines")
+    group.add_argument(
+        "--engines", nargs="+", choices=ENGINE_NAMES, metavar="ENGINE", required=True, help=", ".join(ENGINE_NAMES)
+    )
+    group.add_argument("--rounds", type=int, default=3, help="how often each engine runs the workload (default: %(default)s)")
+    group.add_argument("--vllm-python", metavar="PATH", help="the Python of the environment with vLLM (default: this one)")
+    group.add_argument("--llama-python", metavar="PATH", help="the one with llama-cpp-python (default: this one)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    add_workload_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(max_num_seqs=16)
+    try:
+        run(parser.parse_args(argv))
+    except MinivllmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

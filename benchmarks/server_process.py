@@ -1,4 +1,4 @@
-"""A `minivllm serve` to measure: started on a free port, waited for, looked at while it runs, and ended."""
+"""A server to measure: started on a free port, monitored while it runs, and stopped."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from minivllm.errors import ConfigError
 START_SECONDS = 180.0
 END_SECONDS = 60.0
 PROGRAM = ("-m", "minivllm.entrypoints.cli")
-"""What Python runs as `minivllm`."""
+"""The arguments of Python that run `minivllm`."""
 
 
 class ServerProcess:
-    """A server that answers, with the process of its engine.
+    """A server that is ready.
 
     Attributes:
-        port: On which it listens, at 127.0.0.1.
-        base_url: For clients.
-        pid: Of the process that has the API.
+        port: Its port, at 127.0.0.1.
+        base_url: Its URL.
+        pid: The process id of the API server.
     """
 
     def __init__(self, pid: int, port: int) -> None:
@@ -41,17 +41,17 @@ class ServerProcess:
         self.pid = pid
 
     def processes(self) -> list[psutil.Process]:
-        """The process that has the API, and then those that it has started."""
+        """The API server, then its children."""
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
     def num_file_descriptors(self) -> int:
-        """Open files, sockets and pipes of all its processes."""
+        """Open file descriptors of all its processes."""
         return sum(process.num_fds() for process in self.processes())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let its processes rest meanwhile: one that waits in a busy loop would take time from what is measured."""
+        """Stop its processes meanwhile: one that waits in a busy loop would take time from what is measured."""
         processes = self.processes()
         for process in processes:
             process.suspend()
@@ -62,7 +62,7 @@ class ServerProcess:
                 process.resume()
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says: the values by name; where a name has labels, those of all are added up."""
+        """The values of /metrics by name, summed over labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
@@ -80,14 +80,14 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def start_server(*options: str, program: Sequence[str] = PROGRAM) -> Iterator[ServerProcess]:
-    """A server with these options of `minivllm serve`, ready; ended when the context is left.
+    """Start a server, wait until it is ready, and stop it when the context is left.
 
     Args:
-        options: The model and the engine's options; the port is added.
-        program: What Python runs as `minivllm`.
+        options: The arguments of `minivllm serve`, without the port.
+        program: The arguments of Python that run `minivllm`.
 
     Raises:
-        ConfigError: It ended instead, or was not ready in time.
+        ConfigError: It exited, or was not ready in time.
     """
     port = _free_port()
     with tempfile.TemporaryFile() as log:
@@ -113,7 +113,7 @@ def start_server(*options: str, program: Sequence[str] = PROGRAM) -> Iterator[Se
 
 
 def is_healthy(port: int, timeout: float = 10.0) -> bool:
-    """Whether /health of a server on this machine answers with 200, on a connection of its own."""
+    """Whether /health of a local server answers with status 200, on a new connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request("GET", "/health")
@@ -125,18 +125,18 @@ def is_healthy(port: int, timeout: float = 10.0) -> bool:
 
 
 class HealthProbe:
-    """Asks a server for its health again and again, in a thread, from when the context is entered until it is left.
+    """Polls a server's /health in a thread while the context is open.
 
-    A question that could not be asked in time, because the answer to the one before was late, counts as asked in time. Without that,
-    a second in which the server does not answer would be one slow answer among many quick ones, and no percentile would show it.
+    A request that is late because the answer before it was slow is timed from when it was due. Otherwise a second without answers would be
+    one slow answer among many quick ones, and no percentile would show it (coordinated omission).
 
     Args:
-        port: Of the server, on this machine.
-        interval: Seconds from one question to the next.
+        port: The port of the server on this machine.
+        interval: Seconds between requests.
 
     Attributes:
-        seconds: How long each answer took, from when it should have been asked for.
-        failures: How many answers were not 200, or did not come.
+        seconds: How long each answer took, from when its request was due.
+        failures: Requests without an answer of status 200.
     """
 
     def __init__(self, port: int, interval: float) -> None:
@@ -174,7 +174,7 @@ def _free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which the server finds the minivllm that runs here, and no API key."""
+    """This process's environment, for the same minivllm and without an API key."""
     root = str(Path(minivllm.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     environment.pop("MINIVLLM_API_KEY", None)
@@ -182,7 +182,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ask the server to end, and make it end, with what it has started, if it does not."""
+    """Stop the server by SIGTERM, or kill it with its children."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
