@@ -72,6 +72,7 @@ def test_a_step_shows_its_queues_and_its_batch(traces):
     assert [text for text in written if text.startswith("+")] == [f"+{part.num_tokens}" for part in step.scheduled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACES)
 def test_every_kind_of_step_shows_its_numbers(traces, name):
     trace = traces[name]
