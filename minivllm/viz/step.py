@@ -165,7 +165,9 @@ def _paint_queues(
             texts.append(_shorten(names[key], width * _CHIP_WIDTH - 5.0))
             inks.append(ink_on(color))
         if len(keys) > len(shown):
-            axes.text(left + (num_chips - 1) * width + 0.1, num_rows + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center")
+            axes.text(
+                left + (num_chips - 1) * width + 0.1, num_rows + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center"
+            )
         if not keys:
             axes.text(left + 0.08, 1.4, "none", fontsize=8, color=INK, va="center")
         left += room_across + 1

@@ -1,0 +1,81 @@
+"""Takes the documentation's picture of the live page, docs/live_page.png, after a busy minute of a real server.
+
+    python tools/photograph_live_page.py        # needs playwright and Chromium; about two minutes
+
+Conversations that begin alike arrive in waves: some ask for several answers, so they share blocks, and at the crest more arrive than may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import aiohttp
+from playwright.async_api import async_playwright
+
+from minivllm.bench.server_process import start_server
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "192")
+SECONDS = 66
+SYSTEM = "You are a patient storyteller. You answer in plain words, you never use lists, and every story has a lighthouse in it."
+QUESTIONS = ("Tell me a story.", "Who lives there?", "What does the keeper see at night?", "How does it end?", "Why is the sea so loud?")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+async def ask(session: aiohttp.ClientSession, url: str, chance: random.Random) -> None:
+    """One request, of one or several answers."""
+    body = {
+        "model": OPTIONS[0],
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chance.choice(QUESTIONS)}],
+        "n": chance.choice((1, 1, 2, 3)),
+        "max_tokens": int(chance.lognormvariate(3.9, 0.7)) + 8,
+        "ignore_eos": True,
+    }
+    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        await response.read()
+
+
+async def load(url: str) -> None:
+    """Requests in two waves, the last one at its crest when time is up."""
+    chance, loop = random.Random(0), asyncio.get_running_loop()
+    start = loop.time()
+    tasks = set()
+    async with aiohttp.ClientSession() as session:
+        while (elapsed := loop.time() - start) < SECONDS + 10:
+            tasks.add(asyncio.create_task(ask(session, url, chance)))
+            rate = 1.3 - 1.1 * math.cos(2 * math.pi * elapsed / SECONDS * 2 + 0.8)
+            await asyncio.sleep(chance.expovariate(rate))
+
+
+async def photograph(url: str) -> None:
+    """Watch the page for the whole minute, with one prompt of its own, and take its picture."""
+    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        page = await browser.new_page(viewport={"width": 1400, "height": 900})
+        await page.goto(url)
+        loading = asyncio.create_task(load(url))
+        await page.wait_for_timeout((SECONDS - 4) * 1000)
+        await page.get_by_role("textbox", name="Prompt").fill("Tell me a short story about a lighthouse keeper.")
+        await page.get_by_role("button", name="Send", exact=True).click()
+        await page.wait_for_timeout(4000)
+        await page.screenshot(path=ROOT / "docs" / "live_page.png")
+        loading.cancel()
+        await browser.close()
+
+
+def main() -> int:
+    """Start a server, load it, and take the picture."""
+    with start_server(*OPTIONS, "--enable-prefix-caching") as server:
+        asyncio.run(photograph(server.base_url))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
