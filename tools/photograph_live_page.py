@@ -20,10 +20,16 @@ from playwright.async_api import async_playwright
 from minivllm.bench.server_process import start_server
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "192")
+OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "96")
 SECONDS = 66
 SYSTEM = "You are a patient storyteller. You answer in plain words, you never use lists, and every story has a lighthouse in it."
-QUESTIONS = ("Tell me a story.", "Who lives there?", "What does the keeper see at night?", "How does it end?", "Why is the sea so loud?")
+QUESTIONS = (
+    "Tell me a story.",
+    "Who lives there?",
+    "What does the keeper see at night?",
+    "How does it end?",
+    "Why is the sea so loud?",
+)
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -42,15 +48,19 @@ async def ask(session: aiohttp.ClientSession, url: str, chance: random.Random) -
 
 
 async def load(url: str) -> None:
-    """Requests in two waves, the last one at its crest when time is up."""
+    """Requests in two waves, the second one at its crest when the picture is taken."""
     chance, loop = random.Random(0), asyncio.get_running_loop()
-    start = loop.time()
-    tasks = set()
+    start, tasks = loop.time(), set()
     async with aiohttp.ClientSession() as session:
-        while (elapsed := loop.time() - start) < SECONDS + 10:
-            tasks.add(asyncio.create_task(ask(session, url, chance)))
-            rate = 1.3 - 1.1 * math.cos(2 * math.pi * elapsed / SECONDS * 2 + 0.8)
-            await asyncio.sleep(chance.expovariate(rate))
+        try:
+            while True:
+                tasks.add(asyncio.create_task(ask(session, url, chance)))
+                rate = 0.65 - 0.55 * math.cos(4 * math.pi * (loop.time() - start) / SECONDS + 3.9)
+                await asyncio.sleep(chance.expovariate(rate))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def photograph(url: str) -> None:
@@ -61,12 +71,13 @@ async def photograph(url: str) -> None:
         page = await browser.new_page(viewport={"width": 1400, "height": 900})
         await page.goto(url)
         loading = asyncio.create_task(load(url))
-        await page.wait_for_timeout((SECONDS - 4) * 1000)
+        await page.wait_for_timeout((SECONDS - 8) * 1000)
         await page.get_by_role("textbox", name="Prompt").fill("Tell me a short story about a lighthouse keeper.")
         await page.get_by_role("button", name="Send", exact=True).click()
-        await page.wait_for_timeout(4000)
+        await page.wait_for_function("Number(document.querySelector('#waiting-count').textContent) >= 3", timeout=30_000)
         await page.screenshot(path=ROOT / "docs" / "live_page.png")
         loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
         await browser.close()
 
 
