@@ -20,7 +20,7 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
 # Two processes, each with whole files; their idle threads must not spin, or each would take the other's processor.
-# ARGS="-n 0" runs them in one process, for example to look at a failure with --pdb.
+# ARGS='-m "not slow"' takes two minutes instead of a quarter of an hour. ARGS="-n 0" runs them in one process, for --pdb.
 test: setup ## Run all tests, those in the notebooks too
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile $(ARGS)
 
@@ -31,7 +31,8 @@ notebooks: setup ## Run all notebooks and solutions again and store what they sh
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 	"$(VENV)/bin/python" -m minivllm.course.pictures $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 
-exercises: setup ## Make the exercises again from the solutions
+exercises: setup ## Renew badges and install cells, and make the exercises from the solutions
+	"$(VENV)/bin/python" -m minivllm.course.first_cells
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
 lint: setup ## Check style and form of the code

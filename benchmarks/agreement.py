@@ -3,32 +3,31 @@
     python benchmarks/agreement.py            # 200 prompts, 64 tokens each: about half an hour on 2 cores
     python benchmarks/agreement.py --num-prompts 20 --max-len 200
 
-Every way of running must give the tokens that transformers gives. transformers is asked about each distinct answer in
-one pass over prompt and answer: at each position its most likely token must be ours. By induction that is the same as
-comparing with its own greedy generation. Where its logits for the two tokens differ by less than 1e-4, either is right.
+Every way of running must give transformers' tokens. transformers sees each distinct answer in one pass over prompt and answer: at each
+position, its most likely token must be ours. By induction, that is the same as comparing with its own greedy generation. Where its logits
+for the two tokens differ by less than 1e-4, either is right.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from prompts import mixed_prompts
 from tqdm import tqdm
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.machine import describe_machine
-from minivllm.bench.workloads import mixed_prompts
+from minivllm.bench.report import format_table, report
 
 TIE = 1e-4
 
 
 @dataclass
 class Agreement:
-    """How one way of running compares: requests and tokens that agree, ties among them, and what was exercised."""
+    """One way of running: requests and tokens that agree, ties among them, and what was exercised."""
 
     way: str
     requests: int = 0
@@ -42,7 +41,7 @@ class Agreement:
 
 
 class Oracle:
-    """transformers in float32. Remembers what it has judged, since most answers are the same in all ways."""
+    """transformers in float32. Remembers its judgements, since most answers are the same in all ways."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,7 +51,7 @@ class Oracle:
 
     @torch.inference_mode()
     def judge(self, prompt: list[int], output: list[int]) -> tuple[int, int]:
-        """Tokens that agree before the first that does not, and how many of them are ties."""
+        """Tokens before the first that differs, and how many of them are ties."""
         key = (len(prompt), *prompt, *output)
         if key not in self.judged:
             token_ids = torch.tensor([prompt + output])
@@ -73,7 +72,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=900, help="tokens of the longest prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--output", type=Path, help="write the results here as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     args = parser.parse_args()
 
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
@@ -81,7 +80,7 @@ def main() -> None:
     oracle: Oracle | None = None
 
     def check(way: str, rounds: int = 1, **engine_args) -> int:
-        """Run all prompts in one way, twice where a cache gets warm. Returns the most blocks that were in use."""
+        """Run all prompts in one way, twice to warm a cache. Returns the most blocks in use."""
         nonlocal oracle
         llm = LLM(args.model, device="cpu", dtype="float32", trace=True, **engine_args)
         oracle = oracle or Oracle(llm.llm_engine.model_config.path)
@@ -120,20 +119,23 @@ def main() -> None:
     check("a third of the blocks, chunked, prefix cache", **everything)
     check("the same with swap", preemption_mode="swap", **everything)
 
-    print(
-        f"\nAgreement with transformers, float32, {args.num_prompts} prompts of 1 to {args.max_len} tokens; {describe_machine()}"
-    )
-    print(f"{'way':48}{'requests':>12}{'tokens':>16}{'ties':>6}{'preempted':>11}{'cached':>9}{'seconds':>9}")
-    for r in results:
-        requests, tokens = f"{r.agreeing_requests}/{r.requests}", f"{r.agreeing_tokens}/{r.tokens}"
-        print(f"{r.way:48}{requests:>12}{tokens:>16}{r.ties:>6}{r.preemptions:>11}{r.cached_tokens:>9}{r.seconds:>9.0f}")
-    if args.output:
-        report = {
-            "machine": describe_machine(),
-            "arguments": vars(args) | {"output": None},
-            "results": [asdict(r) for r in results],
-        }
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    headers = ("way", "requests", "tokens", "ties", "preempted", "cached", "seconds")
+    rows = [
+        (
+            r.way,
+            f"{r.agreeing_requests}/{r.requests}",
+            f"{r.agreeing_tokens}/{r.tokens}",
+            r.ties,
+            r.preemptions,
+            r.cached_tokens,
+            f"{r.seconds:.0f}",
+        )
+        for r in results
+    ]
+    title = f"Agreement with transformers, float32, {args.num_prompts} prompts of 1 to {args.max_len} tokens"
+    options = {name: value for name, value in vars(args).items() if name != "json"}
+    content = {"arguments": options, "results": [asdict(r) for r in results]}
+    report(title, format_table(headers, rows), content, file=args.json)
     if any(r.agreeing_requests != r.requests for r in results):
         raise SystemExit("Some tokens differ from transformers.")
     if not all(r.preemptions for r in results if "blocks" in r.way or "swap" in r.way):

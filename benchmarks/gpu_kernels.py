@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minivllm.bench.machine import describe_machine
-from minivllm.kernels import checks, reference
+from minivllm.bench.report import find_origin, to_json
+from minivllm.kernels import reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
 DECODE_CASES = list(itertools.product((64, 256), (1024, 4096, 8192), (4, 8)))
@@ -34,8 +33,7 @@ def milliseconds(function: Callable[[], object]) -> float:
     """Median time of a launch."""
     from triton.testing import do_bench
 
-    with checks.trusted():
-        return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
+    return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
 
 
 def random(*shape: int) -> Tensor:
@@ -77,7 +75,7 @@ def decode_case(num_seqs: int, context_len: int, group: int) -> tuple[Callable[[
     query = args[0]
     out = torch.empty_like(query)
     num_bytes = 2 * num_seqs * context_len * NUM_KV_HEADS * HEAD_DIM * 2 + 2 * query.nbytes
-    return lambda: triton.paged_decode_attention(*args, out=out), num_bytes
+    return lambda: triton.paged_decode_attention.unchecked(*args, out=out), num_bytes
 
 
 def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor], float]:
@@ -90,7 +88,7 @@ def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor]
     starts = torch.tensor([0, context_len], dtype=torch.int32, device="cuda")
     args = (query, keys, values, tables, lengths, starts, HEAD_DIM**-0.5)
     operations = 4 * NUM_KV_HEADS * group * HEAD_DIM * context_len * (context_len + 1) / 2
-    return lambda: triton.paged_prefill_attention(*args, out=out), operations
+    return lambda: triton.paged_prefill_attention.unchecked(*args, out=out), operations
 
 
 def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
@@ -112,13 +110,13 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
     pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
     return {
-        "reshape_and_cache": (lambda: triton.reshape_and_cache(key, value, keys, values, slots), 4 * key.numel() * 2),
+        "reshape_and_cache": (lambda: triton.reshape_and_cache.unchecked(key, value, keys, values, slots), 4 * key.numel() * 2),
         "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6, out=out), 2 * x.nbytes),
         "rms_norm of queries": (lambda: triton.rms_norm(query, head_weight, 1e-6, out=normalized), 4 * query.numel()),
         "add_rms_norm": (lambda: triton.add_rms_norm(x, residual, weight, 1e-6, out, total), 4 * x.nbytes),
         "silu_and_mul": (lambda: triton.silu_and_mul(gate_up, out=gated), gate_up.nbytes + gated.nbytes),
         "rotary_embedding": (
-            lambda: triton.rotary_embedding(positions, query, key, cos, sin, out=rotated),
+            lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin, out=rotated),
             4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
         ),
         "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
@@ -173,15 +171,16 @@ def _try(kernel: str, case: tuple, config: tuple, function: Callable[[], object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a file for the numbers, as JSON")
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--sweep", action="store_true", help="also try other tile sizes (some minutes)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (`minivllm bench kernels` is for CPUs).")
+        raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (benchmarks/cpu_kernels.py is for CPUs).")
     torch.manual_seed(0)
     compare_with_reference()
     bandwidth, matrix_rate = measure_copy_bandwidth(), measure_matrix_rate()
-    print(f"{describe_machine()}\ncopy {bandwidth:.0f} GB/s, bfloat16 matrix product {matrix_rate:.0f} TFLOP/s\n")
+    origin = find_origin()
+    print(f"{origin['machine']}\ncopy {bandwidth:.0f} GB/s, bfloat16 matrix product {matrix_rate:.0f} TFLOP/s\n")
     rows = []
 
     def report(name: str, ms: float, rate: float, unit: str, ceiling: float, goal: float) -> None:
@@ -210,13 +209,13 @@ def main() -> None:
         ms = milliseconds(function)
         goal = PREFILL_GOAL if context_len == 8192 else 0
         report(f"prefill, {context_len} tokens, 4:1 heads", ms, operations / ms / 1e9, "TFLOP/s", matrix_rate, goal)
-    result = {"machine": describe_machine(), "copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
+    result = origin | {"copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
     if args.sweep:
         print()
         result["sweep"] = sweep()
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(to_json(result))
 
 
 if __name__ == "__main__":

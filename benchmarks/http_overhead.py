@@ -2,30 +2,30 @@
 
     python benchmarks/http_overhead.py --json overhead.json
 
-One engine computes at a time: the server rests while `LLM.generate` runs, and the engine of this process has nothing to do while the
-server runs. In one more round /health is asked for over and over, as a load balancer does: it must answer while the model computes.
+One engine computes at a time: the server is stopped while `LLM.generate` runs, and the engine of this process is idle while the server
+runs. In one more round /health is polled, as a load balancer does: it must answer while the model computes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from server_process import HealthProbe, ServerProcess, start_server
+
 from minivllm import LLM, SamplingParams
 from minivllm.bench.load_generator import Load
-from minivllm.bench.offline import percentile
 from minivllm.bench.openai_client import OpenAIClient
+from minivllm.bench.report import format_table, report
 from minivllm.bench.serve import measure_serving
-from minivllm.bench.served_request import Goals, summarize
-from minivllm.bench.server_process import HealthProbe, ServerProcess, start_server
+from minivllm.bench.served_request import summarize
+from minivllm.bench.summary import Goals, percentile
 from minivllm.bench.workloads import WorkloadRequest, load_workload, warm_up_requests
-from minivllm.entrypoints.bench_cli import report
 from minivllm.entrypoints.options import check_writable
 
 WORKLOAD = Path(__file__).parent / "workloads" / "offline_64.json"
@@ -58,7 +58,7 @@ async def run_served(server: ServerProcess, requests: list[WorkloadRequest], str
 
 
 def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, list[float]], HealthProbe]:
-    """The speeds of each way's rounds, and how /health was while the server computed."""
+    """The throughput of each way's rounds, and how /health answered while the server computed."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     warm_up = warm_up_requests(requests, LIMITS["max_num_seqs"])
@@ -78,30 +78,28 @@ def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, lis
     return speeds, probe
 
 
-def format_table(speeds: dict[str, list[float]], health: dict[str, Any]) -> str:
+def format_overhead(speeds: dict[str, list[float]], health: dict[str, Any]) -> str:
     """The ways, and /health."""
-    header = f"{'way':<16}{'tokens/s':>10}{'min':>8}{'max':>8}{'x LLM.generate':>16}"
-    lines = [header, "-" * len(header)]
     base = statistics.median(speeds[WAYS[0]])
+    rows = []
     for way, of_way in speeds.items():
         median = statistics.median(of_way)
-        lines.append(f"{way:<16}{median:>10.1f}{min(of_way):>8.1f}{max(of_way):>8.1f}{median / base:>16.3f}")
-    lines += [
-        "",
+        rows.append((way, f"{median:.1f}", f"{min(of_way):.1f}", f"{max(of_way):.1f}", f"{median / base:.3f}"))
+    return (
+        f"{format_table(('way', 'tokens/s', 'min', 'max', 'x LLM.generate'), rows)}\n\n"
         f"/health while the engine computes, {health['count']} times, one every {HEALTH_INTERVAL * 1e3:.0f} ms: "
-        f"p50 {health['p50_ms']:.1f} ms, p99 {health['p99_ms']:.1f} ms, longest {health['max_ms']:.1f} ms, "
-        f"{health['failures']} failed",
-    ]
-    return "\n".join(lines)
+        f"p50 {health['p50_ms']:.1f} ms, p99 {health['p99_ms']:.1f} ms, longest {health['max_ms']:.1f} ms, {health['failures']} failed"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--num-requests", type=int, help="take the first so many of the workload only (default: all)")
+    parser.add_argument(
+        "--num-requests", type=int, help="take only the first N requests of the workload (default: all)", metavar="N"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
-    arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/http_overhead.py", *sys.argv[1:]])
     check_writable(arguments.json)
     requests = load_workload(WORKLOAD)[: arguments.num_requests]
     speeds, probe = measure(requests, arguments.rounds)
@@ -114,7 +112,8 @@ def main() -> int:
         f"{MODEL}, {WORKLOAD.stem}: {len(requests)} requests, {sum(request.output_len for request in requests)} output tokens, at most "
         f"{LIMITS['max_num_seqs']} running; medians of {arguments.rounds} rounds in turns"
     )
-    report(arguments, what, format_table(speeds, health), {"tokens_per_second": speeds, "health": health})
+    results = {"model": MODEL, "tokens_per_second": speeds, "health": health}
+    report(what, format_overhead(speeds, health), results, file=arguments.json)
     base = statistics.median(speeds[WAYS[0]])
     fast_enough = all(statistics.median(of_way) >= LEAST_RATIO * base for of_way in speeds.values())
     return 0 if fast_enough and health["p99_ms"] < MOST_HEALTH_MS and not health["failures"] else 1

@@ -1,14 +1,12 @@
-"""How long each lesson takes, and how much memory: `pytest --nbval`, as a learner or a teacher runs it.
+"""How much time and memory each lesson takes under `pytest --nbval`.
 
-Every notebook and solution is run several times: with one thread and with two, with the Triton interpreter asked for and not. All
-cells must pass each time, within 60 s and 3 GiB.
+Every notebook and solution runs with one thread and with two, with the Triton interpreter and without. All cells must pass each time,
+within 60 s and 3 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from minivllm.bench.machine import describe_machine
+from minivllm.bench.report import format_table, report
 
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS, MOST_GIB = 60, 3
@@ -27,7 +25,7 @@ WAYS = ((1, False), (2, False), (1, True), (2, True))
 
 
 def run(notebook: Path, threads: int, interpret: bool) -> dict:
-    """Run a notebook's cells under nbval, and watch the processes that it takes."""
+    """Run a notebook's cells under nbval and measure its processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     environment.pop("TRITON_INTERPRET", None)
     if interpret:
@@ -50,31 +48,36 @@ def run(notebook: Path, threads: int, interpret: bool) -> dict:
 
 
 def _memory(pid: int) -> int:
-    """Resident bytes of a process and all below it."""
+    """Resident bytes of a process and its descendants."""
     total = 0
     try:
         parent = psutil.Process(pid)
         for process in [parent, *parent.children(recursive=True)]:
             total += process.memory_info().rss
     except psutil.Error:
-        pass  # one has just ended
+        pass  # one has just exited
     return total
 
 
-def format_table(runs: list[dict]) -> str:
+def format_runs(runs: list[dict]) -> str:
     """A line for each run."""
-    lines = [f"{'notebook':38} {'threads':>7} {'interpreter':>11} {'seconds':>8} {'GiB':>5}"]
-    for item in runs:
-        interpreter = "asked for" if item["interpret"] else "no"
-        failed = "" if item["passed"] else "  FAILED"
-        lines.append(
-            f"{item['notebook']:38} {item['threads']:7} {interpreter:>11} {item['seconds']:8.1f} {item['gib']:5.2f}{failed}"
+    headers = ("notebook", "threads", "interpreter", "seconds", "GiB", "")
+    rows = [
+        (
+            item["notebook"],
+            item["threads"],
+            "asked for" if item["interpret"] else "no",
+            f"{item['seconds']:.1f}",
+            f"{item['gib']:.2f}",
+            "" if item["passed"] else "FAILED",
         )
-    return "\n".join(lines)
+        for item in runs
+    ]
+    return format_table(headers, rows)
 
 
 def main() -> int:
-    """Run all lessons and print what they took."""
+    """Run all lessons; the status is 1 if one failed or took too much."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     arguments = parser.parse_args()
@@ -83,14 +86,8 @@ def main() -> int:
     for threads, interpret in WAYS:
         for notebook in notebooks:
             runs.append(run(notebook, threads, interpret))
-            print(format_table(runs[-1:]).split("\n")[1], flush=True)
-    title = f"Lessons and solutions under pytest --nbval; {describe_machine()}"
-    text = [title, "", *format_table(runs).split("\n")]
-    print("\n" + "\n".join(text))
-    if arguments.json:
-        command = f"python benchmarks/lessons.py --json {arguments.json}"
-        report = {"command": command, "time": datetime.datetime.now().isoformat(timespec="seconds"), "text": text, "runs": runs}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+            print(format_runs(runs[-1:]).split("\n")[-1], flush=True)
+    report("Lessons and solutions under pytest --nbval", format_runs(runs), {"runs": runs}, file=arguments.json)
     return 0 if all(item["passed"] and item["seconds"] < MOST_SECONDS and item["gib"] < MOST_GIB for item in runs) else 1
 
 

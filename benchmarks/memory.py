@@ -2,14 +2,13 @@
 
     python benchmarks/memory.py --json memory.json
 
-Each way runs in a process of its own. Counted is by how much the resident memory was larger at its peak than before the model was
-loaded, when torch and transformers were imported; what is used of the KV cache is in it. Linux only: it keeps the peak.
+Each way runs in a process of its own. Its memory is the peak of resident memory minus what it was before the model was loaded, with torch
+and transformers imported; the used part of the KV cache is included. Linux only, which tracks the peak.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ CACHE_BYTES = 64 * 2**20
 
 
 def kilobytes(name: str) -> int:
-    """A number that Linux keeps of this process: VmRSS or VmHWM."""
+    """VmRSS or VmHWM of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
@@ -37,11 +36,11 @@ def measure(way: str) -> None:
 
     from minivllm.models.hub import resolve_model
 
-    AutoTokenizer.from_pretrained(resolve_model("smollm2-135m"))  # imports much of what it needs only now
+    AutoTokenizer.from_pretrained(resolve_model("smollm2-135m"))  # whose imports come late
     from minivllm import LLM, SamplingParams
 
     before = kilobytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     llm = LLM("smollm2-135m", max_num_seqs=16, kv_cache_memory_bytes=CACHE_BYTES, max_model_len=1024, **WAYS[way])
     llm.generate(["The capital of France is"] * 16, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     weights = llm.llm_engine.model_config.path / "model.safetensors"
@@ -55,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.way:
         return measure(arguments.way)
-    from minivllm.bench.machine import describe_machine
+    from minivllm.bench.report import format_table, report
 
     results = {}
     for way in WAYS:
@@ -64,19 +63,11 @@ def main() -> None:
             for _ in range(ROUNDS)
         ]
         results[way] = sorted((json.loads(run.stdout.splitlines()[-1]) for run in runs), key=lambda run: run["taken"])
-    text = [
-        f"Peak memory of loading and generating, medians of {ROUNDS}; {describe_machine()}",
-        "",
-        f"{'way':<12}{'peak':>10}{'copies of the float32 weights':>32}",
-    ]
-    for way, runs in results.items():
-        result = runs[ROUNDS // 2]
-        text.append(f"{way:<12}{result['taken'] / 1e6:>7.0f} MB{result['taken'] / result['weights']:>32.2f}")
-    print("\n".join(text))
-    if arguments.json:
-        command = f"python benchmarks/memory.py --json {arguments.json}"
-        report = {"time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "command": command}
-        arguments.json.write_text(json.dumps(report | {"text": text, "results": results}, indent=1) + "\n")
+    medians = {way: runs[ROUNDS // 2] for way, runs in results.items()}
+    rows = [(way, f"{run['taken'] / 1e6:.0f} MB", f"{run['taken'] / run['weights']:.2f}") for way, run in medians.items()]
+    table = format_table(("way", "peak", "copies of the float32 weights"), rows)
+    title = f"Peak memory of loading and generating, medians of {ROUNDS}"
+    report(title, table, {"results": results}, file=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,41 @@
-"""The journey to continuous batching, as users see it over HTTP: `minivllm serve` in each of its modes under the same load.
+"""The journey to continuous batching, as users see it over HTTP: three servers under the same load.
 
     python benchmarks/serving_modes.py --json modes.json --plot modes.png
 
-A process for each request, then static batches, then continuous batching: one server after the other on this machine, with the same
-model, the same limits and the same long-tailed requests, which come over time whether a server keeps up or not.
+A process for each request (benchmarks/process_per_request.py), then static batching, then continuous batching (`minivllm serve --mode`):
+one server after the other, with the same model, limits and long-tailed requests, which arrive over time whether the server keeps up or not.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 from pathlib import Path
 
+from server_process import PROGRAM, start_server
+
 from minivllm.bench.load_generator import Load
 from minivllm.bench.openai_client import OpenAIClient
+from minivllm.bench.report import format_table, quantity, report
 from minivllm.bench.serve import measure_serving
-from minivllm.bench.served_request import Goals, ServedRequest, ServingResult, format_table, summarize
-from minivllm.bench.server_process import start_server
+from minivllm.bench.served_request import ServedRequest, ServingResult, format_serving, summarize
+from minivllm.bench.summary import Distribution, Goals
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
-from minivllm.entrypoints.bench_cli import report
 from minivllm.entrypoints.options import check_writable, picture
 
-MODES = ("processes", "static", "continuous")
+PROCESSES = (str(Path(__file__).with_name("process_per_request.py")),)
+MODES = {
+    "processes": (PROCESSES, ()),
+    "static": (PROGRAM, ("--mode", "static")),
+    "continuous": (PROGRAM, ("--mode", "continuous")),
+}
+"""What Python runs as `minivllm`, and the options of its `serve`."""
 MODEL = "smollm2-135m"
 MAX_NUM_SEQS = 16
 OPTIONS = (MODEL, "--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "1024", "--num-gpu-blocks-override", "1024")
 MOST_SECONDS = 1800.0
-"""That a request may take: with a process for each, the last one waits long."""
+"""Longest time for a request: with a process for each, the last request waits long."""
 
 
 async def measure(base_url: str, requests: list[WorkloadRequest], load: Load) -> list[ServedRequest]:
@@ -44,23 +51,18 @@ async def measure(base_url: str, requests: list[WorkloadRequest], load: Load) ->
 
 def format_comparison(results: dict[str, ServingResult]) -> str:
     """A line for each mode."""
-    header = (
-        f"{'mode':<12}{'completed':>10}{'seconds':>9}{'requests/s':>12}{'tokens/s':>10}{'TTFT p50':>12}{'p99':>12}{'ITL p50':>11}"
-        f"{'p99':>12}{'end to end p50':>16}{'p99':>12}"
-    )
-    lines = [header, "-" * len(header)]
+    headers = (
+        "mode", "completed", "seconds", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "end to end p50", "p99",
+    )  # fmt: skip
+    rows = []
     for mode, result in results.items():
-        lines.append(
-            f"{mode:<12}{result.completed:>10}{result.seconds:>9.1f}{result.requests_per_second:>12.2f}"
-            f"{result.output_tokens_per_second:>10.1f}{_pair(result.ttft, 12)}{_pair(result.itl, 11)}{_pair(result.e2e, 16)}"
-        )
-    return "\n".join(lines)
+        rates = (f"{result.seconds:.1f}", f"{result.requests_per_second:.2f}", f"{result.output_tokens_per_second:.1f}")
+        rows.append((mode, result.completed, *rates, *_pair(result.ttft), *_pair(result.itl), *_pair(result.latency)))
+    return format_table(headers, rows)
 
 
-def _pair(distribution, width: int) -> str:
-    if distribution is None:
-        return f"{'–':>{width}}{'–':>12}"
-    return f"{distribution.p50:>{width - 3},.0f} ms{distribution.p99:>9,.0f} ms"
+def _pair(times: Distribution) -> list[str]:
+    return [quantity(time * 1e3, ",.0f", " ms") for time in (times.p50, times.p99)]
 
 
 def main() -> int:
@@ -72,26 +74,26 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, with each request's times")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw them here")
     arguments = parser.parse_args()
-    arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/serving_modes.py", *sys.argv[1:]])
     for path in (arguments.json, arguments.plot):
         check_writable(path)
     requests = make_workload("longtail", arguments.num_requests, mean_output_len=arguments.mean_output_len, max_len=1024)
     load = Load(arguments.request_rate)
     served = {}
     for mode in arguments.modes:
-        with start_server(*OPTIONS, "--mode", mode) as server:
+        program, options = MODES[mode]
+        with start_server(*OPTIONS, *options, program=program) as server:
             served[mode] = asyncio.run(measure(server.base_url, requests, load))
-        print(f"\n{mode}\n\n{format_table(summarize(served[mode], load, Goals()), Goals(), served[mode])}\n", flush=True)
+        print(f"\n{mode}\n\n{format_serving(summarize(served[mode], load, Goals()), Goals(), served[mode])}\n", flush=True)
     results = {mode: summarize(of_mode, load, Goals()) for mode, of_mode in served.items()}
     what = (
-        f"{MODEL} behind `minivllm serve --mode ...`, at most {MAX_NUM_SEQS} running; {len(requests)} long-tailed requests, "
+        f"{MODEL} behind three servers, at most {MAX_NUM_SEQS} running; {len(requests)} long-tailed requests, "
         f"{sum(request.output_len for request in requests)} output tokens, {load.describe()}"
     )
     content = {
         mode: {"result": results[mode].to_json(), "requests": [request.to_json() for request in of_mode]}
         for mode, of_mode in served.items()
     }
-    report(arguments, what, format_comparison(results), {"modes": content})
+    report(what, format_comparison(results), {"model": MODEL, "modes": content}, file=arguments.json)
     if arguments.plot:
         from minivllm.viz.serving import draw_serving
 

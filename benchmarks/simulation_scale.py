@@ -1,33 +1,32 @@
-"""How long the simulator takes for many requests, and how much memory.
+"""How much time and memory the simulator takes for many requests.
 
     python benchmarks/simulation_scale.py --requests 10000 1000000 --json scale.json
 
-All requests run through the real scheduler and block manager, 64 at a time, on one core; 128 are in the engine at any time.
+All requests run through the real scheduler and block manager on one core: 64 sequences at a time, 128 requests in the engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from minivllm.bench.arrivals import generate_requests
-from minivllm.bench.machine import describe_machine
+from minivllm.bench.report import format_table, report
 from minivllm.bench.simulation import simulate
+from minivllm.bench.workloads import WorkloadRequest, generate_requests
 
 RUNNING = 64
 
 
 def measure(num_requests: int) -> dict[str, float]:
-    """Simulate so many; seconds of real time, and memory at the tenth and at the last request."""
+    """Simulate: seconds of real time, and memory after a tenth of the requests and at the last one."""
     process, memory = psutil.Process(), {}
 
-    def watched():
+    def watched() -> Iterator[WorkloadRequest]:
         for number, request in enumerate(generate_requests(num_requests, arrivals="at-once")):
             if number in (num_requests // 10, num_requests - 1):
                 memory[number] = process.memory_info().rss
@@ -62,24 +61,22 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     results = [measure(count) for count in arguments.requests]
-    text = [
-        f"Simulating requests on one core, {RUNNING} running; {describe_machine()}",
-        "",
-        f"{'requests':>10}{'steps':>12}{'output tokens':>15}{'running':>9}{'simulated':>12}{'took':>10}{'memory, first tenth':>21}{'end':>9}",
+    headers = ("requests", "steps", "output tokens", "running", "simulated", "took", "memory, first tenth", "end")
+    rows = [
+        (
+            f"{result['requests']:,}",
+            f"{result['steps']:,}",
+            f"{result['output_tokens']:,}",
+            f"{result['mean_running']:.1f}",
+            f"{result['simulated_hours']:.2f} h",
+            f"{result['seconds']:.1f} s",
+            f"{result['memory_at_a_tenth'] / 1e6:.0f} MB",
+            f"{result['memory_at_the_end'] / 1e6:.0f} MB",
+        )
+        for result in results
     ]
-    for result in results:
-        text.append(
-            f"{result['requests']:>10,}{result['steps']:>12,}{result['output_tokens']:>15,}{result['mean_running']:>9.1f}"
-            f"{result['simulated_hours']:>10.2f} h{result['seconds']:>8.1f} s{result['memory_at_a_tenth'] / 1e6:>18.0f} MB"
-            f"{result['memory_at_the_end'] / 1e6:>6.0f} MB"
-        )
-    print("\n".join(text))
-    if arguments.json:
-        command = (
-            f"python benchmarks/simulation_scale.py --requests {' '.join(map(str, arguments.requests))} --json {arguments.json}"
-        )
-        report = {"time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "command": command}
-        arguments.json.write_text(json.dumps(report | {"text": text, "results": results}, indent=1) + "\n")
+    title = f"Simulating requests on one core, {RUNNING} running"
+    report(title, format_table(headers, rows, left=0), {"results": results}, file=arguments.json)
 
 
 if __name__ == "__main__":

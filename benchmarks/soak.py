@@ -1,10 +1,10 @@
-"""A server under rough users, for minutes: does anything leak, hang or break?
+"""A server under misbehaving clients for minutes: does anything leak, hang or break?
 
     python benchmarks/soak.py --streams 64 --seconds 300 --json soak.json
 
-Starts `minivllm serve`. So many clients stream answers, one after the other, and a third of them go away in mid-stream; others send
-requests that make no sense, and now and then come bursts of more requests than may wait. Afterwards everything must be as before:
-blocks, tasks, file descriptors, memory. The status is 1 if it is not.
+Starts `minivllm serve`. Clients stream one answer after another, and a third of them disconnect in mid-stream; others send malformed
+requests; now and then comes a burst of more requests than may wait. Afterwards blocks, tasks, file descriptors and memory must be as
+before; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import random
-import shlex
 import signal
 import statistics
 import sys
@@ -27,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+from server_process import HealthProbe, ServerProcess, start_server
 
 from minivllm.bench.openai_client import WORDS, read_events
-from minivllm.bench.server_process import HealthProbe, ServerProcess, start_server
-from minivllm.entrypoints.bench_cli import report
+from minivllm.bench.report import format_table, report
 from minivllm.entrypoints.options import check_writable
 
 MODEL = "smollm2-135m"
@@ -258,7 +257,7 @@ def growth(samples: list[int]) -> float:
 
 
 class Check(NamedTuple):
-    """One of the things that were looked at: its value in words, what it must be, and whether it is so."""
+    """A check: its value in words, what it must be, and whether it is."""
 
     name: str
     value: str
@@ -269,7 +268,7 @@ class Check(NamedTuple):
 def judge(
     tally: Tally, health: HealthProbe, before: Footprint, after: Footprint, memory: dict[int, list[int]], same_processes: bool
 ) -> list[Check]:
-    """Everything that was looked at."""
+    """All checks."""
     counts = tally.counts
     processes = "the same" if same_processes else "others"
     checks = [
@@ -293,12 +292,12 @@ def judge(
     return checks
 
 
-def format_table(checks: list[Check], tally: Tally) -> str:
-    """A line for each check; below, what the users did, and what surprised them."""
-    lines = [f"{'':<30}{'is':>22}{'must be':>16}"]
-    lines += [f"{name:<30}{value:>22}{bar:>16}{'' if good else '  MISSED'}" for name, value, bar, good in checks]
+def format_checks(checks: list[Check], tally: Tally) -> str:
+    """A line for each check; below, what the clients did, and what they did not expect."""
+    rows = [(name, value, bar, "" if good else "MISSED") for name, value, bar, good in checks]
     counts = tally.counts
-    lines += [
+    lines = [
+        format_table(("", "is", "must be", ""), rows),
         "",
         f"{counts['accepted']} requests accepted: {counts['completed']} completed, {counts['left']} left in mid-stream; "
         f"{counts['too many']} refused as too many, {counts['bad refused']} as bad",
@@ -307,7 +306,7 @@ def format_table(checks: list[Check], tally: Tally) -> str:
 
 
 def soak(streams: int, seconds: float, seed: int) -> tuple[list[Check], Tally, dict[int, list[int]]]:
-    """Run it. Returns the checks, what the users saw, and the memory of each process over time."""
+    """Run the server and its clients. Returns the checks, what the clients saw, and the memory of each process over time."""
     with tempfile.TemporaryDirectory() as folder:
         task_file = Path(folder) / "tasks"
         options = [
@@ -316,7 +315,7 @@ def soak(streams: int, seconds: float, seed: int) -> tuple[list[Check], Tally, d
         ]  # fmt: skip
         tally = Tally()
         with start_server(*options, program=("-c", SERVER.format(file=str(task_file)))) as server:
-            asyncio.run(load(server, 2, 2.0, seed, Tally()))  # what is made at the first request and kept is no leak
+            asyncio.run(load(server, 2, 2.0, seed, Tally()))  # what the first requests allocate once is no leak
             time.sleep(2)
             before = measure_footprint(server, task_file)
             pids = [process.pid for process in server.processes()]
@@ -336,17 +335,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what the users do (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
-    arguments.model, arguments.command = MODEL, shlex.join(["python", "benchmarks/soak.py", *sys.argv[1:]])
     check_writable(arguments.json)
     checks, tally, memory = soak(arguments.streams, arguments.seconds, arguments.seed)
     what = f"{MODEL} behind `minivllm serve`, {arguments.streams} streams for {arguments.seconds:g} s"
     content = {
+        "model": MODEL,
         "checks": [check._asdict() for check in checks],
         "counts": tally.counts,
         "surprises": tally.surprises,
         "memory": dict(zip(("api_server", "engine"), memory.values(), strict=False)),
     }
-    report(arguments, what, format_table(checks, tally), content)
+    report(what, format_checks(checks, tally), content, file=arguments.json)
     return 0 if all(good for *_, good in checks) else 1
 
 

@@ -2,36 +2,32 @@
 
     python benchmarks/speculative_decoding.py
 
-Two kinds of prompts. "repeating": a text of `minivllm.bench.workloads.SENTENCES`, and the wish to have it again with one
-change, so that the answer follows the prompt. "ordinary": a sentence to go on from. Two engines, one with drafts and one
-without, take the same prompts in turns; greedy, without regard to the end-of-sequence token. Decoding is what
-changes, so a prompt's first token is not counted, nor the time until all have theirs.
+Two kinds of prompts. "repeating": a text, to be written again with one change, so that the answer follows the prompt. "ordinary": a
+sentence to continue. Two engines, one with draft tokens and one without, take the same prompts in turns, greedily, past end-of-sequence
+tokens. Only decoding differs, so neither first tokens nor the time until all requests have theirs are counted.
 
-"accepted" is the share of drafts that the model agreed with; "tokens/step" what a sequence wins in a step on average.
+"accepted" is the share of accepted draft tokens; "tokens/step" what a sequence gets in a step on average.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import random
-import shlex
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from prompts import SENTENCES
+
 from minivllm import LLM, SamplingParams
-from minivllm.bench.machine import describe_machine
-from minivllm.bench.workloads import SENTENCES
+from minivllm.bench.report import format_table, report
 
 KINDS = ("repeating", "ordinary")
 
 
 @dataclass
 class Run:
-    """One engine's answer to one batch: output tokens per second of decoding, and what the drafts were worth."""
+    """One engine and batch: output tokens per second of decoding, and what the draft tokens were worth."""
 
     tokens_per_second: float
     acceptance_rate: float
@@ -54,7 +50,7 @@ def make_prompts(llm: LLM, kind: str, batch_size: int, seed: int = 0) -> list[li
 
 
 def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Run:
-    """Answer the prompts, all of them there from the start."""
+    """Answer the prompts, all there from the start."""
     trace = llm.llm_engine.start_trace()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -77,25 +73,14 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     args = parser.parse_args()
     common = {"max_num_seqs": max(args.batch_sizes), "max_model_len": 1024, "num_gpu_blocks_override": 1024}
     engines = {
         "without": LLM(args.model, **common),
         "with": LLM(args.model, num_speculative_tokens=args.num_speculative_tokens, **common),
     }
-    text: list[str] = []
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-        text.append(line)
-
-    tell(
-        f"{args.model}, up to {args.num_speculative_tokens} guesses, {args.max_tokens} tokens each, median of {args.repeats} runs in turns"
-    )
-    tell(f"{describe_machine()}\n")
-    tell(f"{'text':<11}{'batch':>6}{'without':>16}{'with':>16}{'ratio':>8}{'accepted':>10}{'tokens/step':>13}{'same tokens':>13}")
-    rows = []
+    rows, measurements = [], []
     for kind in KINDS:
         for batch_size in args.batch_sizes:
             prompts = make_prompts(engines["without"], kind, batch_size)
@@ -108,21 +93,30 @@ def main() -> None:
             speeds = {name: statistics.median(result.tokens_per_second for result in results) for name, results in runs.items()}
             plain, speculative = runs["without"][-1], runs["with"][-1]
             num_same = sum(a == b for a, b in zip(plain.token_ids, speculative.token_ids, strict=True))
-            tell(
-                f"{kind:<11}{batch_size:>6}{speeds['without']:>12.1f} t/s{speeds['with']:>12.1f} t/s"
-                f"{speeds['with'] / speeds['without']:>8.2f}{speculative.acceptance_rate:>10.0%}{speculative.tokens_per_step:>13.2f}"
-                f"{f'{num_same} of {batch_size}':>13}"
+            rows.append(
+                (
+                    kind,
+                    batch_size,
+                    f"{speeds['without']:.1f} t/s",
+                    f"{speeds['with']:.1f} t/s",
+                    f"{speeds['with'] / speeds['without']:.2f}",
+                    f"{speculative.acceptance_rate:.0%}",
+                    f"{speculative.tokens_per_step:.2f}",
+                    f"{num_same} of {batch_size}",
+                )
             )
+            print(*rows[-1], flush=True)
             runs_without_tokens = {
                 name: [{key: value for key, value in asdict(result).items() if key != "token_ids"} for result in results]
                 for name, results in runs.items()
             }
-            rows.append({"text": kind, "batch_size": batch_size, "same_tokens": num_same, "runs": runs_without_tokens})
-    if args.json:
-        time = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        origin = {"machine": describe_machine(), "time": time, "command": "python " + shlex.join(sys.argv)}
-        report = origin | {"text": "\n".join(text).split("\n"), "results": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            measurements.append({"text": kind, "batch_size": batch_size, "same_tokens": num_same, "runs": runs_without_tokens})
+    headers = ("text", "batch", "without", "with", "ratio", "accepted", "tokens/step", "same tokens")
+    title = (
+        f"{args.model}, up to {args.num_speculative_tokens} draft tokens, {args.max_tokens} tokens each, median of {args.repeats} runs "
+        "in turns"
+    )
+    report(title, format_table(headers, rows), {"model": args.model, "results": measurements}, file=args.json)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""What it costs to record a trace: steps of the default model with and without, in turns.
+"""The cost of recording a trace: steps of the default model with and without, in turns.
 
     python benchmarks/trace_overhead.py --json overhead.json
 
-The recorder's own time is measured too: what is between the calls is the same in both, and steps are noisier than it is long.
+The recorder's own time is measured too, because steps vary by more than it takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import time
 from pathlib import Path
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.machine import describe_machine
+from minivllm.bench.report import format_table, report
 from minivllm.engine.trace_recorder import TraceRecorder
 
 BATCH_SIZES = (1, 16, 64)
@@ -38,7 +36,7 @@ def decode_times(llm: LLM, batch_size: int, round_number: int) -> list[float]:
 
 
 def timed(name: str, seconds: list[float]):
-    """The recorder's method, with a stopwatch."""
+    """The recorder's method, its time noted."""
     method = getattr(TraceRecorder, name)
 
     def watched(self, *arguments):
@@ -79,27 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
-    text = [
-        f"Decode steps without and with a trace, medians of {ROUNDS} runs in turns; {describe_machine()}",
-        "",
-        f"{'weights':<24}{'batch':>6}{'blocks':>8}{'without':>12}{'with':>12}{'recorder alone':>17}{'share of a step':>17}",
-    ]
-    results = []
+    headers = ("weights", "batch", "blocks", "without", "with", "recorder alone", "share of a step")
+    rows, results = [], []
     for name, options in OPTIONS.items():
         for batch_size in BATCH_SIZES:
             result = measure(options, batch_size)
             results.append({"weights": name, "batch_size": batch_size} | result)
-            text.append(
-                f"{name:<24}{batch_size:>6}{result['blocks']:>8}{result['plain_ms']:>9.2f} ms{result['traced_ms']:>9.2f} ms"
-                f"{result['recorder_ms']:>14.3f} ms{result['share']:>17.2%}"
-            )
-    print("\n".join(text))
-    if arguments.json:
-        report = {
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": f"python benchmarks/trace_overhead.py --json {arguments.json}",
-        }
-        arguments.json.write_text(json.dumps(report | {"text": text, "results": results}, indent=1) + "\n")
+            times = (f"{result['plain_ms']:.2f} ms", f"{result['traced_ms']:.2f} ms", f"{result['recorder_ms']:.3f} ms")
+            rows.append((name, batch_size, result["blocks"], *times, f"{result['share']:.2%}"))
+    title = f"Decode steps without and with a trace, medians of {ROUNDS} runs in turns"
+    report(title, format_table(headers, rows), {"results": results}, file=arguments.json)
 
 
 if __name__ == "__main__":

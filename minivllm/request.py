@@ -1,7 +1,7 @@
-"""A request, and the sequences (continuations) that it is made of.
+"""A request on its way through the engine core: as it arrives (`EngineCoreRequest`), and as the scheduler keeps it (`Request`).
 
-The scheduler moves sequences between its queues; the request keeps what they have in common. Where the tokens'
-keys and values are stored is not known here: block tables belong to the BlockSpaceManager.
+A request has `n` sequences, its continuations. The scheduler moves sequences between its queues; the request holds what they have in
+common. Block tables belong to the BlockSpaceManager. Mirrors `vllm/v1/request.py` and `vllm/v1/engine/__init__.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
 from minivllm.outputs import RequestMetrics
@@ -27,15 +28,60 @@ class SequenceStatus(enum.Enum):
     FINISHED_ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCoreRequest:
+    """A validated, tokenized and seeded request: what the frontend hands to the engine core. Token ids only.
+
+    Attributes:
+        request_id: The caller's name for it, unique among unfinished requests.
+        number: Tells apart requests that use the same id one after the other. It comes back with every output.
+        prompt_token_ids: At least one token.
+        sampling_params: How to generate. `seed` below takes precedence over the one in here.
+        max_num_tokens: The limit on prompt and output together.
+        eos_token_ids: Tokens with which the model ends a text.
+        seed: Start of the request's random stream.
+        arrival_time: Seconds of the engine's clock.
+        priority: With the "priority" policy, smaller goes first.
+    """
+
+    request_id: str
+    number: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_num_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestData:
+    """What a worker needs to know of a request. It does not change while the request runs.
+
+    Attributes:
+        request_id: The request.
+        prompt_token_ids: Its prompt.
+        sampling_params: How to choose tokens.
+        seed: Start of its random stream.
+        stop_token_ids: Tokens that would end a sequence, end-of-sequence tokens included.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+
 _UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
 
 
 class Sequence:
     """One continuation of a prompt: its tokens, and how many of them have their keys and values in the cache.
 
-    A step advances `num_computed_tokens`. When it reaches `num_tokens`, the model has seen every token there is, and
-    the next one is sampled. That one rule covers prefill, decode, chunks of a prefill, and coming back after a
-    preemption with output already there.
+    A step advances `num_computed_tokens`. When it reaches `num_tokens`, the model has seen every known token, and the next one
+    is sampled. That one rule covers prefill, decode, chunked prefill, and resuming after a preemption.
     """
 
     __slots__ = (
@@ -43,6 +89,7 @@ class Sequence:
         "index",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_reported_tokens",
         "num_unforked_siblings",
         "order",
         "request",
@@ -61,7 +108,9 @@ class Sequence:
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.num_unforked_siblings = 0
-        """How many further sequences (n - 1) will be forked from this one when its prompt has been computed."""
+        """Siblings (n - 1) still to be forked from this one, when its prompt has been computed."""
+        self.num_reported_tokens = 0
+        """Output tokens that the engine core has handed to the frontend."""
         self.stop_reason: int | str | None = None
         self.order: tuple[Any, ...] = ()
         """The key by which the scheduler's queues are sorted; set by the scheduler."""
@@ -90,22 +139,28 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether it gets no more tokens."""
         return self.status not in _UNFINISHED
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "abort" or "error"; None while it lives."""
+        """ "stop", "length", "abort" or "error"; None while unfinished."""
         return self.status.value if self.finished else None
 
     def fork(self, seq_id: int, index: int) -> Sequence:
-        """A sibling with the same tokens, computed just as far."""
+        """A sibling with the same tokens, computed up to the same point."""
         child = Sequence(seq_id, self.request, index)
         child.token_ids = list(self.token_ids)
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = list(self.block_hashes)
         child.status = self.status
         return child
+
+    def take_new_tokens(self) -> list[int]:
+        """Output tokens since the last call."""
+        new = self.token_ids[self.num_prompt_tokens + self.num_reported_tokens :]
+        self.num_reported_tokens += len(new)
+        return new
 
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks, each chained to the one before it.
@@ -128,18 +183,18 @@ class Sequence:
 
 
 class Request:
-    """A prompt, what is wanted of it, and the sequences that continue it.
+    """A prompt, how to continue it, and the sequences that do.
 
     Args:
-        request_id: The caller's name for it, unique among the requests that live.
+        request_id: The caller's name for it, unique among unfinished requests.
         prompt_token_ids: The prompt, at least one token.
-        sampling_params: What is wanted.
-        max_num_tokens: Prompt and output together never grow beyond this.
+        sampling_params: How to generate.
+        max_num_tokens: The limit on prompt and output together.
         arrival_time: Seconds of the engine's clock.
         eos_token_ids: Tokens with which the model ends a text.
-        prompt: The prompt as text, where there is one.
-        priority: With the "priority" policy, smaller numbers go first.
-        seed: Start of the request's own random stream (`SamplingParams.seed`, or the engine's choice).
+        priority: With the "priority" policy, smaller goes first.
+        seed: Start of the request's own random stream.
+        number: See `EngineCoreRequest`.
     """
 
     def __init__(
@@ -151,12 +206,12 @@ class Request:
         max_num_tokens: int,
         arrival_time: float = 0.0,
         eos_token_ids: tuple[int, ...] = (),
-        prompt: str | None = None,
         priority: int = 0,
         seed: int = 0,
+        number: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.prompt = prompt
+        self.number = number
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
         self.max_num_tokens = max_num_tokens
@@ -170,8 +225,24 @@ class Request:
         self.stop_reasons: dict[int, int | None] = {t: t for t in sampling_params.stop_token_ids or ()}
         """Tokens that end a sequence, each with the stop reason to report."""
         self.stop_reasons.update(dict.fromkeys(eos))
+        self.data = RequestData(request_id, prompt_token_ids, sampling_params, seed, tuple(self.stop_reasons))
+
+    @classmethod
+    def from_engine_core_request(cls, request: EngineCoreRequest) -> Request:
+        """The request as the scheduler keeps it."""
+        return cls(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,
+            max_num_tokens=request.max_num_tokens,
+            arrival_time=request.arrival_time,
+            eos_token_ids=request.eos_token_ids,
+            priority=request.priority,
+            seed=request.seed,
+            number=request.number,
+        )
 
     @property
     def finished(self) -> bool:
-        """Whether all its sequences are there and have ended."""
+        """Whether all its sequences have been forked and have finished."""
         return all(seq.finished and seq.num_unforked_siblings == 0 for seq in self.sequences)

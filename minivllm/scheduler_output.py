@@ -1,19 +1,77 @@
-"""What passes the line between deciding and computing: a step's work one way, its new tokens the other."""
+"""What the scheduler decides, what of it crosses to the workers, and what they return.
+
+    Scheduler.schedule() ─► SchedulerOutput ─► ExecuteModelRequest ─► Executor ─► [SequenceOutput] ─► Scheduler.update()
+
+`SchedulerOutput` refers to the scheduler's live sequences. `ExecuteModelRequest` is plain data, so that a worker in another process
+gets the same as one in this process.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from minivllm.outputs import Logprob
-from minivllm.request import Sequence
+from minivllm.request import RequestData, Sequence
+
+
+@dataclass(slots=True)
+class SequenceData:
+    """A sequence's part in a step, as a worker gets it: run the model on `token_ids`, then sample.
+
+    Attributes:
+        request: What does not change from step to step.
+        seq_id, index: The sequence, in the engine and among the request's `n`.
+        token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens.
+        num_computed_tokens: Position of the first of them.
+        block_table: Cache blocks of the sequence, in the order of its tokens.
+        num_output_tokens: Output tokens known before the step; with it the random stream is keyed.
+        output_token_ids: Those tokens, for penalties; empty where there are none to apply.
+        num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, 1, or one more for each sibling that
+            is forked now.
+        num_drafts: Draft tokens to verify. One more token is sampled after each.
+        is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
+    """
+
+    request: RequestData
+    seq_id: int
+    index: int
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_table: list[int]
+    num_output_tokens: int
+    output_token_ids: list[int]
+    num_samples: int
+    num_drafts: int
+    is_decode: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class ExecuteModelRequest:
+    """A step for the workers. The cache operations come before the computation: swap out, swap in, copy.
+
+    Attributes:
+        sequences: What to compute, in the order of the batch.
+        blocks_to_swap_out: (device block, host block) pairs.
+        blocks_to_swap_in: (host block, device block) pairs.
+        blocks_to_copy: (source, destination) pairs on the device, for copy-on-write.
+    """
+
+    sequences: list[SequenceData]
+    blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
     """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on.
 
-    With speculative decoding, the last of them are `draft_token_ids`: guesses that follow the tokens of the sequence and
-    are not yet among them.
+    With speculative decoding, the last of them are `draft_token_ids`, which follow the sequence's own tokens.
     """
 
     seq: Sequence
@@ -23,7 +81,7 @@ class ScheduledSequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes its newest token, and drafts after it: no prompt, and nothing that preemption lost."""
+        """Whether it computes its newest token, and drafts after it: no prompt, and nothing lost to preemption."""
         seq = self.seq
         return len(seq.token_ids) > seq.num_prompt_tokens and self.num_tokens == 1 + len(self.draft_token_ids)
 
@@ -32,23 +90,38 @@ class ScheduledSequence:
         """Whether the step computes the last known token, so that the next one must be sampled."""
         return self.seq.num_computed_tokens + self.num_tokens >= len(self.seq.token_ids)
 
+    def to_data(self) -> SequenceData:
+        """The part that crosses to the workers."""
+        seq, drafts = self.seq, self.draft_token_ids
+        start, request = seq.num_computed_tokens, seq.request.data
+        return SequenceData(
+            request,
+            seq.seq_id,
+            seq.index,
+            [*seq.token_ids[start : start + self.num_tokens - len(drafts)], *drafts],
+            start,
+            self.block_table,
+            seq.num_output_tokens,
+            seq.output_token_ids if request.sampling_params.has_penalties else [],
+            1 + seq.num_unforked_siblings if self.needs_sampling else 0,
+            len(drafts),
+            self.is_decode,
+        )
+
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's work. The cache operations come before the computation: swap out, swap in, copy."""
+    """One step's work, as the scheduler decided it. See `ExecuteModelRequest` for the blocks."""
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_batched_tokens: int = 0
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host block) pairs."""
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
-    """(host block, device block) pairs."""
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) pairs on the device, for copy-on-write."""
     preempted: list[Sequence] = field(default_factory=list)
     swapped_in: list[Sequence] = field(default_factory=list)
     num_prefills: int = 0
-    """How many of the scheduled sequences compute a prompt, a part of one, or recompute what preemption lost."""
+    """How many of the scheduled sequences compute a prompt, a chunk of one, or tokens lost to preemption."""
 
     @property
     def phase(self) -> str:
@@ -59,16 +132,22 @@ class SchedulerOutput:
             return "decode"
         return "prefill" if self.num_prefills == len(self.scheduled) else "mixed"
 
+    def to_request(self) -> ExecuteModelRequest:
+        """The part that crosses to the workers."""
+        sequences = [item.to_data() for item in self.scheduled]
+        return ExecuteModelRequest(sequences, self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy)
+
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What the model gave for one scheduled sequence.
+    """What the model returned for one scheduled sequence.
 
-    `token_ids` holds one new token for the sequence and one more for each sibling that is forked from it now; it is
-    empty when the step only computed a part of the prompt. For a sequence with draft tokens it holds the token chosen
-    after the newest known one, and then after each draft; those that follow a wrong draft mean nothing, which
-    `Scheduler.update` sees to. `logprobs` runs parallel to it. `prompt_logprobs` has, by position in the prompt, an entry
-    for each prompt token that the step's logits predict.
+    Attributes:
+        token_ids: One new token, and one more for each sibling that is forked now. Empty after a chunk in the middle of a prompt. With
+            draft tokens: the token sampled after the newest known one, then after each draft; what follows a rejected draft
+            means nothing, and `Scheduler.update` drops it.
+        logprobs: One entry for each of `token_ids`.
+        prompt_logprobs: By position in the prompt, an entry for each prompt token that the step's logits predict.
     """
 
     token_ids: list[int] = field(default_factory=list)

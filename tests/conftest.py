@@ -1,4 +1,4 @@
-"""Hypothesis profiles and the models that tests share."""
+"""Hypothesis profiles, the models that tests share, and the `slow` marker of notebooks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ settings.register_profile("default", max_examples=150, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
 settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,13 @@
-"""Checks the engine on a GPU: `make gpu-check`. Needs no network and installs nothing; uses the packages that are there.
+"""Checks the engine on a GPU: `make gpu-check`. Needs no network and installs nothing.
 
 1. The kernels against the device's limits (benchmarks/gpu_kernels.py).
-2. The engine in bfloat16 on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
-   transformers in float32 as transformers' own in bfloat16 are.
-3. CUDA graphs: a replay gives exactly what the same step gives without a graph, and a generation the same tokens. How fast
-   it is with graphs and without.
-4. Every kernel test, with the Triton kernels compiled.
+2. The engine in bfloat16, on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
+   transformers in float32 as transformers' own bfloat16 logits are.
+3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
+   graphs and without.
+4. All kernel tests, with the Triton kernels compiled.
 
-What is measured goes into a JSON file, with device and date.
+The results are saved as JSON.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from minivllm import LLM, SamplingParams  # noqa: E402
-from minivllm.bench.machine import describe_machine  # noqa: E402
+from minivllm.bench.report import find_origin, to_json  # noqa: E402
 from minivllm.request import Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402
 
 TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
 NOT_HERE = "not smollm2"
-"""The default model is a package that this machine need not have."""
+"""The default model comes from a package that may not be installed here."""
 QWEN3 = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
@@ -45,7 +45,7 @@ QWEN3 = {
 
 
 def run_tests() -> bool:
-    """The tests that need no more than pytest and hypothesis."""
+    """The tests that need only pytest and hypothesis."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NOT_HERE, *TESTS]
     print("$", *command[1:], flush=True)
     return subprocess.call(command, cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "gpu-check"}) == 0
@@ -67,9 +67,9 @@ def make_model(folder: Path) -> None:
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**QWEN3))
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones, which would hide a mistake
+            if "norm" in name:  # ones would hide a mistake
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-            elif "embed" in name:  # logits that differ: a model with the usual ones is undecided between all tokens
+            elif "embed" in name:  # with the usual ones, all logits would be nearly equal
                 torch.nn.init.normal_(parameter, std=0.2)
     model.cpu().save_pretrained(folder)
 
@@ -86,7 +86,7 @@ def load(folder: Path, **options: object) -> LLM:
 
 
 def check_logits(folder: Path) -> bool:
-    """Ragged batch in, logits of every position out, and then those of a decode; against transformers one prompt at a time."""
+    """Logits of every position of a ragged batch, and then of a decode, against transformers one prompt at a time."""
     from transformers import AutoModelForCausalLM
 
     prompts = random_prompts([2, 15, 16, 17, 300, 1000])
@@ -119,7 +119,7 @@ def check_logits(folder: Path) -> bool:
 
 @torch.inference_mode()
 def compute_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
-    """Of every position, by transformers."""
+    """transformers' logits of every position."""
     return model(torch.tensor([prompt], device="cuda")).logits[0].float().cpu()
 
 
@@ -127,13 +127,13 @@ def compute_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
 def run_step(worker: Worker, seqs: list[Sequence], num_tokens: list[int], tables: list[list[int]]) -> torch.Tensor:
     """Logits of every row of a step."""
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
-    scheduled = [ScheduledSequence(*item) for item in zip(seqs, num_tokens, tables, strict=True)]
+    scheduled = [ScheduledSequence(*item).to_data() for item in zip(seqs, num_tokens, tables, strict=True)]
     inputs = runner.prepare_inputs(scheduled, num_blocks=len(caches[0][0]))
     return runner.model.compute_logits(runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)).float().cpu()
 
 
 def check_replay(folder: Path) -> bool:
-    """A replayed graph against the same padded step, kernel by kernel."""
+    """A replayed graph against the same padded step run eagerly."""
     worker = load(folder, dtype="bfloat16", num_gpu_blocks_override=600).llm_engine.executor.worker
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
     graphs = runner.graphs
@@ -147,7 +147,7 @@ def check_replay(folder: Path) -> bool:
         for i, length in enumerate(lengths):
             seq = Sequence(i, Request(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048))
             seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]))
+            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=600)
         with torch.inference_mode():
             replayed = graphs.run(inputs).clone()
@@ -160,10 +160,10 @@ def check_replay(folder: Path) -> bool:
 
 
 def check_generation(folder: Path) -> tuple[bool, dict]:
-    """Tokens with and without graphs in float32, and tokens per second of both, in bfloat16 too.
+    """Tokens with and without graphs in float32, and throughput of both, in bfloat16 too.
 
-    The requests end one after another, so that batches of many sizes are padded. In bfloat16 a padded batch may be
-    multiplied in another order, and near ties fall either way: check_replay compares there.
+    The requests finish one after another, so that batches of many sizes are padded. In bfloat16 a padded batch may be multiplied in
+    another order, and near ties fall either way: there check_replay compares.
     """
     params = [SamplingParams(temperature=0, max_tokens=40 + i, ignore_eos=True) for i in range(37)]
     prompts = random_prompts([1 + 11 * i % 200 for i in range(37)])
@@ -187,7 +187,7 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
 
 
 def main() -> int:
-    """All of it; 0 if everything passed (a missed speed goal is said, but is no failure)."""
+    """All checks; 0 if they passed (a missed speed goal is reported, but not a failure)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file (default: benchmarks/results/gpu_check_DATE.json)")
     parser.add_argument("--skip-tests", action="store_true", help="only the engine and the benchmark")
@@ -198,14 +198,14 @@ def main() -> int:
         return 1
     out = args.out or ROOT / f"benchmarks/results/gpu_check_{datetime.date.today().isoformat()}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": describe_machine(), "checks": {}}
+    result = find_origin() | {"checks": {}}
     print(result["machine"], flush=True)
 
     def note(name: str, passed: bool, **more: object) -> None:
-        """Write what is known so far: a machine that is lent may be taken back."""
+        """Save what is known so far, in case a borrowed machine is taken back."""
         result["checks"][name] = passed
         result.update(more)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.write_text(to_json(result))
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

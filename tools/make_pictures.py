@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from minivllm.bench.arrivals import generate_requests
+
 from minivllm.bench.served_request import ServedRequest
 from minivllm.bench.simulation import simulate
 from minivllm.bench.what_if import what_if

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from playwright.async_api import async_playwright
-
 from minivllm.bench.server_process import start_server
+from playwright.async_api import async_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "96")

@@ -1,4 +1,4 @@
-"""Makes an environment with vLLM's CPU build beside the project's own, for `minivllm bench offline --engine vllm`.
+"""Makes an environment with vLLM's CPU build beside the project's own, for `benchmarks/engine_comparison.py --engines vllm`.
 
 vLLM pins other versions of many packages than this project does, so it must have an environment to itself. Its CPU build asks
 for CPU builds of torchvision and torchaudio too, which text does not need; so its requirements are read from its own
@@ -50,7 +50,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"The environment could not be made ({error}). vLLM's CPU build is for Linux.")
         return 1
-    print(f"Use it: minivllm bench offline --workload FILE --engine minivllm vllm --vllm-python {python}")
+    print(f"Use it: python benchmarks/engine_comparison.py --workload FILE --engines minivllm vllm --vllm-python {python}")
     return 0
 
 

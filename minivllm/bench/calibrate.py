@@ -1,4 +1,4 @@
-"""From a traced run to a cost model, and how well that one predicts runs that it has not seen."""
+"""Fits the simulator's cost model to traced runs, and checks how well it predicts runs that it has not seen."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.bench.offline import SCHEDULERS, OfflineResult, run_offline
+from minivllm.bench.offline import SCHEDULERS, run_offline
+from minivllm.bench.report import format_table
 from minivllm.bench.simulation import simulate
+from minivllm.bench.summary import EngineRun
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
@@ -19,16 +21,15 @@ from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, StepWork, count_work
 
 INTERRUPTED = 1.5
-"""A step that took so many times what it should have was interrupted by something outside the engine."""
+"""A step that took this many times its predicted time was interrupted by something outside the engine."""
 STEPS_PER_POINT = 12
-"""So many steps at least stand behind each point of a decode curve."""
+"""The fewest steps behind each point of the decode curve."""
 
 
 def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
-    """The work of each step of a trace, and the seconds from its beginning to the next one's.
+    """The work of each step of a trace, and the seconds from its start to the next step's.
 
-    So what the engine does between two computations counts too. It does not where the engine had nothing to do in between, after the
-    last step, and with a step that failed.
+    So the engine's work between steps counts too, but not idle time. After the last step nothing counts; failed steps are left out.
     """
     costs = []
     for number, step in enumerate(trace):
@@ -41,9 +42,9 @@ def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
 
 
 def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
-    """The cost model that comes nearest to the steps of some runs: least squares of relative errors, no coefficient below 0.
+    """The cost model that fits the steps of some runs best: non-negative least squares of relative errors.
 
-    Errors are relative because a long step is not a better witness than a short one.
+    Errors are relative because a long step says no more than a short one.
 
     Raises:
         ConfigError: The runs have too few steps.
@@ -58,8 +59,8 @@ def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
         row = [1.0, work.prefill_tokens > 0, work.prefill_tokens, work.prefill_pairs, work.context_tokens]
         rows.append(row + _hats(points, work.decode_seqs))
     matrix, seconds = np.array(rows), np.array([time for _, time in costs])
-    # Weighed by what was measured, steps that something interrupted hardly count, but neither do slow ones quite enough. So
-    # the first fit shows which were interrupted, and the second goes without them, weighed by what the first predicts.
+    # Weighted by their measured times, interrupted steps hardly count, but slow steps count too little as well. So the first fit finds the
+    # interrupted steps, and the second leaves them out and weights the others by their predicted times.
     predicted = matrix @ _least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
     kept = (predicted > 0) & (seconds < INTERRUPTED * predicted)
     matrix, seconds, predicted = matrix[kept], seconds[kept], predicted[kept]
@@ -78,7 +79,7 @@ def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
 
 
 def _curve_points(batches: list[int]) -> list[int]:
-    """Batch sizes at which the curve bends: those of `batch_sizes` with enough steps from the one before up to them."""
+    """Batch sizes at which the curve bends: those of `batch_sizes` with enough steps since the previous one."""
     points = [0]
     for size in batch_sizes(max(batches, default=0)):
         if sum(points[-1] < other <= size for other in batches) >= STEPS_PER_POINT:
@@ -87,14 +88,14 @@ def _curve_points(batches: list[int]) -> list[int]:
 
 
 def _hats(points: list[int], num_seqs: int) -> list[float]:
-    """How much of each point's height a batch gets: all at the point, less and less towards its neighbours."""
+    """Weights of the points' heights at a batch size: linear interpolation."""
     return [
         float(np.interp(num_seqs, [0, *points], [0, *(float(i == j) for j in range(len(points)))])) for i in range(len(points))
     ]
 
 
 def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Coefficients that come nearest, none below 0: a column that would get a negative one counts for nothing."""
+    """Non-negative least squares: columns that would get a negative coefficient are dropped, the most negative first."""
     scale = np.abs(matrix).max(axis=0)
     used = np.flatnonzero(scale)
     while True:
@@ -108,7 +109,7 @@ def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def fit_quality(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[float, float]:
-    """How well a model fits steps: coefficient of determination (R²), and the median relative error of a step."""
+    """How well a model fits steps: coefficient of determination (R²) and median relative error."""
     pairs = [(costs(work), time) for work, time in steps]
     mean = statistics.mean(time for _, time in pairs)
     residual = sum((time - predicted) ** 2 for predicted, time in pairs)
@@ -118,7 +119,7 @@ def fit_quality(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a workload."""
+    """A workload and how to run it."""
 
     workload: str
     requests: list[WorkloadRequest]
@@ -127,13 +128,13 @@ class Setting:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and the middles between them, and the largest."""
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two, the midpoints between them, and `largest`."""
     sizes = {size for power in range(largest.bit_length() + 1) for size in (2**power, 3 * 2**power // 2)}
     return sorted({size for size in sizes if size < largest} | {largest} - {0})
 
 
 def calibration_settings(max_num_seqs: int, vocab_size: int, max_model_len: int, seed: int = 0) -> list[Setting]:
-    """A run for each batch size, with prompts of many lengths: all that a cost model asks about occurs, and in many combinations."""
+    """A run for each batch size, with prompts of many lengths, so that all terms of the cost model occur in many combinations."""
     settings = []
     for size in batch_sizes(max_num_seqs):
         rng = random.Random(seed + size)
@@ -149,7 +150,7 @@ def calibration_settings(max_num_seqs: int, vocab_size: int, max_model_len: int,
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run, as it was predicted and as it was measured. Throughput in output tokens per second, times in seconds."""
+    """A run as predicted and as measured: output tokens per second, and mean TTFT in seconds."""
 
     workload: str
     scheduler: str
@@ -161,27 +162,27 @@ class Prediction:
 
     @property
     def throughput_error(self) -> float:
-        """Relative to what was measured."""
+        """Relative to the measured value."""
         return self.predicted_throughput / self.measured_throughput - 1
 
     @property
     def ttft_error(self) -> float:
-        """Relative to what was measured."""
+        """Relative to the measured value."""
         return self.predicted_ttft / self.measured_ttft - 1
 
 
-def run_setting(engine: LLMEngine, setting: Setting) -> OfflineResult:
+def run_setting(engine: LLMEngine, setting: Setting) -> EngineRun:
     """Run a setting on the real engine."""
-    config = engine.scheduler_config
-    engine.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
+    config = engine.core.scheduler_config
+    engine.core.scheduler_config = replace(config, max_num_seqs=setting.max_num_seqs)
     try:
         return run_offline(engine, setting.scheduler, f"{setting.workload} {setting.max_num_seqs}", setting.requests)
     finally:
-        engine.scheduler_config = config
+        engine.core.scheduler_config = config
 
 
-def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[OfflineResult]) -> Prediction:
-    """Simulate a setting in an engine with the same cache, beside the medians of what was measured."""
+def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[EngineRun]) -> Prediction:
+    """Simulate a setting on an engine with the same cache, and set it beside the medians of the measurements."""
     simulated = simulate(
         setting.requests,
         cost_model=costs,
@@ -199,12 +200,12 @@ def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: lis
         simulated.output_tokens_per_second,
         statistics.median(result.output_tokens_per_second for result in measured),
         simulated.ttft.mean,
-        statistics.median(result.mean_ttft for result in measured),
+        statistics.median(result.ttft.mean for result in measured),
     )
 
 
 def unseen_settings(max_num_seqs: int, vocab_size: int, max_model_len: int) -> list[Setting]:
-    """Runs that a calibration does not have: other lengths, other distributions, other batch sizes, static batching too."""
+    """Runs that the calibration does not have: other lengths, distributions and batch sizes, and static batching."""
     lengths = {"uniform": (24, 32, 48), "longtail": (32, 64, 40)}
     values = sorted({max(1, max_num_seqs // 8), max(1, max_num_seqs // 3), max(1, 5 * max_num_seqs // 8), max_num_seqs})
     settings = []
@@ -219,7 +220,7 @@ def unseen_settings(max_num_seqs: int, vocab_size: int, max_model_len: int) -> l
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model, how well it fits the steps that it was fitted to, and how well it predicts other runs."""
+    """A cost model, how well it fits its own steps, and how well it predicts other runs."""
 
     costs: CostModel
     num_steps: int
@@ -228,17 +229,17 @@ class Calibration:
     predictions: list[Prediction]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `bench.costs.load_costs` reads the costs in it."""
+        """Plain data, from which `bench.costs.load_costs` reads the costs."""
         predictions = [vars(p) | {"throughput_error": p.throughput_error, "ttft_error": p.ttft_error} for p in self.predictions]
         return asdict(self) | {"predictions": predictions}
 
 
 def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
-    """Measure calibration runs and runs that are not used for it, in turns; fit the first and predict the second.
+    """Measure calibration runs and other runs, in turns; fit a cost model to the former and predict the latter.
 
     Args:
-        engine: With nothing to do, whose `max_num_seqs` is the largest that shall be simulated.
-        rounds: How often each is run. What is measured of an unseen run is its median.
+        engine: An idle engine, with the largest `max_num_seqs` to simulate.
+        rounds: How often each run is repeated; predictions are compared with medians.
     """
     config, largest = engine.model_config, engine.scheduler_config.max_num_seqs
     if rounds < 1:
@@ -253,7 +254,7 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
         )
     run_setting(engine, Setting("warm-up", warm_up_requests(calibration[-1].requests, largest), "continuous", largest))
     traces: list[EngineTrace] = []
-    measured: list[list[OfflineResult]] = [[] for _ in unseen]
+    measured: list[list[EngineRun]] = [[] for _ in unseen]
     for _ in range(rounds):
         traces += [run_setting(engine, setting).trace for setting in calibration]
         for results, setting in zip(measured, unseen, strict=True):
@@ -265,7 +266,7 @@ def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
 
 
 def format_report(calibration: Calibration) -> str:
-    """The cost model in words, and the predictions as a table."""
+    """The cost model in words, and its predictions as a table."""
     costs = calibration.costs
     curve = ", ".join(f"{size}: {seconds * 1e3:.1f}" for size, seconds in costs.decode_curve)
     lines = [
@@ -279,16 +280,32 @@ def format_report(calibration: Calibration) -> str:
         f"{calibration.median_step_error:.1%}",
         "",
     ]
-    header = (
-        f"{'unseen run':<12}{'batching':<12}{'max_num_seqs':>12}{'tokens/s predicted':>20}{'measured':>10}{'error':>8}"
-        f"{'TTFT predicted':>16}{'measured':>10}{'error':>8}"
+    headers = (
+        "unseen run",
+        "batching",
+        "max_num_seqs",
+        "tokens/s predicted",
+        "measured",
+        "error",
+        "TTFT predicted",
+        "measured",
+        "error",
     )
-    lines += [header, "-" * len(header)]
-    lines += [
-        f"{p.workload:<12}{p.scheduler:<12}{p.max_num_seqs:>12}{p.predicted_throughput:>20.1f}{p.measured_throughput:>10.1f}"
-        f"{p.throughput_error:>+8.1%}{p.predicted_ttft:>14.2f} s{p.measured_ttft:>8.2f} s{p.ttft_error:>+8.1%}"
+    rows = [
+        (
+            p.workload,
+            p.scheduler,
+            p.max_num_seqs,
+            f"{p.predicted_throughput:.1f}",
+            f"{p.measured_throughput:.1f}",
+            f"{p.throughput_error:+.1%}",
+            f"{p.predicted_ttft:.2f} s",
+            f"{p.measured_ttft:.2f} s",
+            f"{p.ttft_error:+.1%}",
+        )
         for p in calibration.predictions
     ]
+    lines.append(format_table(headers, rows, left=2))
     worst = [max(abs(getattr(p, name)) for p in calibration.predictions) for name in ("throughput_error", "ttft_error")]
     lines.append(f"largest error: throughput {worst[0]:.1%}, mean TTFT {worst[1]:.1%}")
     return "\n".join(lines)

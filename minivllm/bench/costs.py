@@ -29,20 +29,20 @@ DEFAULT_COSTS = CostModel(
         (32, 0.03418),
     ),
 )
-"""SmolLM2-135M in float32 on 2 cores with AVX-512, as benchmarks/results/calibrate_2026-11-21.json has it: the costs of an engine
-that has a quick way for up to 24 sequences, and reads its weights from memory in every step.
+"""SmolLM2-135M in float32 on 2 cores with AVX-512, from benchmarks/results/calibrate_2026-11-21.json: an engine that reads its weights from
+memory in every step, with kernels that are fast for up to 24 sequences.
 """
 
 
 LONGEST = 1e9
-"""No number of a cost model is as large."""
+"""Bound of the numbers of a cost model, in seconds."""
 
 
 def load_costs(path: Path) -> CostModel:
-    """The cost model in a JSON file that `minivllm bench calibrate --json` wrote, or in one with its fields alone, in seconds.
+    """A cost model from a JSON file: what `minivllm bench calibrate --json` wrote, or only the model's fields, in seconds.
 
     Raises:
-        ConfigError: The file is missing or has another form.
+        ConfigError: The file is missing or not a cost model.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def load_costs(path: Path) -> CostModel:
     costs = costs.get("costs", costs) if isinstance(costs, dict) else None
     names = [field.name for field in dataclasses.fields(CostModel)]
     if not isinstance(costs, dict) or "fixed" not in costs or not set(costs) <= set(names):
-        raise ConfigError(f"{path} is not a cost model: it must have 'fixed', and may have others of {', '.join(names)}.")
+        raise ConfigError(f"{path} is not a cost model: it must have 'fixed', and may have {', '.join(names)}.")
     values = {name: value for name, value in costs.items() if name != "decode_curve"}
     try:
         values["decode_curve"] = tuple((size, seconds) for size, seconds in costs.get("decode_curve", []))
@@ -69,5 +69,5 @@ def load_costs(path: Path) -> CostModel:
                 f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more and below {LONGEST:g}."
             )
     if sizes != sorted(set(sizes)) or 0 in sizes:
-        raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must grow from one point to the next.")
+        raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must increase from point to point.")
     return CostModel(**values)

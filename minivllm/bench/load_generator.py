@@ -1,8 +1,8 @@
-"""When requests are sent to a server: at their own moments (an open loop), or as soon as others have ended (a closed loop).
+"""When requests are sent to a server: at scheduled times (an open loop), or as soon as others have finished (a closed loop).
 
-An open loop is what a service meets: its users come whether it keeps up or not. A closed loop is a fixed number of users who each wait
-for their answer before they ask again; it shows what a server gives at a steady width. vLLM's `benchmarks/serve.py` calls them
-`--request-rate` and `--max-concurrency`.
+An open loop is what a service meets: its users come whether it keeps up or not. A closed loop is a fixed number of users who wait for
+their answers before they ask again; it measures a server at constant concurrency. vLLM's `benchmarks/serve.py` calls them `--request-rate`
+and `--max-concurrency`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from minivllm.bench.arrivals import arrival_times
-from minivllm.bench.workloads import WorkloadRequest
+from minivllm.bench.workloads import WorkloadRequest, arrival_times
 from minivllm.errors import ConfigError
 
 Send = Callable[[WorkloadRequest, float], Awaitable[None]]
-"""Sends a request and waits for its end. The second argument is by how many seconds it is late. Cancelled, it gives the request up."""
+"""Sends a request, which is this many seconds late, and waits for its end. Cancelling it cancels the request."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,14 @@ class Load:
     """How requests are sent.
 
     Args:
-        request_rate: Requests per second on average, each coming independently of the others (Poisson arrivals); `math.inf` sends all
-            at once.
-        concurrency: So many requests at a time, the next as soon as one has ended, instead of a rate.
-        duration: Seconds after which none is sent any more; None sends all requests.
-        grace: Seconds after `duration` in which what runs may end by itself. What is left then is given up.
+        request_rate: Requests per second on average, with Poisson arrivals; `math.inf` sends all at once.
+        concurrency: Instead of a rate: the number of requests in flight, the next sent as soon as one has finished.
+        duration: Seconds after which no more requests are sent; None sends all of them.
+        grace: Seconds after `duration` for running requests to finish. Then they are cancelled.
         seed: Of the arrivals.
 
     Raises:
-        ConfigError: A number is out of range, or two of them do not go together.
+        ConfigError: A number is out of range, or two options exclude each other.
     """
 
     request_rate: float = math.inf
@@ -57,24 +55,24 @@ class Load:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests have moments at which they should be sent."""
+        """Whether requests are sent at scheduled times."""
         return self.concurrency is None and math.isfinite(self.request_rate)
 
     def describe(self) -> str:
-        """In words, for the head of a report."""
+        """In words, for the title of a report."""
         if self.concurrency is not None:
             return f"{self.concurrency} at a time"
         return f"{self.request_rate:g} requests/s (Poisson)" if self.is_open else "all at once"
 
 
 async def generate_load(send: Send, requests: Iterable[WorkloadRequest], load: Load, interrupted: asyncio.Event) -> None:
-    """Send requests as `load` says, and return when each has ended or was given up.
+    """Send requests, and return when all have finished or were cancelled.
 
     Args:
-        send: Is called for each request, in the order in which they come.
-        requests: May be without end if there is a duration.
+        send: Called for each request, in order.
+        requests: May be endless if there is a duration.
         load: When to send, and when to stop.
-        interrupted: Set it to stop at once; what runs is given up.
+        interrupted: Set it to stop at once and cancel what runs.
     """
     clock = asyncio.get_running_loop().time
     end = None if load.duration is None else clock() + load.duration + load.grace
@@ -95,20 +93,20 @@ async def generate_load(send: Send, requests: Iterable[WorkloadRequest], load: L
         await asyncio.wait({sending, interruption, *started})
     for task in (sending, *started):
         if not task.cancelled():
-            task.result()  # raises what was no failure of a request, but a mistake in `requests` or `send`
+            task.result()  # raises errors of `requests` and `send` themselves
 
 
 async def _send_all(send: Send, requests: Iterable[WorkloadRequest], load: Load, started: list[asyncio.Task[None]]) -> None:
-    """Start a task for each request when its time has come."""
+    """Start a task for each request at its time."""
     clock = asyncio.get_running_loop().time
     begin = clock()
-    moments = arrival_times("poisson", load.request_rate, seed=load.seed) if load.is_open else itertools.repeat(0.0)
+    times = arrival_times("poisson", load.request_rate, seed=load.seed) if load.is_open else itertools.repeat(0.0)
     places = asyncio.Semaphore(load.concurrency) if load.concurrency is not None else None
-    for request, moment in zip(requests, moments, strict=False):
+    for request, due in zip(requests, times, strict=False):
         if places is not None:
             await places.acquire()
-        await asyncio.sleep(begin + moment - clock())  # not at all if that is past
-        lateness = max(0.0, clock() - begin - moment) if load.is_open else 0.0
+        await asyncio.sleep(begin + due - clock())  # not at all if that is past
+        lateness = max(0.0, clock() - begin - due) if load.is_open else 0.0
         task = asyncio.create_task(send(request, lateness))
         started.append(task)
         if places is not None:

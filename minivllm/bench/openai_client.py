@@ -1,7 +1,6 @@
-"""A client of any OpenAI-compatible server, with a stopwatch: it sends a request of a workload and notes when what came.
+"""A client of any OpenAI-compatible server that times the answers.
 
-It asks greedily, for exactly so many tokens. A prompt is token ids where the server takes them (`/v1/completions`); a chat is text, a
-word for each token id.
+It asks for an exact number of greedy tokens. `/v1/completions` gets prompts as token ids; a chat gets text, a word for each token id.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ WORDS = (
 )  # fmt: skip
 """Each is one token in most vocabularies."""
 PROBE_SECONDS = 10.0
-"""That a server has to list its models."""
+"""How long a server may take to list its models."""
 KEEP_ALIVE_SECONDS = 2.0
-"""That an idle connection is kept: less than servers do, which would otherwise close it while a request is on its way."""
+"""How long an idle connection is kept: less than servers keep it, which might otherwise close it while a request is on its way."""
 _LONGEST_DETAIL = 200
 _LONGEST_LINE = 2**20
-"""Bytes of a line that is kept until it ends."""
-_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are none, or none that can be read."""
+"""Longest line of a stream, in bytes."""
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for invalid JSON."""
 
 
 class ServedModel(msgspec.Struct):
@@ -44,7 +43,7 @@ class ServedModel(msgspec.Struct):
 
     Attributes:
         id: Its name, by which requests ask for it.
-        max_model_len: Tokens of its longest prompt and output together, if the server says so (vLLM's and minivllm's do).
+        max_model_len: The longest prompt and output together, in tokens, if the server says so (vLLM's and minivllm's do).
     """
 
     id: str
@@ -67,9 +66,9 @@ class _Choice(msgspec.Struct):
 
     @property
     def brings_tokens(self) -> bool:
-        """Whether this is a piece of the answer, and not only its beginning (a role) or its end (a reason).
+        """Whether this is a piece of the answer, and not only its beginning (a role) or end (a finish reason).
 
-        A piece may be without text: a token can be half of a character.
+        A piece may have no text: a token can be half of a character.
         """
         if self.text or (self.delta and self.delta.content):
             return True
@@ -85,7 +84,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """An answer, or an event of a streamed one: what is read of it."""
+    """The fields of an answer, or of an event of a streamed one, that are read."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -93,25 +92,25 @@ class _Answer(msgspec.Struct):
 
 
 class _FailedRequest(Exception):  # noqa: N818
-    """A request's reason to fail, and what there is to say of it."""
+    """Why a request failed."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason, self.detail = reason, detail
 
 
 class OpenAIClient:
-    """Use it as an async context manager: its connections are closed at the end.
+    """An async context manager, which closes its connections at the end.
 
     Args:
         base_url: Such as `http://127.0.0.1:8000`, with or without `/v1`.
-        api_key: Is sent as a bearer token.
+        api_key: Sent as a bearer token.
         endpoint: One of `ENDPOINTS`.
-        stream: Have the answers streamed. Without it, nothing but their end is known.
-        ignore_eos: Ask for exactly so many tokens, a field that vLLM's and minivllm's servers know.
+        stream: Stream the answers; otherwise only their ends are timed.
+        ignore_eos: Generate past end-of-sequence tokens, an extension of vLLM's and minivllm's servers.
         timeout: Seconds that a request may take.
 
     Raises:
-        ConfigError: The URL is none, or the timeout is out of range.
+        ConfigError: The URL is invalid, or the timeout is out of range.
     """
 
     def __init__(
@@ -148,10 +147,10 @@ class OpenAIClient:
         await self._session.close()
 
     async def find_model(self, name: str | None = None) -> ServedModel:
-        """The model of a name; without one, the first that the server lists.
+        """The model with this name, or the first that the server lists.
 
         Raises:
-            ConfigError: There is no server, or it refuses, or it has no such model.
+            ConfigError: The server cannot be reached, refuses, or has no such model.
         """
         try:
             timeout = aiohttp.ClientTimeout(total=PROBE_SECONDS)
@@ -175,7 +174,7 @@ class OpenAIClient:
         return next((model for model in models if model.id == name), ServedModel(name))
 
     async def send(self, request: WorkloadRequest, model: str, lateness: float = 0.0) -> ServedRequest:
-        """Send a request and wait for its end. A failure is noted, not raised; cancelled, the request is given up, and so noted.
+        """Send a request and wait for its end. Failures and cancellation are recorded, not raised.
 
         The times of the result are those of `time.perf_counter()`.
         """
@@ -202,13 +201,13 @@ class OpenAIClient:
             served.error, served.detail = "no connection", str(error)
         except (aiohttp.ClientError, OSError) as error:
             served.error, served.detail = "broken connection", str(error)
-        except _NO_JSON as error:
+        except _NOT_JSON as error:
             served.error, served.detail = "broken answer", str(error)
         served.end = time.perf_counter()
         return served
 
     def body(self, request: WorkloadRequest, model: str) -> dict[str, Any]:
-        """What is sent for a request."""
+        """The JSON body of a request."""
         body: dict[str, Any] = {"model": model, "max_tokens": request.output_len, "temperature": 0, "stream": self.stream}
         if self.endpoint == "chat":
             text = " ".join(WORDS[token_id % len(WORDS)] for token_id in request.prompt_token_ids)
@@ -223,11 +222,11 @@ class OpenAIClient:
 
 
 def _checked_url(url: str) -> str:
-    """Without `/v1` and a slash at the end."""
+    """The URL without a trailing slash and `/v1`."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ConfigError(f"The base URL is {url!r}, which is none ({error}).") from None
+        raise ConfigError(f"The base URL is {url!r}, which is invalid ({error}).") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"The base URL is {url!r}, but must be like http://127.0.0.1:8000.")
     if parts.username is not None:
@@ -238,19 +237,19 @@ def _checked_url(url: str) -> str:
 def _listed_models(body: bytes) -> list[ServedModel]:
     try:
         models = msgspec.json.decode(body, type=_ModelList).data
-    except _NO_JSON:
+    except _NOT_JSON:
         return []
     return [model for model in models if model.id.isprintable()]
 
 
 async def _read_stream(chunks: AsyncIterator[bytes], served: ServedRequest) -> None:
-    """Note when each piece of a streamed answer came, up to its end."""
+    """Time each piece of a streamed answer, up to its end."""
     num_pieces, latest, has_ended = 0, served.start, False
     async for event in read_events(chunks):
         now = time.perf_counter()
         if event == b"[DONE]":
             has_ended = True
-            continue  # to the end of the body, so that the connection can be used again
+            continue  # read to the end, so that the connection can be reused
         answer = msgspec.json.decode(event, type=_Answer)
         if answer.error is not None:
             raise _FailedRequest("error event", _message(event))
@@ -274,7 +273,7 @@ async def _read_stream(chunks: AsyncIterator[bytes], served: ServedRequest) -> N
 
 
 async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, from bytes that may be cut anywhere. Comments and other fields are left out."""
+    """The data of each server-sent event, from bytes split anywhere. Comments and other fields are skipped."""
     rest = b""
     data: list[bytes] = []
     async for chunk in chunks:
@@ -304,7 +303,7 @@ def _count(served: ServedRequest, usage: _Usage) -> None:
 
 
 def _message(body: bytes) -> str:
-    """The sentence in an error's body, or else the beginning of the body."""
+    """The message in an error's body, or else the beginning of the body."""
     try:
         error = json.loads(body)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)

@@ -10,6 +10,7 @@ What another scheduler, or an engine of another shape, would have made of the sa
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 from minivllm.bench.simulation import make_simulated_engine
@@ -18,14 +19,13 @@ from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
+from minivllm.engine.core_messages import EngineCoreOutputs, StoppedSequence
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.trace import EngineTrace, RequestRecord, StepRecord
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
-from minivllm.request import Sequence
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
 
 KNOWN_SCHEDULERS = {cls.__name__: cls for cls in (Scheduler, StaticBatchScheduler)}
 
@@ -78,15 +78,16 @@ def replay(
     assert isinstance(engine.clock, VirtualClock)
     _put_in_order(engine.block_manager.gpu_allocator, config.free_gpu_blocks)
     _put_in_order(engine.block_manager.cpu_allocator, config.free_cpu_blocks)
-    engine.executor = _RecordedModel(engine.clock, trace)
-    engine.output_processor = _RecordedStops(trace)
-    replayed = engine.start_trace()
+    core = engine.core
+    core.executor = _RecordedModel(engine.clock, trace)
+    replayed = core.start_trace()
+    num_tokens: Counter[tuple[str, int]] = Counter()
     for step in trace:
         engine.clock.advance_to(step.start)
         _come_and_go(engine, trace, step)
-        if not engine.has_unfinished_requests():
-            break  # where something was recorded, nothing is left to do: the two have come apart
-        engine.step()
+        if not core.has_unfinished_requests():
+            break  # a step was recorded, but nothing is left to do: the two have come apart
+        core.stop_sequences(_recorded_stops(core.step(), trace, num_tokens))
     return replayed
 
 
@@ -131,15 +132,16 @@ def _come_and_go(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> Non
     """Add and abort what was added and aborted before a step."""
     for request_id in step.arrived:
         record = trace.requests[request_id]
-        engine.add_request(
+        processed = engine.input_processor.process_inputs(
             request_id,
             record.prompt_token_ids,
             _params_of(record),
             arrival_time=record.arrival_time,
             priority=record.priority,
         )
+        engine.core.add_request(processed.core_request)
     for request_id in step.aborted:
-        engine.abort_request(request_id)
+        engine.core.abort_requests([request_id])
 
 
 def _params_of(record: RequestRecord) -> SamplingParams:
@@ -161,19 +163,18 @@ class _RecordedModel(SimulatedExecutor):
         self._steps: Iterator[StepRecord] = iter(trace)
         self._end_token = trace.config.vocab_size
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         step = next(self._steps)
         self.clock.advance_to(step.end)
         if step.error is not None:
             raise RuntimeError(step.error)
-        return super().execute_model(output)
+        return super().execute_model(request)
 
-    def _tokens(self, seq: Sequence, num_drafts: int) -> list[int]:
-        record = self._trace.requests[seq.request.request_id]
-        first, indices = seq.num_output_tokens, range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
-        if num_drafts:
-            return [self._token(record, seq.index, first + i) for i in range(1 + num_drafts)]
-        return [self._token(record, index, first) for index in indices]
+    def _tokens(self, seq: SequenceData) -> list[int]:
+        record, first = self._trace.requests[seq.request.request_id], seq.num_output_tokens
+        if seq.num_drafts:
+            return [self._token(record, seq.index, first + i) for i in range(1 + seq.num_drafts)]
+        return [self._token(record, index, first) for index in range(seq.index, seq.index + seq.num_samples)]
 
     def _token(self, record: RequestRecord, index: int, position: int) -> int:
         tokens = record.output_token_ids[index] if index < len(record.output_token_ids) else []
@@ -183,20 +184,17 @@ class _RecordedModel(SimulatedExecutor):
         return tokens[position] if position < len(tokens) else 0
 
 
-class _RecordedStops(OutputProcessor):
-    """Ends a sequence where a stop string ended it, which only the text can tell."""
-
-    def __init__(self, trace: EngineTrace) -> None:
-        super().__init__(None)
-        self._requests = trace.requests
-
-    def process(
-        self, output: SchedulerOutput, results: list[SequenceOutput], advanced: list[tuple[Sequence, int]], now: float
-    ) -> list[tuple[Sequence, str]]:
-        stopped = super().process(output, results, advanced, now)
-        for seq, _ in advanced:
-            record = self._requests[seq.request.request_id]
-            stop = record.stop_reasons[seq.index] if seq.index < len(record.stop_reasons) else None
-            if isinstance(stop, str) and seq.num_output_tokens >= len(record.output_token_ids[seq.index]):
-                stopped.append((seq, stop))
-        return stopped
+def _recorded_stops(
+    outputs: EngineCoreOutputs, trace: EngineTrace, num_tokens: Counter[tuple[str, int]]
+) -> list[StoppedSequence]:
+    """The sequences that a stop string finished after this step, which only the text could tell. Counts their tokens."""
+    stopped = []
+    for output in outputs.outputs:
+        record = trace.requests[output.request_id]
+        for new in output.sequences:
+            key = (output.request_id, new.index)
+            num_tokens[key] += len(new.token_ids)
+            stop = record.stop_reasons[new.index] if new.index < len(record.stop_reasons) else None
+            if isinstance(stop, str) and num_tokens[key] >= len(record.output_token_ids[new.index]):
+                stopped.append(StoppedSequence(output.request_id, output.number, new.index, stop))
+    return stopped

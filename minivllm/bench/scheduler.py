@@ -1,4 +1,4 @@
-"""What scheduling costs: `schedule()` and `update()` with the model taken out."""
+"""The cost of scheduling: `schedule()` and `update()` without a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from minivllm.bench.report import format_table
+from minivllm.bench.summary import percentile
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
@@ -18,10 +20,10 @@ from minivllm.scheduler_output import SequenceOutput
 
 @dataclass(frozen=True)
 class SchedulerCost:
-    """Milliseconds per step with a full batch and so many requests waiting.
+    """Milliseconds per step with a full batch.
 
-    `decode_median` and `decode_p99` are over the steps that only decode, `mean` over all steps: those that admit
-    and those that finish requests are in it.
+    `decode_median` and `decode_p99` are over the steps that only decode, `mean` over all steps, those that admit and finish requests
+    included.
     """
 
     num_running: int
@@ -33,9 +35,9 @@ class SchedulerCost:
 
 
 def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000, seed: int = 0) -> SchedulerCost:
-    """Time steps of a scheduler whose batch is full and whose queue never gets shorter.
+    """Time the steps of a scheduler with a full batch and a queue of constant length.
 
-    Prompts have 16 to 256 tokens, outputs 64 to 512; whenever a request ends, a new one arrives.
+    Prompts have 16 to 256 tokens, outputs 64 to 512; whenever a request finishes, another one arrives.
     """
     if num_running < 1 or num_waiting < 0 or num_steps < 1:
         raise ConfigError("The scheduler is measured with at least 1 sequence running, 0 waiting, and 1 step.")
@@ -81,16 +83,16 @@ def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000,
         num_waiting=num_waiting,
         num_steps=num_steps,
         decode_median=statistics.median(decode_steps),
-        decode_p99=sorted(decode_steps)[int(len(decode_steps) * 0.99)],
+        decode_p99=percentile(decode_steps, 99),
         mean=statistics.mean(all_steps),
     )
 
 
-def format_table(costs: list[SchedulerCost]) -> str:
+def format_costs(costs: list[SchedulerCost]) -> str:
     """The measurements as a table of text."""
-    lines = [f"{'running':>8}{'waiting':>9}{'decode step, median':>21}{'p99':>10}{'all steps, mean':>17}"]
-    lines += [
-        f"{cost.num_running:>8}{cost.num_waiting:>9}{cost.decode_median:>18.3f} ms{cost.decode_p99:>7.3f} ms{cost.mean:>14.3f} ms"
+    headers = ("running", "waiting", "decode step, median", "p99", "all steps, mean")
+    rows = [
+        (cost.num_running, cost.num_waiting, *(f"{ms:.3f} ms" for ms in (cost.decode_median, cost.decode_p99, cost.mean)))
         for cost in costs
     ]
-    return "\n".join(lines)
+    return format_table(headers, rows, left=0)

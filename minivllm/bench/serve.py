@@ -1,4 +1,4 @@
-"""Load a server as its users would, and note what each of them waits. Requests go through `openai_client`, when `load_generator` says."""
+"""Load a server as its users would, and time each request: `load_generator` says when to send, `openai_client` sends."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ async def measure_serving(
     warm_up: Iterable[WorkloadRequest] = (),
     use_tqdm: bool = True,
 ) -> tuple[list[ServedRequest], bool]:
-    """Send requests and return what became of each, in the order of their starts, and whether Ctrl-C ended it early.
+    """Send requests. Returns the result of each, in the order of their starts, and whether Ctrl-C stopped the run early.
 
     Args:
-        client: An open one.
-        model: By the server's name for it.
-        requests: May be without end if the load has a duration.
-        load: When they are sent.
-        num_requests: How many there are, for the progress bar; None if that is not known.
-        warm_up: Are sent before, all at once, and not measured.
+        client: An open client.
+        model: The server's name of the model.
+        requests: May be endless if the load has a duration.
+        load: When to send them.
+        num_requests: How many there are, for the progress bar; None if unknown.
+        warm_up: Requests to send first, all at once, unmeasured.
         use_tqdm: Show progress.
 
     Raises:
@@ -71,8 +71,8 @@ async def _warm_up(client: OpenAIClient, model: str, requests: Iterable[Workload
 
 @contextlib.contextmanager
 def _ctrl_c_sets(interrupted: asyncio.Event) -> Iterator[None]:
-    """Have Ctrl-C end the run, and not the program, which still has results to print. A second one ends the program."""
-    if threading.current_thread() is not threading.main_thread():  # where no signal comes
+    """Have Ctrl-C stop the run but not the program, which still has results to print. A second Ctrl-C stops the program."""
+    if threading.current_thread() is not threading.main_thread():  # which gets no signals
         yield
         return
     loop = asyncio.get_running_loop()

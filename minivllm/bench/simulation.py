@@ -6,9 +6,7 @@ Scheduler, block manager and engine are those that serve; `SimulatedExecutor` st
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,94 +14,17 @@ from tqdm.auto import tqdm
 
 from minivllm.bench.costs import DEFAULT_COSTS
 from minivllm.bench.offline import SCHEDULERS
+from minivllm.bench.report import format_table, quantity
+from minivllm.bench.summary import EngineRun, Quantiles, StepTotals, time_per_output_token
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
+from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.scheduler_output import SchedulerOutput
-
-
-class Quantiles:
-    """Percentiles of any number of values above 0, in memory that does not grow with them.
-
-    Values are counted in buckets, each 1 % wider than the one before, so a percentile is right within half a percent.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sum = 0.0
-        self._buckets: Counter[int] = Counter()
-
-    def add(self, value: float) -> None:
-        """Take in a value. Below a nanosecond all are the same."""
-        self.count += 1
-        self.sum += value
-        self._buckets[math.floor(math.log(max(value, 1e-9), 1.01))] += 1
-
-    @property
-    def mean(self) -> float:
-        """Of all values; not a number if there are none."""
-        return self.sum / self.count if self.count else math.nan
-
-    def percentile(self, percent: float) -> float:
-        """The value that so many percent do not exceed (nearest rank); not a number if there are none."""
-        if not self.count:
-            return math.nan
-        rank = max(1, math.ceil(percent / 100 * self.count))
-        for bucket in sorted(self._buckets):
-            rank -= self._buckets[bucket]
-            if rank <= 0:
-                break
-        return 1.01 ** (bucket + 0.5)
-
-
-@dataclass
-class Simulation:
-    """What a simulated workload came to. Times are in (virtual) seconds, of requests that ended.
-
-    `ttft` is from arrival to the first token, `latency` to the last one, `tpot` per output token after the first. `mean_running` and
-    the cache's use are averages over the time in which the engine was busy.
-    """
-
-    scheduler: str
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    seconds: float = 0.0
-    busy_seconds: float = 0.0
-    mean_running: float = 0.0
-    mean_cache_use: float = 0.0
-    peak_cache_use: float = 0.0
-    ttft: Quantiles = field(default_factory=Quantiles)
-    latency: Quantiles = field(default_factory=Quantiles)
-    tpot: Quantiles = field(default_factory=Quantiles)
-    trace: EngineTrace | None = field(default=None, repr=False)
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        """From the first arrival to the last token."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def requests_per_second(self) -> float:
-        """From the first arrival to the last token."""
-        return self.num_requests / self.seconds if self.seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """All but the trace, with means and percentiles for the distributions."""
-        content = {name: value for name, value in vars(self).items() if name not in ("trace", "ttft", "latency", "tpot")}
-        for name in ("ttft", "latency", "tpot"):
-            values = getattr(self, name)
-            numbers = {"mean": values.mean} | {f"p{percent}": values.percentile(percent) for percent in (50, 95, 99)}
-            content[name] = {key: value if values.count else None for key, value in numbers.items()}
-        return content | {"output_tokens_per_second": self.output_tokens_per_second}
 
 
 def make_simulated_engine(
@@ -163,7 +84,7 @@ def make_simulated_engine(
             f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = {max_model_len} tokens "
             f"and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
         )
-    return LLMEngine(
+    engine = LLMEngine.from_executor(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
             vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
@@ -175,8 +96,10 @@ def make_simulated_engine(
         scheduler_cls=SCHEDULERS[scheduler] if isinstance(scheduler, str) else scheduler,
         block_space_manager_cls=block_space_manager_cls,
         clock=clock,
-        trace=trace,
     )  # fmt: skip
+    if trace:
+        engine.start_trace()
+    return engine
 
 
 def simulate(
@@ -185,7 +108,7 @@ def simulate(
     max_concurrency: int | None = None,
     progress_total: int | None = None,
     **engine_options: Any,
-) -> Simulation:
+) -> EngineRun:
     """Run requests, in the order of their arrival, to their end.
 
     Without a trace, memory does not grow with the requests that have ended: a million can be drawn one by one.
@@ -211,30 +134,27 @@ def simulate(
     start = upcoming.arrival_time
     clock = VirtualClock(start)
     engine = make_simulated_engine(clock=clock, **engine_options)
-    name = engine_options.get("scheduler", "continuous")
-    result = Simulation(scheduler=name if isinstance(name, str) else name.__name__, trace=engine.trace)
-    _watch(engine, result)
+    totals = _Totals(engine)
     num_added = 0
     room = math.inf if max_concurrency is None else max_concurrency
     with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
         while True:
-            while upcoming is not None and upcoming.arrival_time <= clock.now and result.num_requests + room > num_added:
+            while upcoming is not None and upcoming.arrival_time <= clock.now and totals.num_requests + room > num_added:
                 _add(engine, num_added, upcoming, upcoming.arrival_time if max_concurrency is None else clock.now)
                 num_added += 1
                 upcoming = next(queue, None)
             if engine.has_unfinished_requests():
                 for output in engine.step():
-                    _take_in(result, output)
+                    totals.add_request(output)
                     bar.update()
             elif upcoming is None:
                 break
             else:
                 clock.advance_to(upcoming.arrival_time)
-    result.seconds = clock.now - start
-    if result.busy_seconds:
-        result.mean_running /= result.busy_seconds
-        result.mean_cache_use /= result.busy_seconds
-    return result
+    scheduler = engine_options.get("scheduler", "continuous")
+    run = totals.summarize(clock.now - start, scheduler if isinstance(scheduler, str) else scheduler.__name__)
+    run.trace = engine.trace
+    return run
 
 
 def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
@@ -265,48 +185,81 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
         raise ConfigError(f"Request {number} cannot be served. {error}") from None
 
 
-def _watch(engine: LLMEngine, result: Simulation) -> None:
-    """Sum up the steps while they happen."""
-    scheduler, manager = engine.scheduler, engine.block_manager
+class _Totals:
+    """Adds up a simulation while it runs, in memory that does not grow with it.
 
-    def watch(output: SchedulerOutput, seconds: float) -> None:
-        use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
-        result.num_steps += 1
-        result.busy_seconds += seconds
-        result.mean_running += len(scheduler.running) * seconds
-        result.mean_cache_use += use * seconds
-        result.peak_cache_use = max(result.peak_cache_use, use)
-        result.num_preemptions += len(output.preempted)
+    Args:
+        engine: Whose steps are counted; its requests are counted by `add_request`.
+    """
 
-    assert isinstance(engine.executor, SimulatedExecutor)
-    engine.executor.watch = watch
+    def __init__(self, engine: LLMEngine) -> None:
+        self.num_requests = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._ttft, self._latency, self._tpot = Quantiles(), Quantiles(), Quantiles()
+        self._steps = StepTotals()
+        scheduler, manager = engine.scheduler, engine.block_manager
+
+        def watch(seconds: float) -> None:
+            cache_use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
+            num_preempted = engine.num_preemptions - self._steps.num_preemptions
+            self._steps.add(seconds, len(scheduler.running), cache_use, num_preempted)
+
+        assert isinstance(engine.executor, SimulatedExecutor)
+        engine.executor.watch = watch
+
+    def add_request(self, output: RequestOutput) -> None:
+        """Count a finished request."""
+        if output.error is not None:
+            raise ConfigError(f"Request {output.request_id} failed. {output.error}")
+        metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
+        assert metrics is not None and metrics.time_to_first_token is not None and metrics.latency is not None
+        self.num_requests += 1
+        self._prompt_tokens += len(output.prompt_token_ids)
+        self._output_tokens += num_tokens
+        self._ttft.add(metrics.time_to_first_token)
+        self._latency.add(metrics.latency)
+        tpot = time_per_output_token(metrics.time_to_first_token, metrics.latency, num_tokens)
+        if tpot is not None:
+            self._tpot.add(tpot)
+
+    def summarize(self, seconds: float, scheduler: str) -> EngineRun:
+        """The run so far; inter-token latencies are not counted."""
+        return EngineRun(
+            num_requests=self.num_requests,
+            completed=self.num_requests,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            seconds=seconds,
+            ttft=self._ttft.distribution(),
+            itl=Quantiles().distribution(),
+            tpot=self._tpot.distribution(),
+            latency=self._latency.distribution(),
+            scheduler=scheduler,
+            **self._steps.to_fields(),
+        )
 
 
-def _take_in(result: Simulation, output: Any) -> None:
-    if output.error is not None:
-        raise ConfigError(f"Request {output.request_id} failed. {output.error}")
-    metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
-    result.num_requests += 1
-    result.prompt_tokens += len(output.prompt_token_ids)
-    result.output_tokens += num_tokens
-    result.ttft.add(metrics.time_to_first_token)
-    result.latency.add(metrics.latency)
-    if num_tokens > 1:
-        result.tpot.add((metrics.finished_time - metrics.first_token_time) / (num_tokens - 1))
-
-
-def format_table(results: list[Simulation]) -> str:
+def format_simulations(results: list[EngineRun]) -> str:
     """The simulations as a table of text."""
-    header = (
-        f"{'scheduler':<22}{'requests/s':>11}{'tokens/s':>10}{'TTFT':>9}{'p95':>9}{'latency':>9}{'p95':>9}"
-        f"{'TPOT':>9}{'running':>9}{'cache use':>11}{'peak':>6}{'preempted':>11}"
-    )
-    lines = [header, "-" * len(header)]
-    lines += [
-        f"{result.scheduler:<22}{result.requests_per_second:>11.2f}{result.output_tokens_per_second:>10.1f}"
-        f"{result.ttft.mean:>8.2f}s{result.ttft.percentile(95):>8.2f}s{result.latency.mean:>8.2f}s"
-        f"{result.latency.percentile(95):>8.2f}s{result.tpot.mean * 1e3:>7.1f}ms{result.mean_running:>9.1f}"
-        f"{result.mean_cache_use:>11.0%}{result.peak_cache_use:>6.0%}{result.num_preemptions:>11}"
+    headers = (
+        "scheduler", "requests/s", "tokens/s", "TTFT", "p95", "latency", "p95", "TPOT", "running", "cache use", "peak", "preempted",
+    )  # fmt: skip
+    rows = [
+        (
+            result.scheduler,
+            f"{result.requests_per_second:.2f}",
+            f"{result.output_tokens_per_second:.1f}",
+            f"{result.ttft.mean:.2f}s",
+            f"{result.ttft.p95:.2f}s",
+            f"{result.latency.mean:.2f}s",
+            f"{result.latency.p95:.2f}s",
+            quantity(result.tpot.mean * 1e3, ".1f", "ms"),
+            f"{result.mean_running:.1f}",
+            f"{result.mean_cache_use:.0%}",
+            f"{result.peak_cache_use:.0%}",
+            result.num_preemptions,
+        )
         for result in results
     ]
-    return "\n".join(lines)
+    return format_table(headers, rows)

@@ -1,4 +1,4 @@
-"""How much is gained by running more requests at once, and what each of them pays: a sweep of `max_num_seqs`."""
+"""Throughput against latency: a sweep of `max_num_seqs`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minivllm.bench.offline import OfflineResult, run_offline
+from minivllm.bench.offline import run_offline
+from minivllm.bench.report import format_table
+from minivllm.bench.summary import EngineRun
 from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
@@ -14,7 +16,7 @@ from minivllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One value of `max_num_seqs`: medians of its rounds. Latency is in seconds, from the arrival of all to the last token."""
+    """One value of `max_num_seqs`: medians over its rounds, latency in seconds."""
 
     max_num_seqs: int
     output_tokens_per_second: float
@@ -27,14 +29,14 @@ class SweepPoint:
 def sweep_max_num_seqs(
     make_engine: Callable[[int], LLMEngine], values: Sequence[int], name: str, requests: list[WorkloadRequest], rounds: int = 1
 ) -> list[SweepPoint]:
-    """Run one workload with each value. An engine is made for each, since it prepares itself for the batches that will come.
+    """Run a workload with each value of `max_num_seqs`, each on an engine of its own, which prepares for batches of that size.
 
     Args:
         make_engine: Makes an engine from a value of `max_num_seqs`.
-        values: The values, in the order in which they are run.
+        values: The values, in the order of the runs.
         name: Of the workload, for the progress bar.
-        requests: The workload; all of it is there from the start.
-        rounds: How often each value is run, after one short run that warms up.
+        requests: The workload; all requests are there from the start.
+        rounds: How often each value is run, after a short warm-up.
 
     Raises:
         ConfigError: A number is less than 1, or a request does not fit the model.
@@ -51,25 +53,29 @@ def sweep_max_num_seqs(
     return points
 
 
-def summarize(value: int, results: list[OfflineResult]) -> SweepPoint:
-    """The medians of a value's rounds."""
-    speeds = [result.output_tokens_per_second for result in results]
+def summarize(value: int, runs: list[EngineRun]) -> SweepPoint:
+    """The medians over a value's rounds."""
+    speeds = [run.output_tokens_per_second for run in runs]
     return SweepPoint(
         max_num_seqs=value,
         output_tokens_per_second=statistics.median(speeds),
-        mean_latency=statistics.median(result.mean_latency for result in results),
-        mean_running=statistics.median(result.mean_running for result in results),
+        mean_latency=statistics.median(run.latency.mean for run in runs),
+        mean_running=statistics.median(run.mean_running for run in runs),
         rounds=speeds,
     )
 
 
-def format_table(points: list[SweepPoint]) -> str:
-    """The values as a table of text; the last column is the speed relative to the first value."""
-    header = f"{'max_num_seqs':>12}{'tokens/s':>10}{'mean latency':>14}{'running':>9}{'speed-up':>10}"
-    lines = [header, "-" * len(header)]
-    lines += [
-        f"{point.max_num_seqs:>12}{point.output_tokens_per_second:>10.1f}{point.mean_latency:>12.1f} s{point.mean_running:>9.1f}"
-        f"{point.output_tokens_per_second / points[0].output_tokens_per_second:>10.2f}"
+def format_points(points: list[SweepPoint]) -> str:
+    """The values as a table of text; the last column is the throughput relative to the first value's."""
+    headers = ("max_num_seqs", "tokens/s", "mean latency", "running", "speed-up")
+    rows = [
+        (
+            point.max_num_seqs,
+            f"{point.output_tokens_per_second:.1f}",
+            f"{point.mean_latency:.1f} s",
+            f"{point.mean_running:.1f}",
+            f"{point.output_tokens_per_second / points[0].output_tokens_per_second:.2f}",
+        )
         for point in points
     ]
-    return "\n".join(lines)
+    return format_table(headers, rows, left=0)

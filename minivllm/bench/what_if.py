@@ -1,9 +1,9 @@
-"""What would the engine do if? A run of the simulator for the widget's knobs: `viz/knobs.py` turns them, this answers."""
+"""The simulator behind the knobs of `viz/knobs.py`: what would the engine do if?"""
 
 from __future__ import annotations
 
-from minivllm.bench.arrivals import generate_requests
 from minivllm.bench.simulation import simulate
+from minivllm.bench.workloads import generate_requests
 from minivllm.engine.trace import EngineTrace
 
 
@@ -23,13 +23,13 @@ def what_if(
     Its arguments are the knobs of `viz.knobs.knobs`, so a notebook needs one line: `knobs(what_if)`.
 
     Args:
-        max_num_seqs: Sequences that run at once, at most.
+        max_num_seqs: The most sequences that run at once.
         block_size: Tokens in a block of the KV cache.
-        num_gpu_blocks: Blocks of the cache.
+        num_gpu_blocks: Blocks in the cache.
         arrival_rate: Requests per second, on average (Poisson).
         distribution: Of prompt and output lengths, which are 48 tokens on average: "uniform" or "longtail".
         scheduler: "continuous" or "static".
-        num_requests, seed: Of the workload. The same seed gives requests of the same lengths, whatever the other knobs say.
+        num_requests, seed: Of the workload. The same seed gives requests of the same lengths, whatever the other knobs.
 
     Raises:
         ConfigError: An argument is out of range, or a request does not fit into the cache.

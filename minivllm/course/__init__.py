@@ -1,6 +1,6 @@
-"""The machinery of the course: checks with points, the source of the package shown in a lesson, exercises, grades.
+"""The course's tools: graded checks, the package's source shown in a lesson, exercises, grading.
 
-A lesson imports two names from here, and both are quick to import: neither torch nor matplotlib is loaded for them.
+Lessons import two names from here. Both are cheap: they load neither torch nor matplotlib.
 
     from minivllm.course import check, show_source
 """

@@ -1,7 +1,7 @@
-"""A graded check: what a learner wrote is tried, and one line says that it works, or a few lines say why not.
+"""A graded check: it runs a learner's code, and prints one line if the code works or a few lines on why it does not.
 
-A check is the whole of a cell. If it fails it raises, so `pytest --nbval`, `minivllm grade` and nbgrader all see the same
-thing: the cell ran to its end, or it did not. In a notebook only the short text is shown, not the traceback of the check.
+A check fills a whole cell. A failed check raises, so `pytest --nbval`, `minivllm grade` and nbgrader all agree: the cell ran to its
+end, or it did not. A notebook shows only the short message, not the traceback.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from types import FrameType
 _COURSE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
-"""Where Python and packages are; site-packages is often a folder in that of the standard library, so it comes first."""
+"""Where Python and its packages are installed; site-packages often lies inside the standard library's folder, so it comes first."""
 _MOST_FRAMES = 6
 _Place = tuple[FrameType, int]
-"""One entry of a traceback: the frame, and the line that it had come to."""
+"""One entry of a traceback: the frame and its current line."""
 
 
 class CheckFailed(AssertionError):  # noqa: N818 - a check fails, as a test does
-    """A check that did not pass. Its text is what a learner reads: the check's name and points, then what went wrong."""
+    """A failed check. Its text is what the learner reads: the check's name and points, then what went wrong."""
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
@@ -35,28 +35,28 @@ class CheckFailed(AssertionError):  # noqa: N818 - a check fails, as a test does
 
 @contextmanager
 def check(name: str, *, points: int = 1) -> Iterator[None]:
-    """Try what a learner wrote; print `✓ NAME (2 points)` when the block under it passes.
+    """Run a check on a learner's code and print `✓ NAME (2 points)` if the block passes.
 
     Args:
-        name: what is claimed, as in "the table grows at the block boundary".
-        points: what it counts when it passes, a whole number from 1 on; a failed check counts 0.
+        name: The claim, such as "the table grows at the block boundary".
+        points: What it is worth, a whole number of at least 1; a failed check scores 0.
 
     Raises:
-        CheckFailed: when the block raises. For an assertion of the check it shows the assertion's message, for an error in
-            the learner's own code the lines that led to it, and for a body that is still to be written just that.
-        ValueError: for a name that is empty or points that are no whole number from 1 on.
+        CheckFailed: The block raised. Shows the message of the check's own assertion, the traceback lines of an error in the
+            learner's code, or just "Not written yet" for a body that still is a stub.
+        ValueError: The name is empty, or the points are not a whole number of at least 1.
 
     Example:
         with check("the table grows at the block boundary", points=2):
             lesson_04.check_append(Growing)
     """
     if not isinstance(name, str) or not name.strip() or "\n" in name:
-        raise ValueError(f"A check has a name of one line, but this one has {name!r}.")
+        raise ValueError(f"The name of a check must be a single line of text, but is {name!r}.")
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
-        raise ValueError(f"The points of a check are a whole number from 1 on, but those of {name!r} are {points!r}.")
+        raise ValueError(f"The points of a check must be a whole number of at least 1, but those of {name!r} are {points!r}.")
     try:
         yield
-    except (Exception, SystemExit) as error:  # what interrupts the kernel goes through
+    except (Exception, SystemExit) as error:  # an interrupt of the kernel passes through
         raise CheckFailed(f"✗ {name} (0 of {count_points(points)})\n{_explain(error)}") from None
     print(f"✓ {name} ({count_points(points)})")
 
@@ -67,8 +67,8 @@ def count_points(points: float) -> str:
 
 
 def _explain(error: BaseException) -> str:
-    """What went wrong in a check, for the person whose code it tried."""
-    # The first entry is the generator above, the second the cell with the check.
+    """What went wrong in a check, for the person whose code it ran."""
+    # The first entry is the generator above, the second is the cell with the check.
     places = list(traceback.walk_tb(error.__traceback__))[1:]
     check_cell = places[0][0]
     theirs = [place for place in places if place[0] is not check_cell and _is_theirs(place[0])]
@@ -76,17 +76,17 @@ def _explain(error: BaseException) -> str:
     last_said = max((places.index(place) for place in in_check), default=-1)
     is_of_check = not theirs or last_said > places.index(theirs[-1])
     if isinstance(error, AssertionError) and is_of_check:
-        return str(error) or f"This does not hold: {_line(in_check[-1])}"
+        return str(error) or f"This assertion failed: {_line(in_check[-1])}"
     if isinstance(error, NotImplementedError) and theirs and places[-1] == theirs[-1]:
         return f"Not written yet: {_describe(theirs[-1])}."
     if isinstance(error, SystemExit):
-        problem = "SystemExit: a check does not go on after exit() or quit()"
+        problem = "SystemExit: exit() and quit() end a check"
     else:
         problem = "".join(traceback.format_exception_only(type(error), error)).strip()
     if not theirs:
         if isinstance(error, NameError):
             return f"{problem}. Run the cells above this one first."
-        return f"The check came no further than `{_line(in_check[-1])}`:{_show_innermost(places, in_check[-1])}\n{problem}"
+        return f"The check stopped at `{_line(in_check[-1])}`:{_show_innermost(places, in_check[-1])}\n{problem}"
     shown = [f"  {_describe(place)}:\n      {_line(place)}" for place in theirs]
     if len(shown) > _MOST_FRAMES:
         left_out = f"  … {len(shown) - _MOST_FRAMES} more calls …"
@@ -95,7 +95,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _show_innermost(places: list[_Place], shown: _Place) -> str:
-    """The line that raised, when it is not the last one that is shown anyway: often a call with a wrong argument led to it."""
+    """The line that raised, unless it is already the last one shown: often a call with a wrong argument led to it."""
     if places[-1] == shown:
         return ""
     return f"\n  {_describe(places[-1])}:\n      {_line(places[-1])}"
@@ -106,7 +106,7 @@ def _is_in(frame: FrameType, folder: str) -> bool:
 
 
 def _is_theirs(frame: FrameType) -> bool:
-    """Whether the learner wrote this code: in a cell, or in a file that is neither of this package nor installed."""
+    """Whether the learner wrote this code: in a cell, or in a file that belongs neither to this package nor to an installed one."""
     name = frame.f_code.co_filename
     if name.startswith("<"):
         return name.startswith("<ipython-input")
@@ -114,28 +114,28 @@ def _is_theirs(frame: FrameType) -> bool:
 
 
 def _describe(place: _Place) -> str:
-    """Where that is: "cell In[5], line 12, in Growing.append"."""
+    """A place in words: "cell In[5], line 12, in Growing.append"."""
     frame, line = place
     code = frame.f_code
-    function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")  # Python 3.10 knows the short name only
+    function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")  # Python 3.10 has only the short name
     return f"{describe_file(code.co_filename)}, line {line}" + ("" if function == "<module>" else f", in {function}")
 
 
 def describe_file(name: str) -> str:
-    """A name for a file of code: "cell In[5]" for a cell that ran, "minivllm/core/scheduler.py" for one of this package."""
+    """A readable name for a source file: "cell In[5]" for a cell, "minivllm/core/scheduler.py" for a file of this package."""
     number = cell_number(name)
     if number is not None:
-        # What runs without a history, as nbval does, counts every cell as the first.
+        # Without a history, as under nbval, every cell is numbered 1.
         return f"cell In[{number}]" if sys.modules["IPython"].get_ipython().execution_count > 1 else "a cell"
     folders = (str(Path(_PACKAGE).parent), *_INSTALLED)
-    for folder in sorted(folders, key=len, reverse=True):  # one may lie in another
+    for folder in sorted(folders, key=len, reverse=True):  # one may contain another
         if Path(name).is_relative_to(folder):
             return Path(name).relative_to(folder).as_posix()
     return Path(name).name
 
 
 def cell_number(name: str) -> int | None:
-    """The execution count of the cell that has been given this file name by IPython, or None for a real file."""
+    """The execution count of the cell to which IPython gave this file name, or None for a real file."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     found = shell and shell.compile.format_code_name(name)  # ("Cell", "In[5]")
     return int(found[1][3:-1]) if found else None
@@ -143,4 +143,4 @@ def cell_number(name: str) -> int | None:
 
 def _line(place: _Place) -> str:
     frame, line = place
-    return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or "(a line that is not to be had)"
+    return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip() or "(source not available)"

@@ -1,7 +1,6 @@
-"""Exercises, made from the solved notebooks: `make exercises`, or `python -m minivllm.course.exercises`.
+"""Generates exercises from the solved notebooks: `make exercises`, or `python -m minivllm.course.exercises`.
 
-The solutions are the source. nbgrader's own preprocessor takes out what stands between the markers, so that what a learner gets
-here and what a class gets from nbgrader are the same cells.
+nbgrader's own preprocessor removes the lines between the solution markers, so learners get the same cells from here and from nbgrader.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minivllm.course.cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
-from minivllm.course.places import as_exercise
+from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
+from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 IGNORE_OUTPUT = "nbval-ignore-output"
-"""The tag with which `pytest --nbval` runs a cell and compares nothing: an exercise has no outputs yet."""
+"""Tells `pytest --nbval` to run a cell but not compare its output: an exercise has no outputs yet."""
 
 
 def make_exercise(solution: Any) -> Any:
-    """An exercise from a solved notebook, which stays as it is.
+    """The exercise for a solved notebook, which is left unchanged.
 
-    Cells keep their ids and metadata; answers have the stub, outputs and what a run left are gone, and every code cell is tagged
-    `nbval-ignore-output`.
+    Cells keep their ids and metadata. Answers are replaced by the stub, outputs and traces of a run are removed, and every code cell
+    is tagged `nbval-ignore-output`.
 
     Raises:
-        CourseError: when cells are not marked as an exercise needs it, with the first problem; when nbgrader is not installed.
+        CourseError: The cells are not marked properly (names the first problem), or nbgrader is not installed.
     """
     problems = find_problems(solution)
     if problems:
@@ -65,21 +64,21 @@ _KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def _find_stub_problem(source: str) -> str | None:
-    """Why an untouched answer would itself fail, if it would: only its checks are to fail."""
+    """Why running an untouched answer would raise, or None: only the checks after it should fail."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        return f"without the lines between the markers it is not Python any more ({error.msg})"
+        return f"without the lines between the markers it is not valid Python ({error.msg})"
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     stub = ast.dump(ast.parse(STUB).body[0])
     if any(isinstance(node, ast.Raise) and ast.dump(node) == stub and id(node) not in inside for node in ast.walk(tree)):
-        return f"{BEGIN_SOLUTION} stands outside of a function, so that the untouched cell would fail"
+        return f"{BEGIN_SOLUTION} is outside a function, so the untouched cell would raise"
     return None
 
 
 def generate_exercises(solutions: Path) -> dict[str, str]:
-    """File name to text of the exercise for each notebook in a folder of solutions; the same solutions give the same text."""
+    """File names and texts of the exercises for a folder of solutions. Deterministic."""
     import nbformat
 
     exercises = {}
@@ -93,16 +92,16 @@ def generate_exercises(solutions: Path) -> dict[str, str]:
 
 
 def write_exercises(solutions: Path, folder: Path, *, force: bool = False) -> list[Path]:
-    """Write the exercises for all solutions into a folder, and return those that are new or have changed.
+    """Write the exercises for all solutions into a folder and return the paths that are new or changed.
 
     Raises:
-        CourseError: for a bad solution, and, unless forced, when an exercise in the folder was run: somebody works in it.
+        CourseError: A solution is invalid, or an exercise to be overwritten was run, so somebody may be working in it (see `force`).
     """
     exercises = generate_exercises(solutions)
     changed = {folder / name: text for name, text in exercises.items() if _text(folder / name) != text}
     for path in [] if force else [path for path in changed if path.exists()]:
         if any(cell.get("execution_count") for cell in read_notebook(path)["cells"]):
-            raise CourseError(f"{path} was run, so there may be work in it: move it away, or add --force to write over it.")
+            raise CourseError(f"{path} was run, so it may contain work: move it away, or add --force to overwrite it.")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
@@ -116,22 +115,22 @@ def _text(path: Path) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Write exercises/ from solutions/."""
     parser = argparse.ArgumentParser(
-        prog="python -m minivllm.course.exercises", description="Make the exercises of the solutions."
+        prog="python -m minivllm.course.exercises", description="Generate the exercises from the solutions."
     )
     parser.add_argument("--solutions", type=Path, default=Path("solutions"), metavar="FOLDER", help="(default: %(default)s)")
     parser.add_argument("--exercises", type=Path, default=Path("exercises"), metavar="FOLDER", help="(default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write over exercises in which somebody worked")
+    parser.add_argument("--force", action="store_true", help="overwrite exercises that were run")
     arguments = parser.parse_args(argv)
     try:
         if not arguments.solutions.is_dir():
-            raise CourseError(f"There is no folder {arguments.solutions}: run this at the top of the repository.")
+            raise CourseError(f"There is no folder {arguments.solutions}: run this in the root of the repository.")
         changed = write_exercises(arguments.solutions, arguments.exercises, force=arguments.force)
     except (CourseError, OSError) as error:
         print(f"exercises: {error}", file=sys.stderr)
         return 2
     for path in changed:
         print(path)
-    print(f"{len(changed)} of {len(list(arguments.solutions.glob('*.ipynb')))} exercises were new or had changed.")
+    print(f"{len(changed)} of {len(list(arguments.solutions.glob('*.ipynb')))} exercises are new or changed.")
     return 0
 
 

@@ -1,7 +1,6 @@
-"""Pictures in stored notebooks, made small: `make notebooks` ends with `python -m minivllm.course.pictures notebooks/*.ipynb`.
+"""Shrinks the pictures in stored notebooks; `make notebooks` ends with `python -m minivllm.course.pictures notebooks/*.ipynb`.
 
-A figure of 256 colours looks the same and takes a quarter of the bytes, so that a lesson with many figures opens quickly, and its
-history stays small.
+A figure in 256 colours looks the same and takes a quarter of the bytes, so lessons open quickly and the repository stays small.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def shrink_pictures(notebook: Any) -> int:
-    """Store a notebook's PNGs with 256 colours, where that makes them smaller. Returns the bytes saved."""
+    """Reduce a notebook's PNGs to 256 colours where that makes them smaller; return the bytes saved."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     saved = 0
     for output in outputs:
@@ -27,7 +26,7 @@ def shrink_pictures(notebook: Any) -> int:
 
 
 def shrink(png: bytes) -> bytes:
-    """A PNG with at most 256 colours, on white where it was transparent. One that has a palette already stays as it is."""
+    """A PNG reduced to 256 colours, with transparency turned white. One that already has a palette is returned unchanged."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png))
@@ -44,14 +43,14 @@ def shrink(png: bytes) -> bytes:
 
 
 def main(paths: list[str]) -> None:
-    """Shrink the pictures of the notebooks at these paths, and say by how much."""
+    """Shrink the pictures in notebooks and print the bytes saved."""
     import nbformat
 
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         saved = shrink_pictures(notebook)
         nbformat.write(notebook, path)
-        print(f"{path}: pictures are {saved / 1024:.0f} KiB smaller")
+        print(f"{path}: saved {saved / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

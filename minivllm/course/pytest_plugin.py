@@ -1,7 +1,7 @@
-"""What `pytest --nbval` says at its end: how many points each notebook got, and which of its checks failed.
+"""Makes `pytest --nbval` report each notebook's points and failed checks.
 
-pytest loads this in every run in an environment where minivllm is installed. It stays out of the way: without `--nbval` it does
-nothing, and it imports neither torch nor a notebook's tools.
+pytest loads this plugin wherever minivllm is installed. Without `--nbval` it does nothing, and it imports neither torch nor notebook
+tools.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.course.checks import count_points
-from minivllm.course.foreign_text import csv_text
+from minivllm.course.grading.untrusted_text import csv_text
 
 if TYPE_CHECKING:
     import pytest
 
-    from minivllm.course.cells import GradedCell
+    from minivllm.course.exercise_cells import GradedCell
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option `--grades`."""
     parser.getgroup("minivllm", "minivllm's course").addoption(
-        "--grades", metavar="FILE.csv", help="with --nbval: write the points of each check and of each notebook here"
+        "--grades", metavar="FILE.csv", help="with --nbval: write the points of each check and notebook to this file"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a file that cannot be written, before the notebooks run; count points when notebooks are run."""
+    """Reject a file that cannot be written before any notebook runs; count points if notebooks are run."""
     from pytest import UsageError
 
     runs_notebooks = any(config.getoption(name, default=False) for name in ("nbval", "nbval_lax"))
@@ -44,53 +44,53 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _find_problem(path: Path, runs_notebooks: bool, in_parallel: bool) -> str | None:
     if not runs_notebooks:
-        return "--grades writes what notebooks got: add --nbval, which runs them."
+        return "--grades needs --nbval, which runs the notebooks."
     if in_parallel:
-        return "--grades adds points up in one process: leave out -n, or say -n 0."
+        return "--grades needs a single process: omit -n, or use -n 0."
     if path.suffix != ".csv":
-        return f"--grades writes a table: its file must end in .csv, but {path} does not."
+        return f"--grades writes CSV, so its file must end in .csv, but {path} does not."
     if path.is_dir() or not path.resolve().parent.is_dir():
-        return f"--grades cannot write {path}: it must be a file in a folder that exists."
+        return f"--grades cannot write {path}: it must be a file in an existing folder."
     if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-        return f"--grades may not write {path}."
+        return f"--grades has no permission to write {path}."
     return None
 
 
 class PointCounter:
-    """Notes which graded cells of which notebooks passed.
+    """Records which graded cells of which notebooks passed.
 
     Args:
-        grades: where the table goes, if it is wanted.
+        grades: Where to write the CSV, if anywhere.
     """
 
     def __init__(self, grades: Path | None) -> None:
         self._grades = grades
         self._checks: dict[str, dict[str, GradedCell]] = {}
-        """Notebook to the ids of its tests to the checks in them."""
+        """By notebook and test id."""
         self._passed: set[str] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Note a check; nbval makes a test of each code cell."""
+        """Record a check; nbval turns each code cell into a test."""
         cell: Any = getattr(item, "cell", None)
         if cell is None or item.path.suffix != ".ipynb":
             return
-        from minivllm.course.cells import graded_cell, is_check
+        from minivllm.course.exercise_cells import graded_cell, is_check
 
         if is_check(cell):
             name = os.path.relpath(item.path, item.config.invocation_params.dir)
             self._checks.setdefault(Path(name).as_posix(), {})[item.nodeid] = graded_cell(cell)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a cell that ran to its end."""
+        """Record a cell that ran to its end."""
         if report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
 
     def _points(self, test: str, check: GradedCell) -> float:
-        """What a check got: nothing when no check is left in its cell, though that passes."""
+        """The points of a check: 0 if the call of `check` is gone, even though the cell then passes."""
         return check.points if test in self._passed and check.is_intact else 0
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """A line for each notebook that has checks."""
+        """Print a line for each notebook that has checks."""
         if self._checks:
             terminalreporter.section("points")
         for notebook, checks in self._checks.items():
@@ -100,10 +100,10 @@ class PointCounter:
             line = f"{notebook}: {points:g} of {count_points(most)}" + (f"; failed: {'; '.join(failed)}" if failed else "")
             terminalreporter.write_line(line, green=not failed, yellow=bool(failed))
         if self._grades:
-            terminalreporter.write_line(f"The points are in {self._grades}.")
+            terminalreporter.write_line(f"Points written to {self._grades}.")
 
     def pytest_sessionfinish(self) -> None:
-        """Write the table: a row for each check, and one with the total of each notebook."""
+        """Write the CSV: a row for each check, and the total of each notebook."""
         if self._grades is None:
             return
         with self._grades.open("w", newline="", encoding="utf-8") as file:

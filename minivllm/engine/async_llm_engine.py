@@ -1,54 +1,57 @@
-"""The engine for servers: requests come and go at any time, and each gets its tokens as a stream.
+"""The asynchronous engine, for servers: requests come and go at any time, and each gets its tokens as a stream.
 
-    generate() ─► InputProcessor ─► AddRequest ─► EngineCore (a process or a thread of its own): step, step, step, ...
-        ▲                                             │
-        └── RequestStream ◄── event loop ◄── StepDone ┘
+    generate() ─► InputProcessor ─► AsyncMPClient ─► EngineCore (in a process or a thread of its own): step, step, step, ...
+        ▲                                                │
+        └── RequestStream ◄── OutputProcessor ◄── EngineCoreOutputs
 
-The loop that steps never runs on the event loop, so that HTTP stays responsive while the model computes. Mirrors
-`vllm/v1/engine/async_llm.py`.
+The core never steps on the event loop, so that HTTP stays responsive while the model runs. Mirrors `vllm/v1/engine/async_llm.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from minivllm.config import EngineArgs, ModelConfig, SchedulerConfig
-from minivllm.engine.core_client import CoreClient, InProcessClient, ProcessClient
-from minivllm.engine.core_messages import AbortRequest, AddRequest, CoreFailed, EngineStats, FromCore, SetTracing, StepDone
-from minivllm.engine.input_processor import InputProcessor, Prompt
+from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
+from minivllm.engine.core_client import AsyncMPClient, dead_error
+from minivllm.engine.core_handle import CoreProcess, CoreThread
+from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import Metrics
+from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.request_stream import RequestStream
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
-from minivllm.engine.trace_recorder import given_params
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
-_KEPT_STEPS = 256
-"""Steps that wait for a slow reader of `steps`; older ones are dropped."""
+_MAX_KEPT_STEPS = 256
+"""Steps kept for a slow reader of `steps`; older ones are dropped."""
 
 
 class AsyncLLMEngine:
-    """Runs an engine in the background and streams what it generates.
+    """Runs an engine core in the background and streams what it generates.
 
-    Usually made by `from_engine_args`, or from an engine that exists by `from_engine`.
+    Usually made by `from_engine_args`, or from an existing engine by `from_engine`.
+
+    Args:
+        client: The way to the core.
+        model_config, cache_config, scheduler_config: What the core was made with.
+        tokenizer: None for token ids only.
+        seed: Requests without a seed draw theirs from a stream that starts here.
 
     Attributes:
-        model_config, scheduler_config, args: What the engine is.
-        num_gpu_blocks: Blocks of its cache on the device.
-        tokenizer: None with skip_tokenizer_init=True.
-        stats: What it was doing after its latest step.
+        num_gpu_blocks: Blocks of the KV cache on the device.
+        stats: The scheduler's state after the latest step.
         metrics: For Prometheus.
-        dead_error: Why it does nothing any more; None while it lives.
-        process_id: Of the process that computes.
+        dead_error: Why the engine does nothing now; None while it is alive.
 
     Example:
         >>> engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m"), in_process=True)
@@ -61,81 +64,87 @@ class AsyncLLMEngine:
 
     def __init__(
         self,
-        client: CoreClient,
-        args: EngineArgs,
+        client: AsyncMPClient,
         model_config: ModelConfig,
+        cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         tokenizer: Tokenizer | None,
+        *,
+        seed: int = 0,
     ) -> None:
-        self.args = args
         self.model_config = model_config
+        self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.num_gpu_blocks = client.ready.num_gpu_blocks
         self.tokenizer = tokenizer
-        self.stats = EngineStats(num_gpu_blocks=self.num_gpu_blocks)
+        self.num_gpu_blocks = client.num_gpu_blocks
+        self.stats = SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)
         self.metrics = Metrics(model_config.name)
         self.dead_error: EngineDeadError | None = None
-        self.process_id = client.process_id
         self._client = client
-        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.num_gpu_blocks * args.block_size)
+        self.input_processor = InputProcessor(
+            model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
+        )
+        self.output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, RequestStream] = {}
-        self._numbers = itertools.count()
         self._watchers: set[_StepQueue] = set()
-        self._deaths: set[asyncio.Future[None]] = set()
-        """Who waits for the end."""
+        self._waiting_for_death: set[asyncio.Future[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._has_ended = False
-        """Whether the last message has been handled; `dead_error` is known before that."""
+        self._is_restarting = False
+        self._is_final = False
+        """Whether it is dead for good. Set on the event loop; `dead_error` is known before that."""
         client.start(self._receive)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, in_process: bool = False, num_threads: int | None = None) -> AsyncLLMEngine:
-        """Start an engine and wait until it is ready: seconds, so a coroutine calls this by `asyncio.to_thread`.
+    def from_engine_args(
+        cls, args: EngineArgs, *, in_process: bool = False, num_threads: int | None = None, restart: bool = False
+    ) -> AsyncLLMEngine:
+        """Start an engine and wait until it is ready. That takes seconds, so call it by `asyncio.to_thread` in a coroutine.
 
         Args:
-            args: As for `LLMEngine`. Instead of a trace there is `steps`.
-            in_process: Step in a thread of this process, not in a process of its own.
-            num_threads: Threads that the engine's own process computes with; one for each processor if None.
+            args: As for `LLMEngine`. Use `steps` instead of a trace.
+            in_process: Run the core in a thread of this process, not in a process of its own.
+            num_threads: Threads that the core's own process computes with; one for each processor if None.
+            restart: Start another core when one dies. Requests that were running fail; the engine goes on.
 
         Raises:
             ModelLoadError: The model cannot be found or used.
             ConfigError: The arguments cannot work together, or name a class that another process cannot import.
             EngineDeadError: The process ended before it was ready.
         """
-        from minivllm.models.hub import resolve_model
-        from minivllm.models.registry import load_model_config
-
         if args.trace:
             raise ConfigError(
-                "trace=True would keep every step of a server for ever: leave it out, and watch AsyncLLMEngine.steps()."
+                "trace=True would keep every step of a server forever: leave it out, and watch AsyncLLMEngine.steps()."
             )
         if in_process:
-            return cls.from_engine(LLMEngine.from_engine_args(args), args)
-        path = resolve_model(args.model)
-        model_config = load_model_config(str(args.model), path, args.max_model_len)
-        scheduler_config = args.scheduler_config(model_config.max_model_len)
-        tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
-        return cls(ProcessClient(args, num_threads), args, model_config, scheduler_config, tokenizer)
+            return cls.from_engine(LLMEngine.from_engine_args(args))
+        config = EngineConfig.from_engine_args(args)
+        tokenizer = config.load_tokenizer()
+        client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
+        return cls(client, config.model_config, config.cache_config, config.scheduler_config, tokenizer, seed=args.seed)
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine, args: EngineArgs | None = None) -> AsyncLLMEngine:
-        """Run an engine that exists, in a thread of this process. Until `shutdown` nobody else may use it.
+    def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
+        """Run the core of an existing engine in a thread of this process. Until `shutdown`, use the other engine for nothing.
 
         Raises:
             ConfigError: It has unfinished requests, or records a trace.
         """
         if engine.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
-        if engine.trace is not None:
-            raise ConfigError("The engine records a trace, which would grow for ever: stop_trace() first.")
-        if args is None:
-            cache = engine.cache_config
-            args = EngineArgs(block_size=cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
-        return cls(InProcessClient(engine), args, engine.model_config, engine.scheduler_config, engine.tokenizer)
+        core = engine.core
+        if core.trace is not None:
+            raise ConfigError("The engine records a trace, which would grow forever: stop_trace() first.")
+        client = AsyncMPClient(lambda: CoreThread(core))
+        return cls(client, core.model_config, core.cache_config, core.scheduler_config, engine.tokenizer, seed=engine.seed)
+
+    @property
+    def process_id(self) -> int:
+        """The process that computes."""
+        return self._client.process_id
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(
+    async def process_inputs(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -143,18 +152,42 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request as they come, the last one with `finished` set; of a request that failed, with `error` too.
-
-        When tokens come faster than they are taken, one output has several. Closing the generator before its end, or
-        cancelling the task that waits for it, aborts the request.
+    ) -> ProcessedRequest:
+        """Validate, tokenize and seed a request, for `generate`.
 
         Args:
             prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
-            params: What is wanted, and by `output_kind` in which outputs; the defaults if None.
-            request_id: Your name for it; one is made if None.
-            priority: With the "priority" policy, smaller numbers go first.
-            arrival_time: When it came, in seconds of `time.perf_counter`; now if None.
+            params: How to generate, and by `output_kind` in which pieces; the defaults if None.
+            request_id: Your name for it; one is made up if None.
+            priority: With the "priority" policy, smaller goes first.
+            arrival_time: Seconds of `time.perf_counter`; now if None.
+
+        Raises:
+            RequestError: It cannot be served.
+        """
+        arrival_time = time.perf_counter() if arrival_time is None else arrival_time
+        request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
+        process = self.input_processor.process_inputs
+        # In a thread: a long text takes long to encode, and other requests must not wait for it.
+        return await asyncio.to_thread(process, request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+
+    async def generate(
+        self,
+        prompt: Prompt | ProcessedRequest,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of a request as they come. The last one has `finished` set; that of a request that failed, `error` too.
+
+        When tokens come faster than they are read, one output has several. Closing the generator early, or cancelling the task that
+        waits for it, aborts the request.
+
+        Args:
+            prompt: As for `process_inputs`, or what that returned.
+            params, request_id, priority, arrival_time: As for `process_inputs`.
 
         Raises:
             RequestError: It cannot be served; raised before anything is queued.
@@ -162,20 +195,18 @@ class AsyncLLMEngine:
         """
         self.check_health()
         self._bind_to_loop()
-        arrival_time = time.perf_counter() if arrival_time is None else arrival_time
-        params = SamplingParams() if params is None else params
-        request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        self.input_processor.check_request_id(request_id)
-        # In a thread: a long text takes long to encode, and others want to be served meanwhile.
-        text, token_ids = await asyncio.to_thread(self.input_processor.read_prompt, prompt)
-        self.input_processor.check(len(token_ids), params, arrival_time, priority)
-        self.check_health()
-        if request_id in self._streams:
-            raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
-        number = next(self._numbers)
-        stream = self._streams[request_id] = RequestStream(request_id, number, text, token_ids, params, arrival_time)
+        if not isinstance(prompt, ProcessedRequest):
+            prompt = await self.process_inputs(prompt, params, request_id, priority=priority, arrival_time=arrival_time)
+            self.check_health()
+        request = prompt.core_request
+        if request.request_id in self._streams:
+            raise RequestError(
+                f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
+            )
+        stream = RequestStream(self.output_processor.add_request(prompt))
+        self._streams[request.request_id] = stream
         try:
-            self._client.send(AddRequest(request_id, number, token_ids, given_params(params), arrival_time, priority))
+            self._client.add_request(request)
             while True:
                 output = await stream.get()
                 yield output
@@ -185,27 +216,30 @@ class AsyncLLMEngine:
             self._abort(stream)
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream ends with the finish reason "abort". Unknown and finished ids are ignored."""
+        """Finish a request: its stream ends with the finish reason "abort". Unknown and finished ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             self._abort(stream)
-            stream.abort()
+            stream.state.abort()
+            stream.notify()
 
     def _abort(self, stream: RequestStream) -> None:
-        """Give a stream up, if it has not ended."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
-            self.metrics.take_end(stream, "abort", time.perf_counter())
-            self._client.send(AbortRequest(stream.request_id))
+        """Give up a stream, if it has not finished."""
+        request_id = stream.state.request.request_id
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self.output_processor.abort_request(request_id)
+            self.metrics.record_finish(stream.state, "abort", time.perf_counter())
+            self._client.abort_requests([request_id])
 
     def num_unfinished_requests(self) -> int:
-        """Requests whose stream has not ended."""
+        """Requests whose stream has not finished."""
         return len(self._streams)
 
-    # -- what the engine does, and whether -----------------------------------------------------------------------
+    # -- observation and health ----------------------------------------------------------------------------------
 
     async def steps(self) -> AsyncGenerator[StepRecord, None]:
-        """What the engine does from now on, step by step. Who reads too slowly misses steps.
+        """The steps of the core from now on. A slow reader misses some.
 
         Raises:
             EngineDeadError: The engine has failed, before or meanwhile.
@@ -221,36 +255,38 @@ class AsyncLLMEngine:
                 await watcher.news.wait()
                 while watcher.records:
                     yield watcher.records.popleft()
-                self.check_health()
+                if watcher.failure is not None:
+                    raise watcher.failure
                 watcher.news.clear()
         finally:
-            if watcher in self._watchers:  # not when another event loop has taken over
+            if watcher in self._watchers:  # not if the core has died, or another event loop has taken over
                 self._watchers.remove(watcher)
-                if not self._watchers and self.dead_error is None:
+                if not self._watchers:
                     self._client.send(SetTracing(False))
 
     def check_health(self) -> None:
-        """Raise an EngineDeadError if the engine has failed."""
+        """Raise an EngineDeadError if the engine has failed, or is not responding."""
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error))
+        self._client.check_health()
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return the reason when the engine has failed, or was shut down; wait while it lives."""
+        """Return the reason when the engine has failed for good, or was shut down."""
         self._bind_to_loop()
-        if self.dead_error is None:
+        if not self._is_final:
             future = asyncio.get_running_loop().create_future()
-            self._deaths.add(future)
+            self._waiting_for_death.add(future)
             try:
                 await future
             finally:
-                self._deaths.discard(future)
+                self._waiting_for_death.discard(future)
         assert self.dead_error is not None
         return self.dead_error
 
     def shutdown(self) -> None:
-        """End the engine, and its process if it has one; waits for the step that runs.
+        """End the engine, and its process if it has one; waits for the current step.
 
-        Streams that have not ended get an EngineDeadError. Safe to call again, and from any thread.
+        Streams that have not finished get an EngineDeadError. Safe to call again, and from any thread.
         """
         self._client.shutdown()
         self._receive(CoreFailed("", "it was shut down"))
@@ -258,14 +294,14 @@ class AsyncLLMEngine:
     # -- messages from the core ----------------------------------------------------------------------------------
 
     def _bind_to_loop(self) -> None:
-        """Streams belong to the event loop that runs now; those of an earlier one, which was closed, have nobody to read them."""
+        """Streams belong to the running event loop; those of an earlier one, which was closed, have no reader any more."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
         if self._loop is not None and self._loop.is_running():
             raise RequestError("This engine serves another event loop: use it from one thread.")
         self._loop = loop
-        self._deaths.clear()
+        self._waiting_for_death.clear()
         if self._watchers:
             self._watchers.clear()
             self._client.send(SetTracing(False))
@@ -273,60 +309,80 @@ class AsyncLLMEngine:
             self._abort(stream)
 
     def _receive(self, message: FromCore) -> None:
-        """Take a message, in a thread of the client's, to the event loop."""
-        if isinstance(message, CoreFailed) and self.dead_error is None:  # known at once, whatever the loop does
-            cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
-            self.dead_error = EngineDeadError(f"The engine has ended: {cause.rstrip('.')}.")
+        """Take a message from a thread of the client's to the event loop."""
+        if isinstance(message, CoreFailed) and (self.dead_error is None or self._is_restarting):
+            self._is_restarting = message.restarting
+            again = " Another engine is being started: try again in some seconds." if message.restarting else ""
+            self.dead_error = EngineDeadError(f"{dead_error(message)}{again}")  # known at once, whatever the event loop does
+        elif isinstance(message, CoreReady):
+            self.dead_error, self._is_restarting = None, False
         loop = self._loop
         if loop is not None and loop.is_running():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 loop.call_soon_threadsafe(self._handle, message)
                 return
-        self._handle(message)  # there is no loop whose streams it could disturb
+        self._handle(message)  # there is no event loop whose streams it could disturb
 
     def _handle(self, message: FromCore) -> None:
-        if isinstance(message, CoreFailed):
-            self._end_streams()
-        elif isinstance(message, StepDone) and not self._has_ended:
-            self.stats = message.stats
-            self.metrics.set_stats(message.stats)
-            now = time.perf_counter()
-            for delta in message.deltas:
-                stream = self._streams.get(delta.request_id)
-                if stream is None or stream.number != delta.number:  # given up meanwhile
-                    continue
-                self.metrics.take_delta(stream, delta, now, self.args.enable_prefix_caching)
-                stream.put(delta)
-                if delta.finished:
-                    del self._streams[delta.request_id]
-            if message.record is not None:
-                for watcher in self._watchers:
-                    watcher.put(message.record)
+        if isinstance(message, EngineCoreOutputs) and not self._is_final:
+            self._handle_outputs(message)
+        elif isinstance(message, CoreReady):
+            self.num_gpu_blocks = message.num_gpu_blocks
+            self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
+        elif isinstance(message, CoreFailed):
+            self._fail_streams(message)
 
-    def _end_streams(self) -> None:
-        """Nothing more will come: tell everybody who waits."""
-        error, self._has_ended = self.dead_error, True
-        assert error is not None
-        self.stats = EngineStats(num_gpu_blocks=self.num_gpu_blocks)
-        self.metrics.set_stats(self.stats)
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._set_stats(outputs.stats)
+        processed = self.output_processor.process_outputs(outputs)
+        if processed.stopped:
+            self._client.stop_sequences(processed.stopped)
+        now = time.perf_counter()
+        for state in processed.updated:
+            self.metrics.record_output(state, now, self.cache_config.enable_prefix_caching)
+            stream = self._streams[state.request.request_id]
+            stream.notify()
+            if state.finished:
+                del self._streams[state.request.request_id]
+        if outputs.record is not None:
+            for watcher in self._watchers:
+                watcher.put(outputs.record)
+
+    def _fail_streams(self, failure: CoreFailed) -> None:
+        """The core is gone: tell everybody who waits."""
+        error = dead_error(failure)
+        self._set_stats(SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            self.metrics.take_end(stream, "error", time.perf_counter())
+            self.output_processor.abort_request(stream.state.request.request_id)
+            self.metrics.record_finish(stream.state, "error", time.perf_counter())
             stream.fail(error)
-        for watcher in self._watchers:
-            watcher.news.set()
-        for future in self._deaths:
-            if not future.done():
-                future.set_result(None)
+        watchers, self._watchers = self._watchers, set()
+        for watcher in watchers:
+            watcher.fail(error)
+        if not failure.restarting:
+            self._is_final = True
+            for future in self._waiting_for_death:
+                if not future.done():
+                    future.set_result(None)
+
+    def _set_stats(self, stats: SchedulerStats) -> None:
+        self.stats = stats
+        self.metrics.set_stats(stats)
 
 
 class _StepQueue:
     """Steps for one reader."""
 
     def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=_KEPT_STEPS)
+        self.records: deque[StepRecord] = deque(maxlen=_MAX_KEPT_STEPS)
+        self.failure: EngineDeadError | None = None
         self.news = asyncio.Event()
 
     def put(self, record: StepRecord) -> None:
         self.records.append(record)
+        self.news.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        self.failure = error
         self.news.set()

@@ -1,252 +1,281 @@
-"""The frontend's end of the line to an `EngineCore`: in a thread of this process, or in a process of its own.
+"""The frontend's way to the engine core, wherever it runs.
 
-Both give the same: `send` a message, get each message from the core by a callback, in a thread of the client's. The last one is a
-`CoreFailed`, when the core has gone without being asked to. Mirrors `vllm/v1/engine/core_client.py`.
+    InprocClient    the core is called directly: `LLM`, notebooks
+    SyncMPClient    a process of its own, and a frontend that waits for each output
+    AsyncMPClient   a process (or thread) of its own, and outputs that arrive by themselves; a core that dies can be replaced
+
+Mirrors `vllm/v1/engine/core_client.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from weakref import WeakMethod
 
-import msgspec
-import zmq
-
-from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, CoreLog, CoreReady, FromCore, Shutdown, ToCore, decode_from_core, encode
+from minivllm.engine.core_handle import CoreHandle
+from minivllm.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreFailed,
+    EngineCoreOutputs,
+    FromCore,
+    StoppedSequence,
+    StopSequences,
+    ToCore,
+)
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import CoreSetup, pack_engine_args
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from minivllm.errors import EngineDeadError
+from minivllm.request import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
 
 OnMessage = Callable[[FromCore], None]
 
-_POLL_MS = 100
-"""How long the process may be gone before it is noticed."""
-_GRACE_S = 5.0
-"""How long the core may take to end its last step when it is told to stop."""
+NOT_RESPONDING_SECONDS = 10.0
+"""A core that is silent for longer is reported as not responding."""
 
 
-class CoreClient(ABC):
-    """A core that is ready, and the way to it.
+class EngineCoreClient(ABC):
+    """Talks to an engine core.
 
     Attributes:
-        ready: What the core said when it was.
-        process_id: Of the process that computes.
+        num_gpu_blocks: Blocks of the core's KV cache on the device.
     """
 
-    ready: CoreReady
-    process_id: int
+    num_gpu_blocks: int
 
     @abstractmethod
-    def start(self, on_message: OnMessage) -> None:
-        """Give each message from the core to a function, from now on, in a thread of the client's."""
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
 
     @abstractmethod
-    def send(self, message: ToCore) -> None:
-        """Hand over a message, from any thread. It is lost if the core has gone."""
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Finish requests and free their blocks. Unknown and finished ids are ignored."""
+
+    @abstractmethod
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        """Finish sequences in whose text a stop string was found."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the core, and wait until it has ended. Safe to call again."""
+        """End the core. Safe to call again."""
 
 
-class InProcessClient(CoreClient):
-    """A core in a thread: for notebooks, for scheduler classes defined there, and for engines that are made elsewhere."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._core = EngineCore(engine)
-        ready = self._core.output_queue.get()
-        assert isinstance(ready, CoreReady)
-        self.ready, self.process_id = ready, os.getpid()
-        self._thread = threading.Thread(target=self._core.run_busy_loop, name="minivllm engine", daemon=True)
-        self._stop = weakref.finalize(self, self._core.input_queue.put, Shutdown())
-        """Also called when nobody has this client any more: its threads hold the core, and not the client."""
-
-    def start(self, on_message: OnMessage) -> None:
-        self._thread.start()
-        receive = self._core.output_queue.get
-        threading.Thread(target=_forward, args=(receive, WeakMethod(on_message)), name="minivllm outputs", daemon=True).start()
-
-    def send(self, message: ToCore) -> None:
-        self._core.input_queue.put(message)
-
-    def shutdown(self) -> None:
-        self._stop()
-        if self._thread.ident is not None:
-            self._thread.join(_GRACE_S)
-
-
-class ProcessClient(CoreClient):
-    """A core in a process of its own, reached through two sockets in a folder that only this user may enter.
+class InprocClient(EngineCoreClient):
+    """Calls an engine core in this process.
 
     Args:
-        args: The engine's.
-        num_threads: Threads that it computes with; one for each processor if None.
-
-    Raises:
-        ModelLoadError: The model cannot be found or used.
-        ConfigError: The arguments cannot work together.
-        EngineDeadError: The process ended before it was ready.
+        core: The engine core.
     """
 
-    def __init__(self, args: EngineArgs, num_threads: int | None = None) -> None:
-        packed = pack_engine_args(args)
-        folder = _make_socket_folder()
-        addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
-        self._context = zmq.Context()
-        self._input = self._context.socket(zmq.PUSH)
-        self._input.setsockopt(zmq.SNDHWM, 0)
-        self._input.bind(addresses[0])
-        output = self._context.socket(zmq.PULL)
-        output.setsockopt(zmq.RCVHWM, 0)
-        output.bind(addresses[1])
-        self._lock = threading.Lock()
-        """A socket may be used by one thread at a time."""
-        self._process = _start_process(num_threads)
-        self.process_id = self._process.pid
-        self._ends = threading.Event()
-        self._outputs = _Outputs(output, self._process, self._ends)
-        self._receiver: threading.Thread | None = None
-        self._stop = weakref.finalize(self, _end_process, self._process, self._ends, folder)
-        """Also called when nobody has this client any more, or Python ends."""
-        setup = CoreSetup(
-            packed, folder, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel()
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            self._process.stdin.flush()
-            self.ready = self._wait_until_ready()
-        except BaseException:
-            self._stop()
-            self.shutdown()
-            raise
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.num_gpu_blocks = core.num_gpu_blocks
 
-    def _wait_until_ready(self) -> CoreReady:
-        message = self._outputs.receive()
-        if isinstance(message, CoreReady):
-            return message
-        assert isinstance(message, CoreFailed)
-        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
-            raise kind(message.message)
-        raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.core.add_request(request)
 
-    def start(self, on_message: OnMessage) -> None:
-        target = (self._outputs.receive, WeakMethod(on_message))
-        self._receiver = threading.Thread(target=_forward, args=target, name="minivllm outputs", daemon=True)
-        self._receiver.start()
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.core.abort_requests(request_ids)
 
-    def send(self, message: ToCore) -> None:
-        data = encode(message)
-        with self._lock:
-            if not self._input.closed:
-                with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
-                    self._input.send(data, zmq.NOBLOCK)
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        self.core.stop_sequences(sequences)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Run one step."""
+        return self.core.step()
 
     def shutdown(self) -> None:
-        self._ends.set()
-        if self._stop.alive:
-            self.send(Shutdown())
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
-            self._stop()
-        if self._receiver is not None and self._receiver is not threading.current_thread():
-            self._receiver.join()
-        with self._lock:
-            self._context.destroy(linger=0)
+        self.core.shutdown()
 
 
-class _Outputs:
-    """The messages of a core in a process; that it has ended is the last one."""
+class MPClient(EngineCoreClient):
+    """Sends messages to an engine core in a process or thread of its own."""
 
-    def __init__(self, socket: zmq.Socket, process: subprocess.Popen, ends: threading.Event) -> None:
-        self._socket = socket
-        self._process = process
-        self._ends = ends
+    @abstractmethod
+    def send(self, message: ToCore) -> None:
+        """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def receive(self) -> FromCore | None:
-        """The next message; None when no more are wanted."""
-        while not self._ends.is_set():
-            if self._socket.poll(_POLL_MS):
-                message = decode_from_core(self._socket.recv())
-                if not isinstance(message, CoreLog):
-                    return message
-                logging.getLogger(message.logger).log(message.level, "%s", message.text)
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.send(AddRequest(request))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.send(AbortRequests(request_ids))
+
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        self.send(StopSequences(sequences))
+
+
+class SyncMPClient(MPClient):
+    """For a frontend that waits for each output.
+
+    Args:
+        core: A running core.
+    """
+
+    def __init__(self, core: CoreHandle) -> None:
+        self._core = core
+        self.num_gpu_blocks = core.ready.num_gpu_blocks
+
+    def send(self, message: ToCore) -> None:
+        self._core.send(message)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the result of a step.
+
+        Raises:
+            EngineDeadError: The core has failed or was shut down.
+        """
+        message = self._core.receive()
+        if isinstance(message, EngineCoreOutputs):
+            return message
+        raise dead_error(message if isinstance(message, CoreFailed) else CoreFailed("", "it was shut down"))
+
+    def shutdown(self) -> None:
+        self._core.shutdown()
+
+
+class AsyncMPClient(MPClient):
+    """For a frontend that is told of each message, in a thread of the client's.
+
+    A message is an `EngineCoreOutputs`, a `CoreFailed` (the last one, unless `restarting` is set), or a `CoreReady` after a restart.
+
+    Args:
+        start_core: Starts a core and returns it when it is ready.
+        restart: Start another core when one dies.
+
+    Raises:
+        ModelLoadError, ConfigError, EngineDeadError: The first core cannot be started.
+    """
+
+    def __init__(self, start_core: Callable[[], CoreHandle], *, restart: bool = False) -> None:
+        self._supervisor = CoreSupervisor(start_core, restart)
+        self._finalizer = weakref.finalize(self, self._supervisor.stop)  # its threads hold the supervisor, and not the client
+        self.num_gpu_blocks = self._supervisor.core.ready.num_gpu_blocks
+
+    @property
+    def process_id(self) -> int:
+        """The process that computes."""
+        return self._supervisor.core.process_id
+
+    def start(self, on_message: OnMessage) -> None:
+        """From now on, call a method with each message."""
+        self._supervisor.start(WeakMethod(on_message))
+
+    def send(self, message: ToCore) -> None:
+        self._supervisor.core.send(message)
+
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if the core is not responding."""
+        heard = self._supervisor.core.last_heard
+        if heard is not None and (silent := time.monotonic() - heard) > NOT_RESPONDING_SECONDS:
+            raise EngineDeadError(f"The engine is not responding: nothing heard from its process for {silent:.0f} seconds.")
+
+    def shutdown(self) -> None:
+        self._finalizer.detach()
+        self._supervisor.stop()
+
+
+class CoreSupervisor:
+    """Forwards a core's messages, and replaces the core when it dies.
+
+    Args:
+        start_core, restart: As for `AsyncMPClient`.
+    """
+
+    MAX_FAILED_STARTS = 3
+    """Failed starts in a row before giving up."""
+    SHORT_LIFE_SECONDS = 10.0
+    """A restarted core that dies sooner counts as a failed start."""
+    PAUSE_SECONDS = 1.0
+    """Between a failed start and the next."""
+
+    def __init__(self, start_core: Callable[[], CoreHandle], restart: bool) -> None:
+        self.core = start_core()
+        self._start_core = start_core
+        self._restart = restart
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._on_message: Callable[[], OnMessage | None]
+
+    def start(self, on_message: Callable[[], OnMessage | None]) -> None:
+        """Begin to forward, for as long as the weak reference gives a method to forward to."""
+        self._on_message = on_message
+        self._thread = threading.Thread(target=self._run, name="minivllm outputs", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the core, and one that is being started as soon as it is there."""
+        self._stopped.set()
+        self.core.shutdown()
+
+    def _run(self) -> None:
+        failed_starts, started = 0, -float("inf")
+        while True:
+            failure = self._forward()
+            if failure is None:
+                return
+            logger.error("The engine died: %s", dead_error(failure))
+            self.core.shutdown()
+            if not self._restart:
+                self._tell(failure)
+                return
+            self._tell(CoreFailed(failure.error_type, failure.message, restarting=True))
+            failed_starts = failed_starts + 1 if time.monotonic() - started < self.SHORT_LIFE_SECONDS else 0
+            if not self._start_another(failed_starts, failure):
+                return
+            started = time.monotonic()
+
+    def _forward(self) -> CoreFailed | None:
+        """Forward messages until the core fails. None if it was shut down, or nobody wants them any more."""
+        while True:
+            message = self.core.receive()
+            if message is None or self._stopped.is_set():
+                return None
+            if isinstance(message, CoreFailed):
+                return message
+            if not self._tell(message):
+                return None
+
+    def _tell(self, message: FromCore) -> bool:
+        on_message = self._on_message()
+        if on_message is not None:
+            on_message(message)
+        return on_message is not None
+
+    def _start_another(self, failed_starts: int, failure: CoreFailed) -> bool:
+        """Start a core in place of a dead one. False after too many failed starts in a row, or if nobody wants it any more."""
+        while failed_starts < self.MAX_FAILED_STARTS:
+            if failed_starts:
+                self._stopped.wait(self.PAUSE_SECONDS)
+            if self._stopped.is_set():
+                return False
+            try:
+                core = self._start_core()
+            except Exception as error:  # many kinds: no memory, no file, no process
+                failed_starts += 1
+                logger.error("Start %d of %d of another engine failed: %s", failed_starts, self.MAX_FAILED_STARTS, error)
+                failure = CoreFailed("", f"it died, and another could not be started: {error}", restarting=True)
+                self._tell(failure)
                 continue
-            status = self._process.poll()
-            if status is not None and not self._socket.poll(0):
-                return CoreFailed("", f"its process {_describe_exit(status)}")
-        return None
+            self.core = core
+            if self._stopped.is_set():
+                core.shutdown()
+                return False
+            logger.warning("Another engine has been started.")
+            self._tell(core.ready)
+            return True
+        logger.error("%d starts of an engine in a row failed: giving up.", self.MAX_FAILED_STARTS)
+        self._tell(CoreFailed(failure.error_type, failure.message))
+        return False
 
 
-def _forward(receive: Callable[[], FromCore | None], on_message: WeakMethod) -> None:
-    """The thread of the outputs: give each message to whoever still wants it, until the last one."""
-    while True:
-        try:
-            message = receive()
-        except Exception as error:  # something that is no message: what comes after it cannot be trusted either
-            message = CoreFailed(type(error).__name__, str(error))
-        method = on_message()
-        if message is None or method is None:
-            return
-        method(message)
-        del method
-        if isinstance(message, CoreFailed):
-            return
-
-
-def _start_process(num_threads: int | None) -> subprocess.Popen:
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
-    if num_threads is not None:
-        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
-        stdin=subprocess.PIPE,
-        stdout=2,  # whatever it prints is for people, not for a pipe
-        env=os.environ | environment,
-        start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
-    )
-
-
-def _make_socket_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="minivllm-")
-    if len(folder) > 80:  # the path of a socket may have about 100 characters
-        Path(folder).rmdir()
-        folder = tempfile.mkdtemp(prefix="minivllm-", dir="/tmp")
-    return folder
-
-
-def _end_process(process: subprocess.Popen, ends: threading.Event, folder: str) -> None:
-    """End a process, if it has not ended, and remove its sockets. It ends by itself when its standard input closes."""
-    ends.set()
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _describe_exit(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+def dead_error(failure: CoreFailed) -> EngineDeadError:
+    """What users are told when a core is gone."""
+    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+    return EngineDeadError(f"The engine has ended: {cause.rstrip('.')}.")

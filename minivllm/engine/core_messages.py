@@ -1,7 +1,7 @@
-"""What the two halves of `AsyncLLMEngine` say to each other: the frontend, which speaks with users, and the EngineCore, which steps.
+"""What the frontend and the engine core say to each other, in one process or two.
 
-The messages cross a socket as MessagePack. They are decoded strictly, each into its type: what is anything else is an error, and
-nothing that is received can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init__.py`.
+Across a process line the messages are MessagePack, decoded strictly, each into its type: anything else is an error, and nothing received
+can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init__.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 import msgspec
 
 from minivllm.engine.trace import StepRecord
-from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from minivllm.outputs import Logprob, RequestMetrics
+from minivllm.request import EngineCoreRequest
 
 
-class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine was doing after a step.
+class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of the scheduler after a step.
 
     Attributes:
         num_running, num_waiting, num_swapped: Sequences in each queue.
-        num_used_blocks, num_gpu_blocks: Device blocks that are referenced, and all there are.
-        num_steps, num_preemptions: Steps, and sequences that lost their blocks, since the engine began.
+        num_used_blocks, num_gpu_blocks: Device blocks in use, and in all.
+        num_steps, num_preemptions: Since the engine core started.
     """
 
     num_running: int = 0
@@ -41,91 +42,138 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AddRequest(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A request that has passed the door. `params` has those sampling parameters that differ from the defaults.
+    """Queue a request."""
 
-    `number` comes back with all that comes of it: an id may be used again while the last step of its former owner computes.
-    """
+    request: EngineCoreRequest
+
+
+class AbortRequests(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Nobody waits for these requests any more."""
+
+    request_ids: list[str]
+
+
+class StoppedSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A sequence whose text contains a stop string, which only the frontend can see."""
 
     request_id: str
     number: int
-    prompt_token_ids: list[int]
-    params: dict[str, Any]
-    arrival_time: float
-    priority: int = 0
+    index: int
+    stop_reason: str
 
 
-class AbortRequest(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Nobody waits for a request any longer."""
+class StopSequences(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Finish these sequences; the other sequences of their requests go on."""
 
-    request_id: str
+    sequences: list[StoppedSequence]
 
 
 class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Whether each `StepDone` is to have its `StepRecord`."""
+    """Whether each `EngineCoreOutputs` is to carry its `StepRecord`."""
 
     on: bool
 
 
 class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Stop after the step that runs."""
+    """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequest | SetTracing | Shutdown
+ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Shutdown
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------
 
 
 class CoreReady(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The model is loaded and the cache allocated."""
+    """The model is loaded and the KV cache is allocated."""
 
     num_gpu_blocks: int
 
 
-class RequestDelta(msgspec.Struct, forbid_unknown_fields=True):
-    """What is new of a request: a `RequestOutput` of kind DELTA without its prompt, which the frontend knows."""
+class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """What a step added to one sequence, and whether it finished."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
+    """What a step added to one request.
+
+    Attributes:
+        request_id, number: The request.
+        sequences: Those with new tokens, or that finished.
+        finished: Whether all of the request's sequences have finished.
+        metrics: So far.
+        prompt_logprobs: By position in the prompt, those that this step computed.
+        error: Why the request failed.
+    """
 
     request_id: str
     number: int
-    outputs: list[CompletionOutput]
+    sequences: list[NewTokens]
     finished: bool
-    metrics: RequestMetrics | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics
+    prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     error: str | None = None
 
-    @classmethod
-    def of(cls, output: RequestOutput, number: int) -> RequestDelta:
-        """The message for an output."""
-        metrics, logprobs = output.metrics, output.prompt_logprobs
-        return cls(output.request_id, number, output.outputs, output.finished, metrics, logprobs, output.error)
 
+class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The result of a step, or of messages that left nothing to do.
 
-class StepDone(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """What came of a step, or of messages that left nothing to do."""
+    Attributes:
+        outputs: By request, in the order of the batch.
+        timestamp: When the model had computed, in seconds of the core's clock.
+        stats: The scheduler's state.
+        record: The step's trace, if it is being watched.
+    """
 
-    deltas: list[RequestDelta]
-    stats: EngineStats
+    outputs: list[EngineCoreOutput]
+    timestamp: float
+    stats: SchedulerStats
     record: StepRecord | None = None
 
 
 class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The last message of a core that could not start, or could not go on. `error_type` is the name of an exception's class."""
+    """The core could not start, or could not go on.
+
+    Attributes:
+        error_type: Name of an exception's class, or "".
+        message: Why.
+        restarting: Whether another core is being started in its place.
+    """
 
     error_type: str
     message: str
+    restarting: bool = False
 
 
 class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Something for the frontend's log: a level and a logger's name, as `logging` has them, and the text."""
+    """A log record for the frontend's log: level and logger name, as in `logging`, and the text."""
 
     level: int
     logger: str
     text: str
 
 
-FromCore = CoreReady | StepDone | CoreFailed | CoreLog
+class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """The core's process is still responding."""
 
-_ENCODER = msgspec.msgpack.Encoder()
+
+FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLog | Heartbeat
+
+
+def _plain_number(value: Any) -> Any:
+    """NumPy numbers, as users put them into SamplingParams, become Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"A message cannot contain a {type(value).__name__}.")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
 _TO_CORE = msgspec.msgpack.Decoder(ToCore)
 _FROM_CORE = msgspec.msgpack.Decoder(FromCore)
 

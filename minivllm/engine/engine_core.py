@@ -1,155 +1,296 @@
-"""The engine behind a queue: messages go in, and what each step brings comes out.
+"""The engine core: a scheduler and an executor. It deals in token ids and knows neither text nor users.
 
-    input_queue ─► run_busy_loop: take all messages, step, take all messages, step, ... ─► output_queue
+    add_request ─► Scheduler.schedule() ─► Executor.execute_model() ─► Scheduler.update() ─► EngineCoreOutputs
+                          ▲                                                    │
+                          └──────────────────── next step ◄────────────────────┘
 
-`AsyncLLMEngine` runs it in a thread, or in a process of its own (`engine_core_proc.py`). Mirrors `EngineCore` in
-`vllm/v1/engine/core.py`.
+Mirrors `EngineCore` in `vllm/v1/engine/core.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from minivllm.engine.core_messages import (
-    AbortRequest,
-    AddRequest,
-    CoreFailed,
-    CoreReady,
-    EngineStats,
-    FromCore,
-    RequestDelta,
-    SetTracing,
-    Shutdown,
-    StepDone,
-    ToCore,
-)
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.errors import RequestError
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
+from minivllm.engine.trace import EngineTrace, StepRecord
+from minivllm.engine.trace_recorder import TraceRecorder
+from minivllm.errors import ConfigError, RequestError
+from minivllm.executor.base import Executor
+from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
+from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+
+if TYPE_CHECKING:
+    from minivllm.engine.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-_MOST_FAILED_STEPS = 3
-"""After so many steps in a row that the model failed in, it is taken to be broken."""
-
 
 class EngineCore:
-    """Steps an `LLMEngine` for as long as it has work, and waits for messages when it has none.
+    """Advances requests, one step at a time.
+
+    The parts are passed in, so that any of them can be another: a learner's scheduler, a simulated executor, a virtual clock.
 
     Args:
-        engine: Nobody else may step it.
-
-    Attributes:
-        input_queue: Messages of type `ToCore`, from any thread.
-        output_queue: Messages of type `FromCore`, the last one None.
+        model_config: Limits of the model.
+        cache_config: Layout of the KV cache.
+        scheduler_config: Limits and policies of the scheduler.
+        executor: Runs the model.
+        scheduler_cls, block_space_manager_cls: The classes to use.
+        clock: Gives the time in seconds.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.input_queue: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
-        self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
-        self._num_steps = 0
-        self._num_failed_steps = 0
-        self._numbers: dict[str, int] = {}
-        """Of the requests that live."""
-        self._refused: list[RequestDelta] = []
-        """Requests that did not get in: the next message tells of them."""
-        self.output_queue.put(CoreReady(int(engine.block_manager.num_gpu_blocks)))
-
-    def run_busy_loop(self) -> bool:
-        """Take messages and step, until told to stop, or until the engine itself fails. Returns whether it was told.
-
-        A model that fails in a step does not end the loop: the requests of that step end with an error, and the others go on.
-        One that fails in several steps in a row does. Requests that are left are aborted.
-        """
-        try:
-            while self._take_messages():
-                if self.engine.has_unfinished_requests():
-                    self._step()
-            return True
-        except Exception as error:
-            logger.exception("The engine failed.")
-            self.output_queue.put(CoreFailed(type(error).__name__, str(error)))
-            return False
-        finally:
-            for request_id in list(self.engine.scheduler.requests):
-                self.engine.abort_request(request_id)
-            self.engine.stop_trace()
-            self.output_queue.put(None)
-
-    def _take_messages(self) -> bool:
-        """Handle all messages there are; wait for one if there is nothing else to do. Returns False after a `Shutdown`."""
-        wait, handled = not self.engine.has_unfinished_requests(), False
-        while True:
-            try:
-                message = self.input_queue.get(block=wait)
-            except queue.Empty:
-                break
-            if isinstance(message, Shutdown):
-                return False
-            self._handle(message)
-            wait, handled = False, True
-        if handled and not self.engine.has_unfinished_requests():
-            self._send([])
-        return True
-
-    def _handle(self, message: ToCore) -> None:
-        if isinstance(message, AddRequest):
-            try:
-                params = SamplingParams(**message.params, output_kind=RequestOutputKind.DELTA)
-                self.engine.add_request(
-                    message.request_id,
-                    message.prompt_token_ids,
-                    params,
-                    arrival_time=message.arrival_time,
-                    priority=message.priority,
-                )
-                self._numbers[message.request_id] = message.number
-            except (RequestError, TypeError) as error:  # the frontend has checked it: only a frontend in error comes here
-                self._refused.append(RequestDelta(message.request_id, message.number, [], finished=True, error=str(error)))
-        elif isinstance(message, AbortRequest):
-            self.engine.abort_request(message.request_id)
-            self._numbers.pop(message.request_id, None)
-            self._forget_ended_requests()
-        elif isinstance(message, SetTracing):
-            if message.on:
-                self.engine.start_trace()
-            else:
-                self.engine.stop_trace()
-
-    def _step(self) -> None:
-        outputs = self.engine.step()
-        self._num_steps += 1
-        deltas = [RequestDelta.of(output, self._numbers.get(output.request_id, -1)) for output in outputs]
-        for output in outputs:
-            if output.finished:
-                self._numbers.pop(output.request_id, None)
-        self._send(deltas)
-        self._forget_ended_requests()
-        if outputs:
-            self._num_failed_steps = self._num_failed_steps + 1 if all(output.error for output in outputs) else 0
-        if self._num_failed_steps == _MOST_FAILED_STEPS:
-            raise RuntimeError(f"{_MOST_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
-
-    def _send(self, deltas: list[RequestDelta]) -> None:
-        engine, manager = self.engine, self.engine.block_manager
-        stats = EngineStats(
-            num_running=len(engine.scheduler.running),
-            num_waiting=len(engine.scheduler.waiting),
-            num_swapped=len(engine.scheduler.swapped),
-            num_used_blocks=int(manager.num_gpu_blocks - manager.get_num_free_gpu_blocks()),  # a learner's may count in numpy
-            num_gpu_blocks=int(manager.num_gpu_blocks),
-            num_steps=self._num_steps,
-            num_preemptions=engine.num_preemptions,
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        executor: Executor,
+        *,
+        scheduler_cls: type[Scheduler] = Scheduler,
+        block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model_config = model_config
+        self.cache_config = cache_config
+        self.scheduler_config = scheduler_config
+        self.executor = executor
+        self.clock = clock
+        num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
+        executor.initialize_cache(num_gpu_blocks, num_cpu_blocks)
+        self.block_manager = block_space_manager_cls(
+            cache_config.block_size,
+            num_gpu_blocks,
+            num_cpu_blocks,
+            watermark=cache_config.watermark,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
         )
-        deltas, self._refused = self._refused + deltas, []
-        record = engine.trace.steps.pop() if engine.trace and engine.trace.steps else None
-        self.output_queue.put(StepDone(deltas, stats, record))
+        self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_steps = 0
+        self.num_preemptions = 0
+        """How often a sequence lost its cache blocks."""
+        self._recorder: TraceRecorder | None = None
+        self._undelivered: list[EngineCoreOutput] = []
+        """Outputs of a step that was interrupted; the next step returns them."""
 
-    def _forget_ended_requests(self) -> None:
-        """Keep a trace, which is given out step by step, from growing for ever."""
-        if self.engine.trace is not None:
-            requests = self.engine.trace.requests
-            for request_id in [name for name, record in requests.items() if record.finished_time is not None]:
-                del requests[request_id]
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> EngineCore:
+        """Load the model, size and allocate the KV cache.
+
+        Raises:
+            ModelLoadError: The model cannot be used.
+            ConfigError: The configuration cannot work on this machine.
+        """
+        from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
+
+        configs = (config.model_config, config.cache_config, config.scheduler_config)
+        return cls(
+            *configs,
+            UniProcExecutor(*configs, config.worker_config),
+            scheduler_cls=config.scheduler_cls,
+            block_space_manager_cls=config.block_space_manager_cls,
+        )
+
+    def use_scheduler(self, scheduler_cls: type[Scheduler], scheduler_config: SchedulerConfig | None = None) -> None:
+        """Replace the scheduler, to compare several on one loaded model.
+
+        Args:
+            scheduler_cls: The class to use.
+            scheduler_config: Other limits; None keeps them.
+
+        Raises:
+            ConfigError: There are unfinished requests.
+        """
+        if self.has_unfinished_requests():
+            raise ConfigError("The engine has unfinished requests: finish or abort them first.")
+        self.scheduler_config = scheduler_config or self.scheduler_config
+        self.scheduler = scheduler_cls(self.scheduler_config, self.block_manager)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: Its id is in use.
+        """
+        if request.request_id in self.scheduler.requests:
+            raise RequestError(
+                f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
+            )
+        added = Request.from_engine_core_request(request)
+        self.scheduler.add_request(added)
+        if self._recorder is not None:
+            self._recorder.add_request(added)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Finish requests and free their blocks. Unknown and finished ids are ignored."""
+        for request_id in request_ids:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                self.scheduler.abort_request(request_id)
+                request.metrics.finished_time = self.clock()
+                if self._recorder is not None:
+                    self._recorder.abort_request(request)
+            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+
+    def stop_sequences(self, sequences: Iterable[StoppedSequence]) -> None:
+        """Finish sequences in whose text a stop string was found, and free their blocks. Finished ones are ignored."""
+        for stopped in sequences:
+            request = self.scheduler.requests.get(stopped.request_id)
+            if request is None or request.number != stopped.number:
+                continue
+            seq = next(seq for seq in request.sequences if seq.index == stopped.index)
+            if seq.finished:
+                continue
+            self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stopped.stop_reason)
+            if request.finished:
+                request.metrics.finished_time = self.clock()
+            if self._recorder is not None:
+                self._recorder.stop_sequence(seq)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedule, execute, update: advance every scheduled sequence.
+
+        If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
+        step reports the requests that it ended.
+        """
+        if self._undelivered:
+            outputs, self._undelivered = self._undelivered, []
+            return self.make_outputs(outputs)
+        start = self.clock()
+        scheduled = self.scheduler.schedule()
+        self._note_scheduled(scheduled, start)
+        if not scheduled.scheduled and not scheduled.preempted:
+            return self.make_outputs([])
+        record = self._recorder.begin_step(scheduled, start) if self._recorder is not None else None
+        try:
+            results = self.executor.execute_model(scheduled.to_request())
+            if len(results) != len(scheduled.scheduled):
+                raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
+        except Exception as error:
+            logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
+            return self.make_outputs(self._fail_step(scheduled, error, record))
+        except BaseException as error:  # Ctrl-C: queues and tables have changed already, so the step cannot be repeated
+            self._undelivered = self._fail_step(scheduled, error, record)
+            raise
+        now = self.clock()
+        advanced = self.scheduler.update(scheduled, results)
+        outputs = self._collect_outputs(scheduled, results, advanced, now)
+        if self._recorder is not None and record is not None:
+            requests = dict.fromkeys(seq.request for seq, _ in advanced)
+            self._recorder.end_step(record, scheduled, results, requests, now)
+        return self.make_outputs(outputs, now)
+
+    def make_outputs(self, outputs: list[EngineCoreOutput], timestamp: float | None = None) -> EngineCoreOutputs:
+        """Outputs, with the time and the state of the scheduler."""
+        manager, scheduler = self.block_manager, self.scheduler
+        stats = SchedulerStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=len(scheduler.swapped),
+            num_used_blocks=int(self.num_gpu_blocks - manager.get_num_free_gpu_blocks()),  # a learner's may count in NumPy
+            num_gpu_blocks=self.num_gpu_blocks,
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+        )
+        return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
+
+    def _note_scheduled(self, scheduled: SchedulerOutput, start: float) -> None:
+        """Count the step.
+
+        Raises:
+            RuntimeError: Nothing was scheduled, though there is something to do: a mistake in a learner's scheduler.
+        """
+        if scheduled.scheduled or scheduled.preempted:
+            self.num_steps += 1
+            self.num_preemptions += len(scheduled.preempted)
+        elif self.scheduler.has_unfinished_requests():
+            name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
+            raise RuntimeError(f"{name} scheduled nothing, though {count} requests are unfinished: it would do so forever.")
+        for item in scheduled.scheduled:
+            metrics = item.seq.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = start
+
+    def _collect_outputs(
+        self, scheduled: SchedulerOutput, results: list[SequenceOutput], advanced: list[tuple[Sequence, int]], now: float
+    ) -> list[EngineCoreOutput]:
+        """What the step added to each request, from what `Scheduler.update` returned."""
+        outputs: dict[Request, EngineCoreOutput] = {}
+        for seq, i in advanced:
+            # A result has one token for each sibling forked from its sequence, by index; or several for one sequence, with drafts.
+            first, logprobs = seq.index - scheduled.scheduled[i].seq.index, results[i].logprobs
+            token_ids = seq.take_new_tokens()
+            new = NewTokens(seq.index, token_ids, logprobs[first : first + len(token_ids)] if logprobs else None)
+            if seq.finished:
+                new.finish_reason, new.stop_reason = seq.finish_reason, seq.stop_reason
+            request = seq.request
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if request not in outputs:
+                outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
+            outputs[request].sequences.append(new)
+        for item, result in zip(scheduled.scheduled, results, strict=True):
+            request = item.seq.request
+            if not result.prompt_logprobs or (request.request_id not in self.scheduler.requests and request not in outputs):
+                continue  # aborted during the step
+            if request not in outputs:  # a chunk in the middle of the prompt
+                outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
+            outputs[request].prompt_logprobs = result.prompt_logprobs
+        for request, output in outputs.items():
+            output.finished = request.finished
+            if request.finished:
+                request.metrics.finished_time = now
+            output.metrics = replace(request.metrics)
+        return list(outputs.values())
+
+    def _fail_step(self, scheduled: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[EngineCoreOutput]:
+        """Finish every request of the failed step: the contents of their cache blocks are unknown."""
+        sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
+        requests, outputs, now = dict.fromkeys(seq.request for seq in sequences), [], self.clock()
+        for request in requests:
+            request.error = f"The model failed in a step: {type(error).__name__}: {error}."
+            unfinished = [seq for seq in request.sequences if not seq.finished]
+            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
+            request.metrics.finished_time = now
+            ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
+            metrics = replace(request.metrics)
+            outputs.append(EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=request.error))
+        if record is not None and self._recorder is not None:
+            record.error = f"{type(error).__name__}: {error}"
+            self._recorder.end_step(record, scheduled, [], requests, now)
+        return outputs
+
+    # -- traces --------------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> EngineTrace | None:
+        """What has been recorded, or None if nothing is."""
+        return None if self._recorder is None else self._recorder.trace
+
+    def start_trace(self) -> EngineTrace:
+        """Record from now on, in a new trace. An earlier one stays as it is."""
+        self._recorder = TraceRecorder(self)
+        return self._recorder.trace
+
+    def stop_trace(self) -> None:
+        """Stop recording."""
+        self._recorder = None
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.executor.shutdown()

@@ -1,44 +1,155 @@
-"""An `EngineCore` in a process of its own, so that neither waits for the other: the model for HTTP, nor HTTP for the model.
+"""The engine core behind a queue, in a thread or a process of its own, so that neither waits for the other: the model for HTTP, nor HTTP
+for the model.
 
     socket ─► input thread: decode ─► input_queue ─► main thread: busy loop ─► output_queue ─► output thread: encode ─► socket
 
 The frontend starts the process as `python -m minivllm.engine.engine_core_proc`, writes one line of JSON to its standard input
-(`CoreSetup`), and keeps that pipe open: when it closes, the frontend is gone, and so goes the process. Mirrors `EngineCoreProc` in
+(`CoreSetup`), and keeps that pipe open: when it closes, the frontend is gone, and the process exits. Mirrors `EngineCoreProc` in
 `vllm/v1/engine/core.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import queue
 import shutil
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 import zmq
 
-from minivllm.config import EngineArgs
-from minivllm.engine.core_messages import CoreFailed, CoreLog, decode_to_core, encode
+from minivllm.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreFailed,
+    CoreLog,
+    CoreReady,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FromCore,
+    Heartbeat,
+    SetTracing,
+    Shutdown,
+    StopSequences,
+    ToCore,
+    decode_to_core,
+    encode,
+)
+from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.llm_engine import LLMEngine
-from minivllm.errors import ConfigError
+from minivllm.errors import RequestError
+from minivllm.outputs import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
-_CLASS = "class:"
-"""What a class becomes on its way into the process: this, its module, a colon and its name."""
+MAX_FAILED_STEPS = 3
+"""Consecutive failed steps before the engine core is declared dead."""
+HEARTBEAT_SECONDS = 1.0
+"""A process that has nothing else to say sends a heartbeat this often."""
+
+
+class EngineCoreLoop:
+    """Steps an engine core while it has work, and waits for messages when it has none.
+
+    Args:
+        core: Used by nobody else while the loop runs.
+
+    Attributes:
+        input_queue: Messages to the core, from any thread.
+        output_queue: Messages from the core; None after the last one.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.input_queue: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+        self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
+        self._num_failed_steps = 0
+        self._refused: list[EngineCoreOutput] = []
+        """Errors of requests that could not be added; the next message carries them."""
+        self.output_queue.put(CoreReady(core.num_gpu_blocks))
+
+    def run_busy_loop(self) -> bool:
+        """Handle messages and step, until told to stop, or until the core fails. Returns whether it was told.
+
+        A failed step does not end the loop, only its requests; several in a row do. Remaining requests are aborted.
+        """
+        core = self.core
+        try:
+            while self._handle_messages():
+                if core.has_unfinished_requests():
+                    self._step()
+            return True
+        except Exception as error:
+            logger.exception("The engine failed.")
+            self.output_queue.put(CoreFailed(type(error).__name__, str(error)))
+            return False
+        finally:
+            core.abort_requests(list(core.scheduler.requests))
+            core.stop_trace()
+            self.output_queue.put(None)
+
+    def _handle_messages(self) -> bool:
+        """Handle all messages there are; wait for one if there is nothing else to do. Returns False after a `Shutdown`."""
+        wait, handled = not self.core.has_unfinished_requests(), False
+        while True:
+            try:
+                message = self.input_queue.get(block=wait)
+            except queue.Empty:
+                break
+            if isinstance(message, Shutdown):
+                return False
+            self._handle(message)
+            wait, handled = False, True
+        if handled and not self.core.has_unfinished_requests():
+            self._send(self.core.make_outputs([]))
+        return True
+
+    def _handle(self, message: ToCore) -> None:
+        if isinstance(message, AddRequest):
+            try:
+                self.core.add_request(message.request)
+            except RequestError as error:  # the frontend has validated it: only a faulty frontend gets here
+                request_id, number = message.request.request_id, message.request.number
+                metrics = RequestMetrics(message.request.arrival_time)
+                self._refused.append(EngineCoreOutput(request_id, number, [], True, metrics, error=str(error)))
+        elif isinstance(message, AbortRequests):
+            self.core.abort_requests(message.request_ids)
+        elif isinstance(message, StopSequences):
+            self.core.stop_sequences(message.sequences)
+        elif isinstance(message, SetTracing):
+            if message.on:
+                self.core.start_trace()
+            else:
+                self.core.stop_trace()
+
+    def _step(self) -> None:
+        message = self.core.step()
+        outputs = message.outputs
+        self._send(message)
+        if outputs:
+            self._num_failed_steps = self._num_failed_steps + 1 if all(output.error for output in outputs) else 0
+        if self._num_failed_steps == MAX_FAILED_STEPS:
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
+
+    def _send(self, message: EngineCoreOutputs) -> None:
+        message.outputs, self._refused = self._refused + message.outputs, []
+        trace = self.core.trace
+        if trace is not None:  # given away step by step, or it would grow forever
+            message.record = trace.steps.pop() if trace.steps else None
+            for request_id in [name for name, record in trace.requests.items() if record.finished_time is not None]:
+                del trace.requests[request_id]
+        self.output_queue.put(message)
 
 
 class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process is told at its start: the engine's arguments, the sockets, and where Python finds modules."""
+    """What the process is told at its start: the configuration, the sockets, and where Python finds modules."""
 
-    engine_args: dict[str, Any]
+    config: dict[str, Any]
     socket_folder: str
     input_address: str
     output_address: str
@@ -46,43 +157,8 @@ class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
     log_level: int
 
 
-def pack_engine_args(args: EngineArgs) -> dict[str, Any]:
-    """Engine arguments as JSON has them.
-
-    Raises:
-        ConfigError: A class is defined where another process cannot import it.
-    """
-    return {field.name: _pack(field.name, getattr(args, field.name)) for field in fields(args)}
-
-
-def _pack(name: str, value: Any) -> Any:
-    if not isinstance(value, type):
-        return str(value) if name == "model" else value
-    if value.__module__ == "__main__" or "<locals>" in value.__qualname__:
-        raise ConfigError(
-            f"{name} is {value.__qualname__}, which another process cannot import from where it is defined: put the class into "
-            f"a module, or run the engine in this process (in_process=True)."
-        )
-    return f"{_CLASS}{value.__module__}:{value.__qualname__}"
-
-
-def unpack_engine_args(packed: dict[str, Any]) -> EngineArgs:
-    """The arguments that `pack_engine_args` was given."""
-    return EngineArgs(**{name: _unpack(value) for name, value in packed.items()})
-
-
-def _unpack(value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith(_CLASS):
-        return value
-    module, _, name = value.removeprefix(_CLASS).partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 class LogToFrontend(logging.Handler):
-    """Sends what is logged to the frontend, whose log has a form of its own.
+    """Sends log records to the frontend, which has a log of its own.
 
     Args:
         put: Where the messages go.
@@ -111,59 +187,68 @@ class EngineCoreProc:
         self._output = self._context.socket(zmq.PUSH)
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
-        self._engine_args = setup.engine_args
+        self._config = setup.config
         self._log = LogToFrontend(lambda message: self._output.send(encode(message)))
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
-        """Load the engine and serve until told to stop. Returns the exit status."""
+        """Load the model and serve until told to stop. Returns the exit status."""
         try:
-            core = EngineCore(LLMEngine.from_engine_args(unpack_engine_args(self._engine_args)))
+            core = EngineCore.from_config(EngineConfig.unpack(self._config))
         except Exception as error:
             self._output.send(encode(CoreFailed(type(error).__name__, str(error))))
             self._context.destroy(linger=1000)
             return 1
-        self._log.put = core.output_queue.put  # from here on, the socket is the output thread's
-        threading.Thread(target=self._receive, args=(core,), daemon=True).start()
-        sender = threading.Thread(target=self._send, args=(core,))
+        loop = EngineCoreLoop(core)
+        self._log.put = loop.output_queue.put  # from here on, the socket is the output thread's
+        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
+        sender = threading.Thread(target=self._send, args=(loop,))
         sender.start()
-        was_told = core.run_busy_loop()
+        was_told = loop.run_busy_loop()
+        core.shutdown()
         sender.join()
         self._context.term()  # returns when the last message has gone out
         return 0 if was_told else 1
 
-    def _receive(self, core: EngineCore) -> None:
+    def _receive(self, loop: EngineCoreLoop) -> None:
         """The input thread."""
         try:
             while True:
                 data = self._input.recv()
                 try:
-                    core.input_queue.put(decode_to_core(data))
+                    loop.input_queue.put(decode_to_core(data))
                 except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                    logger.error("A message that cannot be read was dropped: %s", error)
+                    logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:
             self._input.close(linger=0)
         except Exception:
-            _end_at_once()
+            _exit_at_once()
 
-    def _send(self, core: EngineCore) -> None:
+    def _send(self, loop: EngineCoreLoop) -> None:
         """The output thread: it ends after the core's last message."""
         try:
-            while (message := core.output_queue.get()) is not None:
+            while (message := _next_message(loop)) is not None:
                 self._output.send(encode(message))
             self._output.close(linger=1000)
         except Exception:
-            _end_at_once()
+            _exit_at_once()
 
 
-def _end_at_once() -> None:
-    """A thread has failed: the frontend sees the process end, but would wait for ever for one that only steps."""
-    traceback.print_exc()  # the way of the log may be what has failed
+def _next_message(loop: EngineCoreLoop) -> FromCore | None:
+    try:
+        return loop.output_queue.get(timeout=HEARTBEAT_SECONDS)
+    except queue.Empty:
+        return Heartbeat()
+
+
+def _exit_at_once() -> None:
+    """A thread has failed: the frontend sees the process exit, but would wait forever for one that only steps."""
+    traceback.print_exc()  # the log's own path may be what failed
     os._exit(1)
 
 
-def _end_with_the_frontend(socket_folder: str) -> None:
-    """Wait until standard input closes: only the frontend holds its other end. It may have had no time to tidy up."""
+def _exit_with_the_frontend(socket_folder: str) -> None:
+    """Wait until standard input closes: only the frontend holds its other end. It may have had no time to clean up."""
     while os.read(0, 1024):
         pass
     shutil.rmtree(socket_folder, ignore_errors=True)
@@ -180,7 +265,7 @@ def main() -> int:
         line += part
     setup = msgspec.json.decode(line, type=CoreSetup)
     sys.path[:] = setup.sys_path
-    threading.Thread(target=_end_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
+    threading.Thread(target=_exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
     return EngineCoreProc(setup).run()
 
 

@@ -1,21 +1,40 @@
-"""What is checked at the door, and how a prompt becomes token ids. Mirrors `vllm/v1/engine/input_processor.py`.
+"""Validates requests and turns prompts into token ids, once, before the engine core sees them.
 
-A request that passes can be served; one that does not has cost nobody a block.
+A request that passes can be served; one that does not has cost nobody a block. Mirrors `vllm/v1/engine/input_processor.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import RequestError
+from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+
+
+@dataclass(frozen=True)
+class ProcessedRequest:
+    """A request that can be served.
+
+    Attributes:
+        prompt: Its text, if it was given as text.
+        core_request: What the engine core gets.
+    """
+
+    prompt: str | None
+    core_request: EngineCoreRequest
 
 
 class InputProcessor:
@@ -25,28 +44,73 @@ class InputProcessor:
         model_config: Limits of the model.
         scheduler_config: How many sequences run at once.
         tokenizer: None for token ids only.
-        cache_tokens: Tokens that the whole cache holds.
+        cache_tokens: Tokens that the whole KV cache holds.
+        seed: Requests without a seed draw theirs from a stream that starts here.
+        clock: Gives the arrival time, in seconds.
     """
 
     def __init__(
-        self, model_config: ModelConfig, scheduler_config: SchedulerConfig, tokenizer: Tokenizer | None, cache_tokens: int
+        self,
+        model_config: ModelConfig,
+        scheduler_config: SchedulerConfig,
+        tokenizer: Tokenizer | None,
+        cache_tokens: int,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.cache_tokens = cache_tokens
         self._model_config = model_config
         self._scheduler_config = scheduler_config
         self._tokenizer = tokenizer
-        self._cache_tokens = cache_tokens
+        self.clock = clock
+        self._random = random.Random(seed)
+        self._numbers = itertools.count()
+        eos = set(model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.add(tokenizer.eos_token_id)
+        self._eos_token_ids = tuple(sorted(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
 
-    def check_request_id(self, request_id: str) -> None:
-        """Raise a RequestError for what cannot be a request's name."""
-        if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
-            raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> ProcessedRequest:
+        """Validate, tokenize and seed a request.
 
-    def check(self, num_prompt_tokens: int, params: SamplingParams, arrival_time: float | None = None, priority: int = 0) -> int:
-        """Check what is wanted of a prompt of so many tokens. Returns how long its sequences may grow, the prompt included.
+        Args:
+            request_id: The caller's name for it.
+            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
+            params: How to generate; the defaults if None.
+            arrival_time: Seconds of the engine's clock; now if None.
+            priority: With the "priority" policy, smaller goes first.
 
         Raises:
             RequestError: It cannot be served.
         """
+        if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
+            raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
+        params = SamplingParams() if params is None else params
+        text, token_ids = self.read_prompt(prompt)
+        max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
+        request = EngineCoreRequest(
+            request_id,
+            next(self._numbers),
+            token_ids,
+            params,
+            max_num_tokens,
+            self._eos_token_ids,
+            seed=self._random.getrandbits(64) if params.seed is None else int(params.seed),
+            arrival_time=self.clock() if arrival_time is None else arrival_time,
+            priority=priority,
+        )
+        return ProcessedRequest(text, request)
+
+    def _check(self, num_prompt_tokens: int, params: SamplingParams, arrival_time: float | None, priority: int) -> int:
+        """Check the parameters of a request. Returns the limit on its prompt and output together."""
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63:
             raise RequestError(f"priority must be a whole number of less than 2**63, not {priority!r}.")
         is_number = isinstance(arrival_time, (int, float)) and not isinstance(arrival_time, bool)
@@ -58,10 +122,10 @@ class InputProcessor:
         return self._max_num_tokens(num_prompt_tokens, params)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (where there is one) and token ids of a prompt.
+        """The text (if given) and the token ids of a prompt.
 
         Raises:
-            RequestError: It is no prompt, is empty, or has ids that the model does not know.
+            RequestError: It is not a prompt, is empty, or has ids outside the model's vocabulary.
         """
         if isinstance(prompt, dict):
             known = prompt.keys() & {"prompt", "prompt_token_ids"}
@@ -102,10 +166,10 @@ class InputProcessor:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
 
     def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """How long the sequences of a request may grow, prompt included."""
+        """The length that the sequences of a request may reach, prompt included."""
         limit = self._model_config.max_model_len
-        # The last token is never fed back, so it needs no place in the cache.
-        cache_limit = self._cache_tokens + 1
+        # The last token is never fed back, so it needs no slot in the cache.
+        cache_limit = self.cache_tokens + 1
         if num_prompt_tokens >= limit:
             raise RequestError(
                 f"The prompt has {num_prompt_tokens} tokens, but the model takes at most {limit} with at least one "
@@ -113,7 +177,7 @@ class InputProcessor:
             )
         if num_prompt_tokens >= cache_limit:
             raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self._cache_tokens}: "
+                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self.cache_tokens}: "
                 f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
             )
         if params.max_tokens is None:
@@ -121,7 +185,7 @@ class InputProcessor:
         wanted = min(num_prompt_tokens + params.max_tokens, limit)
         if wanted > cache_limit:
             raise RequestError(
-                f"The request can grow to {wanted} tokens, but the whole cache holds only {self._cache_tokens}: lower "
+                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: lower "
                 f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
             )
         return wanted

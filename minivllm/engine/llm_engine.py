@@ -1,13 +1,12 @@
-"""The engine: takes requests at any time, and with each step brings all that run one token further.
+"""The synchronous engine: requests with text go in, and each step returns what is new.
 
-Mirrors `vllm/v1/engine/llm_engine.py`. Everything that decides is in `core/`, everything that computes is behind the
-Executor.
+    add_request ─► InputProcessor ─► EngineCoreClient ─► EngineCore.step() ─► OutputProcessor ─► RequestOutput
+
+Mirrors `vllm/v1/engine/llm_engine.py`.
 """
 
 from __future__ import annotations
 
-import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,114 +14,102 @@ from typing import Any
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.core_client import InprocClient, SyncMPClient
+from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.engine.trace import EngineTrace, StepRecord
-from minivllm.engine.trace_recorder import TraceRecorder
+from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.outputs import RequestOutput
-from minivllm.request import Request, SequenceStatus
+from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.scheduler_output import SchedulerOutput
-
-logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Runs requests to their end, a step at a time.
-
-    Usually made by `LLMEngine.from_engine_args`. The parts are given in, so that any of them can be another: a
-    learner's scheduler, a simulated executor, a virtual clock.
+    """Runs requests, one step at a time. Usually made by `LLMEngine.from_engine_args`.
 
     Args:
-        model_config: Limits of the model.
-        cache_config: How the cache is cut up.
-        scheduler_config: Limits and policies of the scheduler.
-        executor: Who computes.
+        engine_core: The way to the core.
+        model_config, cache_config, scheduler_config: What the core was made with.
         tokenizer: None for token ids only.
-        scheduler_cls, block_space_manager_cls: The classes to make.
-        seed: From it come the random streams of requests without a seed.
-        clock: Gives the time in seconds.
-        trace: Record what is done in `self.trace`, from the start.
+        seed: Requests without a seed draw theirs from a stream that starts here.
+        clock: The core's.
     """
 
     def __init__(
         self,
+        engine_core: InprocClient | SyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
-        executor: Executor,
         tokenizer: Tokenizer | None,
         *,
-        scheduler_cls: type[Scheduler] = Scheduler,
-        block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-        trace: bool = False,
     ) -> None:
+        self.engine_core = engine_core
         self.model_config = model_config
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.executor = executor
         self.tokenizer = tokenizer
-        self.clock = clock
-        num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
-        executor.initialize_cache(num_gpu_blocks, num_cpu_blocks)
-        self.block_manager = block_space_manager_cls(
-            cache_config.block_size,
-            num_gpu_blocks,
-            num_cpu_blocks,
-            watermark=cache_config.watermark,
-            enable_prefix_caching=cache_config.enable_prefix_caching,
-        )
-        self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
-        self.cache_tokens = num_gpu_blocks * cache_config.block_size
-        """Tokens that the whole cache holds."""
-        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens)
+        self.seed = seed
+        self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
+        """Tokens that the whole KV cache holds."""
+        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
         self.output_processor = OutputProcessor(tokenizer)
-        self.num_preemptions = 0
-        """How often a sequence lost its cache blocks, since the engine was made."""
-        self._recorder: TraceRecorder | None = None
-        self._undelivered: list[RequestOutput] = []
-        """Outputs of a step that was interrupted; the next one gives them out."""
-        self._random = random.Random(seed)
-        eos = set(model_config.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos.add(tokenizer.eos_token_id)
-        self._eos_token_ids = tuple(sorted(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
-        if trace:
-            self.start_trace()
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """Resolve the model, load it, size and allocate the cache.
+    def from_engine_args(cls, args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
+        """Resolve the model, load it, size and allocate the KV cache.
+
+        Args:
+            args: What to run, and how.
+            in_process: Run the engine core in this process, not in one of its own.
 
         Raises:
             ModelLoadError: The model cannot be found or used.
             ConfigError: The arguments cannot work together.
         """
-        # Imported here, so that an engine on another executor needs no torch.
-        from minivllm.executor.uniproc import UniProcExecutor
-        from minivllm.models.hub import resolve_model
-        from minivllm.models.registry import load_model_config
+        from minivllm.engine.engine_config import EngineConfig
 
-        _check_plugin("scheduler_cls", args.scheduler_cls)
-        _check_plugin("block_space_manager_cls", args.block_space_manager_cls)
-        path = resolve_model(args.model)
-        model_config = load_model_config(str(args.model), path, args.max_model_len)
-        configs = (model_config, args.cache_config(), args.scheduler_config(model_config.max_model_len))
-        tokenizer = None if args.skip_tokenizer_init else Tokenizer(path)
-        return cls(
-            *configs,
-            UniProcExecutor(*configs, args.worker_config()),
-            tokenizer,
-            scheduler_cls=args.scheduler_cls or Scheduler,
-            block_space_manager_cls=args.block_space_manager_cls or BlockSpaceManager,
-            seed=args.seed,
-            trace=args.trace,
+        config = EngineConfig.from_engine_args(args)
+        tokenizer = config.load_tokenizer()
+        client: InprocClient | SyncMPClient
+        if in_process:
+            client = InprocClient(EngineCore.from_config(config))
+        else:
+            from minivllm.engine.core_handle import CoreProcess
+
+            if args.trace:
+                raise ConfigError("trace=True records in this process: leave it out, or run the engine in this process.")
+            client = SyncMPClient(CoreProcess(config))
+        engine = cls(client, config.model_config, config.cache_config, config.scheduler_config, tokenizer, seed=args.seed)
+        if args.trace:
+            engine.start_trace()
+        return engine
+
+    @classmethod
+    def from_executor(
+        cls,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        executor: Executor,
+        tokenizer: Tokenizer | None = None,
+        *,
+        scheduler_cls: type[Scheduler] = Scheduler,
+        block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> LLMEngine:
+        """An engine in this process on an executor of your own, for example a simulated one."""
+        configs = (model_config, cache_config, scheduler_config)
+        core = EngineCore(
+            *configs, executor, scheduler_cls=scheduler_cls, block_space_manager_cls=block_space_manager_cls, clock=clock
         )
+        return cls(InprocClient(core), *configs, tokenizer, seed=seed, clock=clock)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -134,144 +121,105 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
-    ) -> Request:
-        """Check a request and queue it.
-
-        Args:
-            request_id: Your name for it, unique among the requests that live.
-            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
-            params: What is wanted; the defaults if None.
-            arrival_time: Seconds of the engine's clock; now if None.
-            priority: With the "priority" policy, smaller numbers go first.
+    ) -> EngineCoreRequest:
+        """Validate a request and queue it. The arguments are those of `InputProcessor.process_inputs`.
 
         Raises:
             RequestError: It cannot be served. Nothing has been allocated for it, and no other request is affected.
         """
-        self.input_processor.check_request_id(request_id)
         if request_id in self.output_processor.states:
-            raise RequestError(f"There is a request {request_id!r} already: choose another id, or wait until it has ended.")
-        params = SamplingParams() if params is None else params
-        text, token_ids = self.input_processor.read_prompt(prompt)
-        max_num_tokens = self.input_processor.check(len(token_ids), params, arrival_time, priority)
-        request = Request(
-            request_id,
-            token_ids,
-            params,
-            max_num_tokens=max_num_tokens,
-            arrival_time=self.clock() if arrival_time is None else arrival_time,
-            eos_token_ids=self._eos_token_ids,
-            prompt=text,
-            priority=priority,
-            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
-        )
-        self.scheduler.add_request(request)
-        self.output_processor.add_request(request)
-        if self._recorder is not None:
-            self._recorder.add_request(request)
-        return request
+            raise RequestError(f"There is already a request {request_id!r}: choose another id, or wait until it has finished.")
+        processed = self.input_processor.process_inputs(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )  # fmt: skip
+        self.engine_core.add_request(processed.core_request)
+        self.output_processor.add_request(processed)
+        return processed.core_request
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks. Unknown and finished ids are ignored."""
-        self.scheduler.abort_request(request_id)
-        state = self.output_processor.states.pop(request_id, None)
-        if state is not None:
-            state.request.metrics.finished_time = self.clock()
-            if self._recorder is not None:
-                self._recorder.abort_request(state.request)
+        """Finish a request and free its blocks. Unknown and finished ids are ignored."""
+        if self.output_processor.abort_request(request_id) is not None:
+            self.engine_core.abort_requests([request_id])
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do."""
-        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
+        """Whether `step` has anything to do."""
+        return bool(self.output_processor.states)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait, run or are swapped out."""
-        return len(self.scheduler.requests)
+        return len(self.output_processor.states)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute and take in one step.
+        """Advance every scheduled sequence by one step.
 
         Returns:
-            For each request that ended, or got a token and wants to know, all there is of it so far (or what is new). If the
-            model fails, the requests of the step end with the error; the others go on. After Ctrl-C the next step tells of
-            those that ended.
+            For each request with new tokens, or that finished, everything so far or what is new, as its `output_kind` says. If the
+            model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C, the next step
+            reports the requests that it ended.
         """
-        if self._undelivered:
-            outputs, self._undelivered = self._undelivered, []
-            return outputs
-        recorder = self._recorder
-        start = self.clock()
-        output = self.scheduler.schedule()
-        self.num_preemptions += len(output.preempted)
-        if not output.scheduled and not output.preempted:
-            if self.scheduler.has_unfinished_requests():
-                name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
-                raise RuntimeError(
-                    f"{name} scheduled nothing, though {count} requests are unfinished: it would go on so for ever."
-                )
-            return []
-        for scheduled in output.scheduled:
-            metrics = scheduled.seq.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = start
-        record = None if recorder is None else recorder.begin_step(output, start)
-        try:
-            results = self.executor.execute_model(output)
-            if len(results) != len(output.scheduled):
-                raise RuntimeError(f"the executor gave {len(results)} results for {len(output.scheduled)} sequences")
-        except Exception as error:
-            logger.exception("The model failed in a step of %d sequences; their requests end.", len(output.scheduled))
-            return self._fail_step(output, error, record)
-        except BaseException as error:  # Ctrl-C: what was decided has not been done, so the step cannot be taken again
-            self._undelivered = self._fail_step(output, error, record)
-            raise
-        now = self.clock()
-        advanced = self.scheduler.update(output, results)
-        for seq, stop in self.output_processor.process(output, results, advanced, now):
-            if seq.finished:  # a token ended it in the same step; the stop string comes before that token
-                seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
-            self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stop)
-        requests = dict.fromkeys(seq.request for seq, _ in advanced)
-        outputs = [
-            self.output_processor.make_output(request, now)
-            for request in requests
-            if request.finished or request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY
+        outputs = self.engine_core.get_output()
+        processed = self.output_processor.process_outputs(outputs)
+        if processed.stopped:
+            self.engine_core.stop_sequences(processed.stopped)
+        return [
+            state.make_output()
+            for state in processed.updated
+            if state.finished or state.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
-        if recorder is not None and record is not None:
-            recorder.end_step(record, output, results, requests, now)
-        return outputs
 
-    def _fail_step(self, output: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[RequestOutput]:
-        """End every request that the failed step touched: what is in their cache blocks is unknown."""
-        sequences = [*(scheduled.seq for scheduled in output.scheduled), *output.preempted, *output.swapped_in]
-        requests, outputs, now = dict.fromkeys(seq.request for seq in sequences), [], self.clock()
-        for request in requests:
-            request.error = f"The model failed while it computed a step: {type(error).__name__}: {error}."
-            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
-            outputs.append(self.output_processor.make_output(request, now))
-        if record is not None and self._recorder is not None:
-            record.error = f"{type(error).__name__}: {error}"
-            self._recorder.end_step(record, output, [], requests, now)
-        return outputs
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Gives the time in seconds."""
+        return self.input_processor.clock
 
-    # -- traces --------------------------------------------------------------------------------------------------
+    # -- the engine core in this process -------------------------------------------------------------------------
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core.
+
+        Raises:
+            ConfigError: It runs in another process.
+        """
+        if not isinstance(self.engine_core, InprocClient):
+            raise ConfigError("The engine core runs in another process, out of reach: make the engine with in_process=True.")
+        return self.engine_core.core
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The core's scheduler."""
+        return self.core.scheduler
+
+    @property
+    def block_manager(self) -> BlockSpaceManager:
+        """The core's block space manager."""
+        return self.core.block_manager
+
+    @property
+    def executor(self) -> Any:
+        """The core's executor: an `Executor`, with what its kind has besides."""
+        return self.core.executor
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence lost its cache blocks."""
+        return self.core.num_preemptions
 
     @property
     def trace(self) -> EngineTrace | None:
         """What has been recorded, or None if nothing is."""
-        return None if self._recorder is None else self._recorder.trace
+        return self.core.trace
 
     def start_trace(self) -> EngineTrace:
-        """Record from now on, in a new trace. One that was recorded before stays as it is."""
-        self._recorder = TraceRecorder(self)
-        return self._recorder.trace
+        """Record from now on, in a new trace. An earlier one stays as it is."""
+        return self.core.start_trace()
 
     def stop_trace(self) -> None:
-        """Record no longer."""
-        self._recorder = None
+        """Stop recording."""
+        self.core.stop_trace()
 
-
-def _check_plugin(name: str, plugin: Any) -> None:
-    if plugin is not None and not isinstance(plugin, type):
-        raise ConfigError(f"{name} must be a class, not {plugin!r}.")
+    def shutdown(self) -> None:
+        """End the engine core, and its process if it has one."""
+        self.engine_core.shutdown()

@@ -1,15 +1,17 @@
-"""What a server's owner wants to know, in the form that Prometheus reads.
+"""Metrics for Prometheus.
 
-The metrics are vLLM's, in name (with `minivllm:` for `vllm:`) and meaning: `vllm/v1/metrics/loggers.py`, documented in vLLM's
-`docs/design/metrics.md`. Times are those of the frontend, which sees a token when its user could.
+Names (with `minivllm:` for `vllm:`) and meanings are vLLM's: `vllm/v1/metrics/loggers.py`, documented in vLLM's
+`docs/design/metrics.md`. Times are taken in the frontend, when a user could see the token.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from minivllm.engine.core_messages import EngineStats, RequestDelta
-from minivllm.engine.request_stream import GeneratedTokens, RequestStream
+from minivllm.engine.core_messages import SchedulerStats
+from minivllm.engine.output_processor import RequestState
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -38,8 +40,25 @@ _REQUEST_S = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
+@dataclass
+class SequenceTimes:
+    """How many tokens a sequence has, and when its first and its latest came, in seconds of `time.perf_counter`."""
+
+    num_tokens: int
+    first: float
+    latest: float
+
+
+@dataclass
+class RequestTimes:
+    """When the tokens of a request came, in seconds of `time.perf_counter`."""
+
+    latest: float | None = None
+    sequences: dict[int, SequenceTimes] = field(default_factory=dict)
+
+
 class Metrics:
-    """Counts requests and tokens, and measures waiting.
+    """Counts requests and tokens, and measures latencies.
 
     Args:
         model_name: The label `model_name` of every metric.
@@ -49,19 +68,19 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        """These metrics alone: two engines in one process do not meet."""
+        """Of its own, so that two engines in one process do not share metrics."""
 
         def label(metric: type, name: str, text: str, **options: object):  # noqa: ANN202 - Gauge, Counter or Histogram
             return metric(f"minivllm:{name}", text, ["model_name"], registry=self.registry, **options).labels(model_name)
 
         self._running = label(Gauge, "num_requests_running", "Sequences in the batch.")
-        self._waiting = label(Gauge, "num_requests_waiting", "Sequences that wait, for a first place or to come back.")
+        self._waiting = label(Gauge, "num_requests_waiting", "Sequences that wait to be scheduled or swapped in.")
         self._cache_usage = label(Gauge, "kv_cache_usage_perc", "Fraction of the KV-cache blocks in use; 1 is all.")
         self._prefix_queries = label(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self._prefix_hits = label(Counter, "prefix_cache_hits", "Prompt tokens that the prefix cache spared.")
+        self._prefix_hits = label(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = label(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
         self._prompt_tokens = label(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
-        self._generation_tokens = label(Counter, "generation_tokens", "Tokens that were generated.")
+        self._generation_tokens = label(Counter, "generation_tokens", "Generated tokens.")
         self._ttft = label(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
         self._itl = label(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
         self._tpot = label(
@@ -78,71 +97,73 @@ class Metrics:
         )
         self._finished = Counter(
             "minivllm:request_success",
-            "Requests that ended, by reason.",
+            "Finished requests, by reason.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
         self._model_name = model_name
         self._num_preemptions = 0
-        """That the engine told of last."""
+        """In the latest stats."""
+        self._times: dict[RequestState, RequestTimes] = {}
+        """Of requests that have tokens and have not finished."""
 
     def render(self) -> bytes:
-        """All of it, as Prometheus scrapes it."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def set_stats(self, stats: EngineStats) -> None:
-        """What the engine does now."""
+    def set_stats(self, stats: SchedulerStats) -> None:
+        """The scheduler's state has changed."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting + stats.num_swapped)
         self._cache_usage.set(stats.cache_usage)
         self._preemptions.inc(max(0, stats.num_preemptions - self._num_preemptions))
         self._num_preemptions = stats.num_preemptions
 
-    def take_delta(self, stream: RequestStream, delta: RequestDelta, now: float, has_prefix_cache: bool) -> None:
-        """Something has come of a request; called before the stream takes it.
+    def record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
+        """A step added something to a request.
 
         Args:
-            stream: The request, with what was known of it.
-            delta: What is new.
+            state: The request, after the step.
             now: Seconds of `time.perf_counter`.
             has_prefix_cache: Whether prompts are looked up.
         """
-        num_new = sum(len(output.token_ids) for output in delta.outputs)
+        times = self._times.setdefault(state, RequestTimes())
+        num_new = 0
+        for index, text in state.texts.items():
+            sequence = times.sequences.setdefault(index, SequenceTimes(0, now, now))
+            if len(text.output.token_ids) > sequence.num_tokens:
+                num_new += len(text.output.token_ids) - sequence.num_tokens
+                sequence.num_tokens, sequence.latest = len(text.output.token_ids), now
         if num_new:
-            if stream.last_token_time is None:
-                self._take_first_token(stream, delta, now, has_prefix_cache)
+            if times.latest is None:
+                self._record_first_token(state, now, has_prefix_cache)
             else:
-                self._itl.observe(now - stream.last_token_time)
+                self._itl.observe(now - times.latest)
             self._generation_tokens.inc(num_new)
-            stream.last_token_time = now
-            for output in delta.outputs:
-                if output.token_ids:
-                    generated = stream.generated.setdefault(output.index, GeneratedTokens(0, now, now))
-                    generated.count += len(output.token_ids)
-                    generated.last_time = now
-        if delta.finished:
-            reasons = [output.finish_reason for output in delta.outputs if output.finish_reason]
-            self.take_end(stream, "error" if delta.error else reasons[-1] if reasons else "error", now)
+            times.latest = now
+        if state.finished:
+            reasons = [text.output.finish_reason for text in state.texts.values()]
+            self.record_finish(state, "error" if state.error or not reasons else str(reasons[-1]), now)
 
-    def _take_first_token(self, stream: RequestStream, delta: RequestDelta, now: float, has_prefix_cache: bool) -> None:
-        stream.first_token_time = now
-        self._ttft.observe(now - stream.arrival_time)
-        self._prompt_tokens.inc(stream.num_prompt_tokens)
-        if delta.metrics is not None:
-            if delta.metrics.first_scheduled_time is not None:
-                self._queue.observe(max(0.0, delta.metrics.first_scheduled_time - stream.arrival_time))
-            if has_prefix_cache:
-                self._prefix_queries.inc(stream.num_prompt_tokens)
-                self._prefix_hits.inc(delta.metrics.num_cached_tokens)
+    def _record_first_token(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
+        metrics, num_prompt_tokens = state.metrics, len(state.request.prompt_token_ids)
+        self._ttft.observe(now - metrics.arrival_time)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        if metrics.first_scheduled_time is not None:
+            self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
+        if has_prefix_cache:
+            self._prefix_queries.inc(num_prompt_tokens)
+            self._prefix_hits.inc(metrics.num_cached_tokens)
 
-    def take_end(self, stream: RequestStream, reason: str, now: float) -> None:
-        """A request has ended: "stop", "length", "abort" or "error"."""
+    def record_finish(self, state: RequestState, reason: str, now: float) -> None:
+        """A request has finished: "stop", "length", "abort" or "error"."""
         self._finished.labels(self._model_name, reason).inc()
+        times = self._times.pop(state, RequestTimes())
         if reason not in ("stop", "length"):
             return
-        self._e2e.observe(now - stream.arrival_time)
-        self._request_prompt.observe(stream.num_prompt_tokens)
-        for generated in stream.generated.values():
-            self._request_output.observe(generated.count)
-            if generated.count > 1:
-                self._tpot.observe((generated.last_time - generated.first_time) / (generated.count - 1))
+        self._e2e.observe(now - state.metrics.arrival_time)
+        self._request_prompt.observe(len(state.request.prompt_token_ids))
+        for sequence in times.sequences.values():
+            self._request_output.observe(sequence.num_tokens)
+            if sequence.num_tokens > 1:
+                self._tpot.observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))

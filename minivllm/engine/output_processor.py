@@ -1,49 +1,48 @@
-"""From new tokens to what the user gets: text, stop strings, log-probabilities, times.
+"""From new tokens to what the user gets: text, stop strings, log-probabilities.
 
-Mirrors `vllm/v1/engine/output_processor.py`.
+The engine core gives tokens; here they become text, and a stop string in the text finishes its sequence in the core. Mirrors
+`vllm/v1/engine/output_processor.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, StoppedSequence
+from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
-from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.request import Request, Sequence, SequenceStatus
-from minivllm.sampling_params import RequestOutputKind
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class SequenceText:
     """The text and log-probabilities of one sequence so far.
 
     Args:
-        request: The sequence's request.
-        index: The sequence's number in it.
+        prompt_token_ids: The prompt; the first token's text depends on its end.
+        params: The request's.
+        index: The sequence's index in the request.
         tokenizer: None where there is no text.
     """
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
-        params = request.sampling_params
+    def __init__(self, prompt_token_ids: list[int], params: SamplingParams, index: int, tokenizer: Tokenizer | None) -> None:
         self.output = CompletionOutput(index, "", [])
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens) if tokenizer else None
-        )
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens) if tokenizer else None
         self._text = ""
-        """All text, with the end that is held back because it may be the beginning of a stop string."""
+        """All text, with the end that is held back because a stop string may begin there."""
         self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
         self._num_given_characters, self._num_given_tokens, self._gave_end = 0, 0, False
-        """How much of it `take_new` has given out."""
+        """What `take_new` has returned so far."""
 
     def add(self, token_id: int, logprobs: dict[int, Logprob] | None, visible: bool = True) -> str | None:
-        """Take in one more token. Returns the stop string that it completed, if any; the text then ends before it.
+        """Add a token. Returns the stop string that it completes, if any; the text then ends before it.
 
-        The token that ended a sequence is not `visible`: it is kept among the ids and out of the text.
+        A token that finished the sequence is not `visible`: it is in the ids but not in the text.
         """
         self.output.token_ids.append(token_id)
         if logprobs is not None and self.output.logprobs is not None:
@@ -60,7 +59,7 @@ class SequenceText:
         return stop
 
     def finish(self) -> str | None:
-        """Give out what was held back. Returns the stop string that stands in it, if any."""
+        """Release the text that was held back. Returns the stop string that it contains, if any."""
         if self._detokenizer is None:
             return None
         new = self._detokenizer.flush()
@@ -70,12 +69,12 @@ class SequenceText:
         return stop
 
     def copy(self) -> CompletionOutput:
-        """All there is so far, in lists of its own."""
+        """Everything so far, in lists of its own."""
         logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
         return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
 
     def take_new(self) -> CompletionOutput | None:
-        """What there is since the last call; None if that is nothing."""
+        """What is new since the last call; None if nothing is."""
         output, num_characters, num_tokens = self.output, self._num_given_characters, self._num_given_tokens
         if len(output.token_ids) == num_tokens and not (output.finished and not self._gave_end):
             return None
@@ -100,6 +99,97 @@ class SequenceText:
         return found[1]
 
 
+class RequestState:
+    """The frontend's side of an unfinished request.
+
+    Args:
+        processed: The request.
+        tokenizer: None where there is no text.
+
+    Attributes:
+        finished: Whether it gets no more tokens. The frontend can know that before the core does.
+    """
+
+    def __init__(self, processed: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
+        request = processed.core_request
+        self.prompt, self.request = processed.prompt, request
+        self.params = request.sampling_params
+        self.metrics = RequestMetrics(request.arrival_time)
+        self.error: str | None = None
+        self.finished = False
+        self.texts: dict[int, SequenceText] = {}
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None] * len(request.prompt_token_ids)
+
+    def add(self, output: EngineCoreOutput, timestamp: float) -> list[StoppedSequence]:
+        """Add what a step computed. Returns the sequences whose text completed a stop string."""
+        for position, entry in (output.prompt_logprobs or {}).items():
+            if self._prompt_logprobs is not None:
+                self._prompt_logprobs[position] = add_decoded_tokens(entry, self._tokenizer)
+        stopped = []
+        for new in output.sequences:
+            text = self.text(new.index)
+            if text.output.finished:
+                continue  # a stop string finished it, and the core had gone on meanwhile
+            stop = _add_tokens(text, new)
+            if stop is not None:
+                text.output.finish_reason, text.output.stop_reason = "stop", stop
+                if new.finish_reason is None:
+                    stopped.append(StoppedSequence(self.request.request_id, self.request.number, new.index, stop))
+            elif new.finish_reason is not None:
+                text.output.finish_reason, text.output.stop_reason = new.finish_reason, new.stop_reason
+        self.metrics, self.error = output.metrics, output.error
+        all_stopped = len(self.texts) == self.params.n and all(text.output.finished for text in self.texts.values())
+        self.finished = output.finished or all_stopped
+        if self.finished and self.metrics.finished_time is None:
+            self.metrics.finished_time = timestamp
+        return stopped
+
+    def abort(self) -> None:
+        """Finish it here: sequences that have not finished get the finish reason "abort"."""
+        for index in range(self.params.n):
+            output = self.text(index).output
+            output.finish_reason = output.finish_reason or "abort"
+        self.finished = True
+
+    def text(self, index: int) -> SequenceText:
+        """The text of a sequence."""
+        if index not in self.texts:
+            self.texts[index] = SequenceText(self.request.prompt_token_ids, self.params, index, self._tokenizer)
+        return self.texts[index]
+
+    def make_output(self) -> RequestOutput:
+        """Everything so far; or, for `RequestOutputKind.DELTA`, what is new since the last call."""
+        is_delta = self.params.output_kind is RequestOutputKind.DELTA
+        texts = [self.texts[index] for index in sorted(self.texts)]
+        completions = [text.take_new() if is_delta else text.copy() for text in texts]
+        prompt_logprobs = self._prompt_logprobs
+        if is_delta:
+            self._prompt_logprobs = None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion for completion in completions if completion is not None],
+            finished=self.finished,
+            metrics=replace(self.metrics),
+            prompt_logprobs=prompt_logprobs,
+            error=self.error,
+        )
+
+
+def _add_tokens(text: SequenceText, new: NewTokens) -> str | None:
+    """Add a sequence's new tokens. Returns the stop string that they complete, if any; tokens after it are dropped."""
+    for i, token_id in enumerate(new.token_ids):
+        ended_by_token = new.finish_reason == "stop" and i == len(new.token_ids) - 1
+        stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=not ended_by_token)
+        if stop is not None:
+            return stop
+    return text.finish() if new.finish_reason is not None else None
+
+
 def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """The same log-probabilities with each token's text."""
     if tokenizer is None:
@@ -110,108 +200,50 @@ def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None
     }
 
 
-class RequestState:
-    """What the output processor keeps of one request."""
+@dataclass
+class ProcessedOutputs:
+    """What a step changed for the frontend.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.texts: dict[int, SequenceText] = {}
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if request.sampling_params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None] * len(request.prompt_token_ids)
+    Attributes:
+        updated: Requests with new tokens, or that finished.
+        stopped: Sequences to finish in the core, because a stop string was found.
+    """
+
+    updated: list[RequestState]
+    stopped: list[StoppedSequence]
 
 
 class OutputProcessor:
-    """Keeps the text of every request that runs and makes the outputs of each step."""
+    """Holds the state of every unfinished request, and adds to it what each step computed.
+
+    Args:
+        tokenizer: None where there is no text.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
 
-    def add_request(self, request: Request) -> None:
-        """Begin to keep a request."""
-        self.states[request.request_id] = RequestState(request)
+    def add_request(self, processed: ProcessedRequest) -> RequestState:
+        """Begin to track a request."""
+        state = RequestState(processed, self.tokenizer)
+        self.states[processed.core_request.request_id] = state
+        return state
 
-    def process(
-        self,
-        output: SchedulerOutput,
-        results: list[SequenceOutput],
-        advanced: list[tuple[Sequence, int]],
-        now: float,
-    ) -> list[tuple[Sequence, str]]:
-        """Take in a step's tokens.
+    def abort_request(self, request_id: str) -> RequestState | None:
+        """Stop tracking a request; None if it is unknown."""
+        return self.states.pop(request_id, None)
 
-        Args:
-            output: What was computed.
-            results: What the model gave for it.
-            advanced: The sequences with new tokens and the number of their result, from `Scheduler.update`.
-            now: The engine's time.
-
-        Returns:
-            Sequences whose text completed a stop string, with that string. The caller ends them.
-        """
-        stopped: list[tuple[Sequence, str]] = []
-        for scheduled, result in zip(output.scheduled, results, strict=True):
-            state = self.states.get(scheduled.seq.request.request_id)
-            if result.prompt_logprobs and state is not None and state.prompt_logprobs is not None:
-                for position, entry in result.prompt_logprobs.items():
-                    state.prompt_logprobs[position] = add_decoded_tokens(entry, self.tokenizer)
-        for seq, i in advanced:
-            state = self.states[seq.request.request_id]
-            if state.request.metrics.first_token_time is None:
-                state.request.metrics.first_token_time = now
-            text = state.texts.get(seq.index)
-            if text is None:
-                text = state.texts[seq.index] = SequenceText(seq.request, seq.index, self.tokenizer)
-            # A result has one token for each sibling that it was forked into, in the order of their indices; or, with
-            # speculation, several for one sequence.
-            first = seq.index - output.scheduled[i].seq.index
-            new_token_ids = seq.token_ids[seq.num_prompt_tokens + len(text.output.token_ids) :]
-            stop = None
-            for position, token_id in enumerate(new_token_ids, start=first):
-                logprobs = results[i].logprobs[position] if results[i].logprobs else None
-                is_last = position == first + len(new_token_ids) - 1
-                ended_it = is_last and seq.status is SequenceStatus.FINISHED_STOPPED
-                stop = text.add(token_id, logprobs, visible=not ended_it)
-                if stop is not None:
-                    break  # the tokens after a stop string are dropped
-            if stop is None and seq.finished:
-                stop = text.finish()
-            if stop is not None:
-                stopped.append((seq, stop))
-        return stopped
-
-    def make_output(self, request: Request, now: float) -> RequestOutput:
-        """What there is of a request, or what is new if it wants deltas; a finished one is then forgotten."""
-        state = self.states[request.request_id]
-        is_delta = request.sampling_params.output_kind is RequestOutputKind.DELTA
-        completions = []
-        for seq in request.sequences:
-            text = state.texts.get(seq.index)
-            if text is None:
-                text = state.texts[seq.index] = SequenceText(request, seq.index, self.tokenizer)
-            if seq.finished and text.output.finish_reason is None:
-                if seq.status is SequenceStatus.FINISHED_ERROR:
-                    text.finish()
-                text.output.finish_reason = seq.finish_reason
-                text.output.stop_reason = seq.stop_reason
-            completion = text.take_new() if is_delta else text.copy()
-            if completion is not None:
-                completions.append(completion)
-        prompt_logprobs = state.prompt_logprobs
-        if is_delta:
-            state.prompt_logprobs = None
-        finished = request.finished
-        if finished:
-            request.metrics.finished_time = now
-            del self.states[request.request_id]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=completions,
-            finished=finished,
-            metrics=replace(request.metrics),
-            prompt_logprobs=prompt_logprobs,
-            error=request.error,
-        )
+    def process_outputs(self, outputs: EngineCoreOutputs) -> ProcessedOutputs:
+        """Add the result of a step. Finished requests are not tracked any longer."""
+        processed = ProcessedOutputs([], [])
+        for output in outputs.outputs:
+            state = self.states.get(output.request_id)
+            if state is None or state.request.number != output.number:
+                continue  # aborted meanwhile
+            processed.stopped += state.add(output, outputs.timestamp)
+            if state.finished:
+                del self.states[output.request_id]
+            if state.finished or output.sequences:
+                processed.updated.append(state)
+        return processed

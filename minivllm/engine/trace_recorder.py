@@ -1,7 +1,7 @@
-"""Watches an engine take its steps and writes them into an `EngineTrace`.
+"""Records the steps of an engine core in an `EngineTrace`.
 
-The engine calls it at four moments: when a request comes, when one is given up, when a step has been scheduled, and when its
-tokens have been taken in. It only reads; an engine without a recorder does the same.
+The core calls it when a request is added, aborted or stopped, when a step has been scheduled, and when the scheduler has been updated. It
+only reads; a core without a recorder does the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 if TYPE_CHECKING:
-    from minivllm.engine.llm_engine import LLMEngine
+    from minivllm.engine.engine_core import EngineCore
 
 
 def _free_blocks(manager: Any, name: str) -> list[int] | None:
@@ -62,43 +62,45 @@ def _plain(value: Any) -> Any:
 
 
 class TraceRecorder:
-    """Records one engine.
+    """Records one engine core.
 
     Args:
-        engine: It is looked at, and never changed. The requests that it has already are recorded as arrived.
+        core: Read, never changed. Requests that it already has are recorded as arrived.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        cache_config = engine.cache_config
-        self._engine = engine
+    def __init__(self, core: EngineCore) -> None:
+        cache_config = core.cache_config
+        self._core = core
         self.trace = EngineTrace(
             TraceConfig(
-                model=engine.model_config.name,
-                scheduler=type(engine.scheduler).__name__,
-                block_space_manager=type(engine.block_manager).__name__,
+                model=core.model_config.name,
+                scheduler=type(core.scheduler).__name__,
+                block_space_manager=type(core.block_manager).__name__,
                 block_size=cache_config.block_size,
-                num_gpu_blocks=engine.block_manager.num_gpu_blocks,
-                num_cpu_blocks=engine.block_manager.num_cpu_blocks,
+                num_gpu_blocks=core.block_manager.num_gpu_blocks,
+                num_cpu_blocks=core.block_manager.num_cpu_blocks,
                 watermark=cache_config.watermark,
                 enable_prefix_caching=cache_config.enable_prefix_caching,
-                max_model_len=engine.model_config.max_model_len,
-                vocab_size=engine.model_config.vocab_size,
-                scheduler_config=dataclasses.asdict(engine.scheduler_config),
-                free_gpu_blocks=_free_blocks(engine.block_manager, "gpu_allocator"),
-                free_cpu_blocks=_free_blocks(engine.block_manager, "cpu_allocator"),
-                num_earlier_requests=len(engine.scheduler.requests),
-                num_cached_blocks=_num_cached_blocks(engine.block_manager),
+                max_model_len=core.model_config.max_model_len,
+                vocab_size=core.model_config.vocab_size,
+                scheduler_config=dataclasses.asdict(core.scheduler_config),
+                free_gpu_blocks=_free_blocks(core.block_manager, "gpu_allocator"),
+                free_cpu_blocks=_free_blocks(core.block_manager, "cpu_allocator"),
+                num_earlier_requests=len(core.scheduler.requests),
+                num_cached_blocks=_num_cached_blocks(core.block_manager),
             )
         )
         self._arrived: list[str] = []
         self._aborted: list[str] = []
+        self._stopped: list[Finish] = []
+        """Sequences stopped since a step whose record has been taken away."""
         self._names: dict[str, str] = {}
         """The names in the trace of living requests whose id an earlier one had already."""
         self._ended: set[SequenceKey] = set()
         """Sequences of living requests that have finished."""
         self._tables: dict[SequenceKey, tuple[int, ...]] = {}
         """Of the step before: equal tables are kept once."""
-        for request in engine.scheduler.requests.values():
+        for request in core.scheduler.requests.values():
             self.add_request(request)
 
     def add_request(self, request: Request) -> None:
@@ -122,9 +124,18 @@ class TraceRecorder:
         self._aborted.append(self._names.get(request.request_id, request.request_id))
         self._finish_request(request)
 
+    def stop_sequence(self, seq: Sequence) -> None:
+        """A stop string finished a sequence: it counts with the step that completed the string."""
+        key = self._key(seq)
+        self._ended.add(key)
+        finished = self.trace.steps[-1].finished if self.trace.steps else self._stopped
+        finished.append(Finish(*key, seq.finish_reason or ""))
+        if seq.request.finished:
+            self._finish_request(seq.request)
+
     def begin_step(self, output: SchedulerOutput, start: float) -> StepRecord:
         """A step has been scheduled, and nothing is computed yet. `end_step` completes what this returns."""
-        scheduler, manager = self._engine.scheduler, self._engine.block_manager
+        scheduler, manager = self._core.scheduler, self._core.block_manager
         tables = {}
         for seq in scheduler.running:
             key, table = self._key(seq), tuple(map(int, manager.get_block_table(seq)))
@@ -143,12 +154,13 @@ class TraceRecorder:
             swapped_in=[self._key(seq) for seq in output.swapped_in],
             arrived=self._arrived,
             aborted=self._aborted,
+            finished=self._stopped,
             block_tables=tables,
             blocks_to_copy=list(output.blocks_to_copy),
             blocks_to_swap_out=list(output.blocks_to_swap_out),
             blocks_to_swap_in=list(output.blocks_to_swap_in),
         )
-        self._arrived, self._aborted = [], []
+        self._arrived, self._aborted, self._stopped = [], [], []
         for seq in output.preempted:
             mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
             record.preempted.append(Preemption(*self._key(seq), mode))

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
@@ -84,25 +84,17 @@ router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
 
 
 def make_app(state: ServerState) -> FastAPI:
-    """The app of a server. It watches the engine while it runs, and ends it with itself."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.keeper.watch()
-        yield
-        await state.keeper.close()
-
+    """The app of a server."""
     app = FastAPI(
         title="minivllm",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # to a host that the client names
-        lifespan=lifespan,
     )
     app.state.server = state
     app.include_router(router)
-    add_dashboard(app, lambda: state.keeper.engine)
+    add_dashboard(app, lambda: _healthy_engine(state))
     add_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=state.settings.max_request_bytes)
     if state.settings.api_keys:
@@ -110,6 +102,11 @@ def make_app(state: ServerState) -> FastAPI:
         _describe_keys(app)
     app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added is the first to see a request
     return app
+
+
+def _healthy_engine(state: ServerState) -> AsyncLLMEngine:
+    state.engine.check_health()
+    return state.engine
 
 
 def _describe_keys(app: FastAPI) -> None:
@@ -150,7 +147,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     _note_ignored_fields(request, body.ignored_fields)
     state = _state(request)
     num_sequences = len(split_prompts(body.prompt)) * (body.n or 1)
-    return AnswerResponse(state, lambda: CompletionAnswer(state.keeper.engine, state.model_name, body), num_sequences)
+    return AnswerResponse(state, lambda: CompletionAnswer(state.engine, state.model_name, body), num_sequences)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": shapes.ChatCompletionResponse, "content": _EVENTS}})
@@ -159,7 +156,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     _check_model(request, body.model)
     _note_ignored_fields(request, body.ignored_fields)
     state = _state(request)
-    return AnswerResponse(state, lambda: ChatAnswer(state.keeper.engine, state.model_name, body), body.n or 1)
+    return AnswerResponse(state, lambda: ChatAnswer(state.engine, state.model_name, body), body.n or 1)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------
@@ -169,7 +166,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The tokens of a text, or of a conversation as the model reads it."""
     _check_model(request, body.model)
-    engine = _state(request).keeper.engine
+    engine = _state(request).engine
     tokenizer = tokenizer_of(engine).hf_tokenizer
     if body.messages is not None:
         tokens = await encode_chat(engine, body.messages, body.add_generation_prompt)
@@ -191,7 +188,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of some tokens, special ones included."""
     _check_model(request, body.model)
-    engine = _state(request).keeper.engine
+    engine = _state(request).engine
     check_length(len(body.tokens), "tokens", engine)
     vocab_size = engine.model_config.vocab_size
     if (largest := max(body.tokens, default=0)) >= vocab_size:
@@ -233,7 +230,7 @@ async def health(request: Request) -> Response:
     state = _state(request)
     if state.closing.begun:
         raise EngineDeadError("The server is shutting down.")
-    state.keeper.engine.check_health()
+    state.engine.check_health()
     return _json({"status": "ok"})
 
 
@@ -245,6 +242,6 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """The engine's metrics, for Prometheus; also while there is none."""
-    engine_metrics = _state(request).keeper.metrics
+    """The engine's metrics, for Prometheus."""
+    engine_metrics = _state(request).engine.metrics
     return Response(engine_metrics.render(), headers={"Content-Type": engine_metrics.content_type})

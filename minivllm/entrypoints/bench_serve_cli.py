@@ -9,11 +9,11 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from minivllm.bench.workloads import WorkloadRequest, load_workload, make_workload, warm_up_requests
+from minivllm.bench.workloads import WorkloadRequest, generate_requests, load_workload, make_workload, warm_up_requests
 from minivllm.entrypoints import bench_cli
 from minivllm.entrypoints.options import add_command, check_writable, picture
 from minivllm.errors import ConfigError
@@ -25,19 +25,17 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLES = ("MINIVLLM_API_KEY", "OPENAI_API_KEY")
 NUM_REQUESTS = 32
-"""Generated, where neither their number nor a duration is given."""
+"""Generated requests if neither their number nor a duration is given."""
 VOCAB_SIZE = 32_000
-"""Token ids of generated prompts are below this: nearly every model's vocabulary is larger, and a server does not tell its size."""
+"""Token ids of generated prompts are below this: servers do not tell the size of their vocabulary, but hardly any is smaller."""
 MAX_MODEL_LEN = 2048
-"""Of a model whose server does not tell."""
-
-
+"""Assumed of a server that does not tell."""
 WARM_UP_OFFSET = 1_000_000
-"""Of the warm-up's seed: its prompts are none of those that are measured, which a prefix cache would then have seen."""
+"""Added to the seed for the warm-up, so that a prefix cache has not seen the measured prompts."""
 
 
 class _Workload(NamedTuple):
-    """Requests, and how many; None if they have no end."""
+    """Requests and their number, None if endless."""
 
     name: str
     requests: Iterable[WorkloadRequest]
@@ -47,7 +45,7 @@ class _Workload(NamedTuple):
 def add_bench_serve(benches) -> None:  # noqa: ANN001
     """`minivllm bench serve`."""
     parser = add_command(
-        benches, "serve", run_bench_serve, "what a server's users wait, and what it gives all of them together",
+        benches, "serve", run_bench_serve, "load a server: latency and throughput, as its users see them",
         "minivllm bench serve --request-rate 2 --duration 60 --ttft-goal 500 --plot serving.png",
     )  # fmt: skip
     group = parser.add_argument_group("server")
@@ -55,42 +53,44 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
         "--base-url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of any OpenAI-compatible server (default: %(default)s)",
+        help="an OpenAI-compatible server (default: %(default)s)",
     )
-    group.add_argument("--model", metavar="NAME", help="by which the server knows it (default: the first that it lists)")
+    group.add_argument("--model", metavar="NAME", help="the model to ask for (default: the first that the server lists)")
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"(default: what the environment has as {' or '.join(API_KEY_VARIABLES)}, if anything)"
+        "--api-key", metavar="KEY", help=f"(default: the environment variable {' or '.join(API_KEY_VARIABLES)}, if set)"
     )
     group.add_argument(
         "--endpoint", choices=("completions", "chat"), default="completions",
-        help="completions take prompts of exactly so many tokens; of a chat, the server counts them (default: %(default)s)",
+        help="completions take prompts of an exact length; a chat prompt's tokens are counted by the server (default: %(default)s)",
     )  # fmt: skip
-    _add_flag(group, "--stream", "have answers streamed; without it, nothing but their end is measured")
+    _add_flag(group, "--stream", "stream the answers; without it, only end-to-end latency is measured")
     _add_flag(
-        group, "--ignore-eos", "ask for exactly so many tokens; vLLM's and minivllm's servers know how, others are told nothing of it with --no-ignore-eos"
+        group, "--ignore-eos", "generate exactly as many tokens as asked for, which vLLM's and minivllm's servers support; for others give --no-ignore-eos"
     )  # fmt: skip
     group.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="that a request may take (default: %(default)s)"
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time for a request (default: %(default)s)"
     )
 
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=float, default=math.inf, metavar="R",
-        help="requests per second, each coming independently of the others (Poisson); inf is all at once (default: %(default)s)",
+        help="requests per second, with Poisson arrivals; inf sends all at once (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--concurrency", type=int, metavar="C", help="instead: C at a time, the next as soon as one has ended")
-    group.add_argument("--duration", type=float, metavar="SECONDS", help="send none after this")
+    group.add_argument(
+        "--concurrency", type=int, metavar="C", help="instead: C requests at a time, the next as soon as one has finished"
+    )
+    group.add_argument("--duration", type=float, metavar="SECONDS", help="stop sending after this")
     group.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
-        help="how long after --duration requests may run before they are given up (default: %(default)s)",
+        help="how long requests may run on after --duration before they are cancelled (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0, help="of the arrivals (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="seed of the arrivals (default: %(default)s)")
     group.add_argument(
         "--warmup",
         type=int,
         default=0,
         metavar="N",
-        help="send N short requests before, which are not measured (default: %(default)s)",
+        help="send N short requests first, unmeasured (default: %(default)s)",
     )
 
     bench_cli.add_workload_options(
@@ -103,10 +103,13 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
         ("e2e", "its last token"),
     ):
         group.add_argument(
-            f"--{name}-goal", type=float, metavar="MS", help=f"a request counts for goodput if {words} took no more milliseconds"
+            f"--{name}-goal",
+            type=float,
+            metavar="MS",
+            help=f"a request counts for goodput if {words} took at most MS milliseconds",
         )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here, with each request's times")
-    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the distributions, and the requests over time, here")
+    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the distributions and the requests over time here")
     parser.set_defaults(num_requests=None, distribution=["longtail"])
 
 
@@ -115,9 +118,11 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, words: str) -> None:
 
 
 def run_bench_serve(arguments: argparse.Namespace) -> int:
-    """Load the server, print a table, and write and draw what was seen. The status is 1 if no request was completed."""
+    """Load the server; print, save and draw what was measured. The status is 1 if no request completed."""
     from minivllm.bench.load_generator import Load
-    from minivllm.bench.served_request import Goals, format_table, summarize
+    from minivllm.bench.report import report
+    from minivllm.bench.served_request import format_serving, summarize
+    from minivllm.bench.summary import Goals
 
     for path in (arguments.json, arguments.plot):  # before the work, not after it
         check_writable(path)
@@ -136,10 +141,14 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
         f"{model.id} at {arguments.base_url}, {arguments.endpoint}{', streamed' if arguments.stream else ''}; "
         f"{workload.name}: {len(served)} requests, {load.describe()}{', interrupted' if interrupted else ''}"
     )
-    arguments.model = model.id
-    arguments.command = _without_key(arguments.command)
-    content = {"workload": workload.name, "result": result.to_json(), "requests": [request.to_json() for request in served]}
-    bench_cli.report(arguments, what, format_table(result, goals, served), content)
+    content = {
+        "model": model.id,
+        "workload": workload.name,
+        "result": result.to_json(),
+        "requests": [request.to_json() for request in served],
+    }
+    command = _without_key(arguments.command)
+    report(what, format_serving(result, goals, served), content, file=arguments.json, command=command)
     if arguments.plot:
         from minivllm.viz.serving import draw_serving
 
@@ -166,7 +175,7 @@ async def _measure(arguments: argparse.Namespace, load: Load) -> tuple[ServedMod
         warm_up: list[WorkloadRequest] = []
         if arguments.warmup:
             warm_up = warm_up_requests(
-                _generate(arguments, "uniform", arguments.warmup, max_len, WARM_UP_OFFSET), arguments.warmup
+                list(_generate(arguments, "uniform", arguments.warmup, max_len, warm_up=True)), arguments.warmup
             )
         served, interrupted = await measure_serving(
             client, model.id, workload.requests, load, num_requests=workload.num_requests, warm_up=warm_up
@@ -175,7 +184,7 @@ async def _measure(arguments: argparse.Namespace, load: Load) -> tuple[ServedMod
 
 
 def _make_workload(arguments: argparse.Namespace, load: Load, max_len: int) -> _Workload:
-    """The requests of the file, or generated ones: as many as were asked for, or else all, or without end for a duration."""
+    """The requests of the file, or generated ones: as many as were asked for, or all, or endless for a duration."""
     count = arguments.num_requests
     if count is not None and count < 1:
         raise ConfigError(f"--num-requests is {count}, but must be at least 1.")
@@ -183,37 +192,31 @@ def _make_workload(arguments: argparse.Namespace, load: Load, max_len: int) -> _
         raise ConfigError(bench_cli.ONE_WORKLOAD)
     endless = count is None and load.duration is not None
     if endless and not load.is_open and load.concurrency is None:
-        raise ConfigError(
-            "Requests without end cannot be sent all at once: give --num-requests, --request-rate or --concurrency."
-        )
+        raise ConfigError("An endless workload cannot be sent all at once: give --num-requests, --request-rate or --concurrency.")
     if arguments.workload:
         requests = load_workload(arguments.workload)
         count = None if endless else count or len(requests)
         return _Workload(arguments.workload.stem, itertools.islice(itertools.cycle(requests), count), count)
     [distribution] = arguments.distribution
-    if endless:
-        return _Workload(distribution, _generate_without_end(arguments, distribution, max_len), None)
-    count = count or NUM_REQUESTS
+    count = None if endless else count or NUM_REQUESTS
     return _Workload(distribution, _generate(arguments, distribution, count, max_len), count)
 
 
-def _generate_without_end(arguments: argparse.Namespace, distribution: str, max_len: int) -> Iterator[WorkloadRequest]:
-    for offset in itertools.count():
-        yield from _generate(arguments, distribution, NUM_REQUESTS, max_len, offset)
-
-
 def _generate(
-    arguments: argparse.Namespace, distribution: str, count: int, max_len: int, offset: int = 0
-) -> list[WorkloadRequest]:
-    """Requests of random tokens; another `offset` gives others."""
-    return make_workload(
-        distribution, count, mean_prompt_len=arguments.mean_prompt_len, mean_output_len=arguments.mean_output_len,
-        vocab_size=VOCAB_SIZE, max_len=max_len, seed=arguments.workload_seed + offset,
-    )  # fmt: skip
+    arguments: argparse.Namespace, distribution: str, count: int | None, max_len: int, *, warm_up: bool = False
+) -> Iterable[WorkloadRequest]:
+    """Generated requests; of `count` requests, the mean lengths are exact."""
+    options = {
+        "mean_prompt_len": arguments.mean_prompt_len, "mean_output_len": arguments.mean_output_len, "vocab_size": VOCAB_SIZE,
+        "max_len": max_len, "seed": arguments.workload_seed + (WARM_UP_OFFSET if warm_up else 0),
+    }  # fmt: skip
+    if count is None:
+        return generate_requests(None, arrivals="at-once", distribution=distribution, **options)
+    return make_workload(distribution, count, **options)
 
 
 def _without_key(command: str) -> str:
-    """The command line, which is printed and saved, with a word in place of a key that was given in it."""
+    """The command line, to be saved, with a placeholder for an API key given in it."""
     parts = shlex.split(command)
     for i, part in enumerate(parts):
         name, equals, _ = part.partition("=")

@@ -13,7 +13,6 @@ from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.bench_serve_cli import add_bench_serve
 from minivllm.entrypoints.course_cli import add_course_commands
 from minivllm.entrypoints.grade_cli import add_grade_command
-from minivllm.entrypoints.kernels_cli import add_kernels
 from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
 from minivllm.entrypoints.serve_cli import add_serve_command
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
@@ -74,7 +73,6 @@ def make_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_benchmarks(benches)
     add_bench_serve(benches)
-    add_kernels(benches)
     add_calibrate(benches)
 
     add_simulate(commands)

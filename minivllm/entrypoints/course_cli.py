@@ -28,8 +28,8 @@ def add_course_commands(commands) -> None:  # noqa: ANN001
 
 def run_course_export(arguments: argparse.Namespace) -> int:
     """Write a course folder, and say what to do with it."""
+    from minivllm.course.grading.submissions import project_folders
     from minivllm.course.nbgrader_export import export_course
-    from minivllm.course.submissions import project_folders
 
     sources = export_course(arguments.solutions or project_folders()[0] / "solutions", arguments.folder)
     for source in sources:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from minivllm.bench.machine import describe_machine
-from minivllm.bench.offline import SCHEDULERS, format_table, run_offline
+from minivllm.bench.offline import SCHEDULERS, format_runs, run_offline
+from minivllm.bench.report import describe_machine
 from minivllm.bench.workloads import DISTRIBUTIONS, make_workload
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.llm import LLM
@@ -44,7 +44,7 @@ def demo(folder: Path) -> None:
     for distribution in DISTRIBUTIONS:
         workload = make_workload(distribution, NUM_REQUESTS, mean_prompt_len=MEAN_PROMPT_LEN, mean_output_len=MEAN_OUTPUT_LEN)
         results += [run_offline(llm.llm_engine, name, distribution, workload) for name in SCHEDULERS]
-    print(f"\n{format_table(results)}")
+    print(f"\n{format_runs(results)}")
     print(
         "\nlatency and TTFT (time to first token) are means over requests, which all arrive at once; running is the number\n"
         "of sequences in the batch, and cache use the share of the KV cache in use, both averaged over time.\n"

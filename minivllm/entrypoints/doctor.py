@@ -16,7 +16,7 @@ def examine() -> int:
     """Print one line per check. Returns 0 if the default model can run here, else 1."""
     import torch
 
-    from minivllm.bench.machine import processor_name
+    from minivllm.bench.report import processor_name
     from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
     from minivllm.models.gguf_files import cache_folder
     from minivllm.worker.memory import available_cpu_memory

@@ -27,7 +27,7 @@ can. Grade where that is fine: in a container or a virtual machine without anyth
 
 def add_grade_command(commands) -> None:  # noqa: ANN001
     """The command and its options."""
-    from minivllm.course.limits import Limits
+    from minivllm.course.grading.limits import Limits
 
     default = {field.name: field.default for field in fields(Limits)}
     grade = add_command(
@@ -73,14 +73,14 @@ def run_grade(arguments: argparse.Namespace) -> int:
         import nbconvert  # noqa: F401
         from tqdm import tqdm
 
-        from minivllm.course.grading import grade_all
-        from minivllm.course.report import FeedbackWriter, format_summary, write_csv, write_junit
+        from minivllm.course.grading.grader import grade_all
+        from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "minivllm":
             raise
         raise CourseError(f'Grading needs {error.name}: `pip install "minivllm[course]"`.') from None
-    from minivllm.course.limits import Limits
-    from minivllm.course.submissions import find_submissions, load_lessons, project_folders
+    from minivllm.course.grading.limits import Limits
+    from minivllm.course.grading.submissions import find_submissions, load_lessons, project_folders
 
     project = project_folders()
     solutions = arguments.solutions or project[0] / "solutions"

@@ -13,7 +13,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from minivllm.config import EngineArgs
-from minivllm.engine.llm_engine import LLMEngine, Prompt
+from minivllm.engine.input_processor import Prompt
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestOutput

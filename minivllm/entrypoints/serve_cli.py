@@ -15,7 +15,7 @@ from minivllm.entrypoints.request_log import LOG_LEVELS
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 
-MODES = ("continuous", "static", "processes")
+MODES = ("continuous", "static")
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 
 
@@ -54,15 +54,24 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     )
     group.add_argument(
         "--mode", choices=MODES, default="continuous",
-        help="how requests share the model: continuous batching, static batches, or a process for each request, to compare "
-        "(default: %(default)s)",
+        help="how requests are batched (default: %(default)s)",
     )  # fmt: skip
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
     add_engine_options(parser)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C, with an engine in a process of its own."""
+    from minivllm.core.static_batching import StaticBatchScheduler
+    from minivllm.engine.async_llm_engine import AsyncLLMEngine
+
+    scheduler = {"scheduler_cls": StaticBatchScheduler} if arguments.mode == "static" else {}
+    restart = arguments.restart_engine
+    return serve(arguments, lambda args: AsyncLLMEngine.from_engine_args(dataclasses.replace(args, **scheduler), restart=restart))
+
+
+def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], AsyncLLMEngine]) -> int:
+    """Serve an engine until Ctrl-C."""
     from minivllm.entrypoints.request_log import configure_logging
     from minivllm.entrypoints.server import run_server
     from minivllm.entrypoints.server_state import ServerSettings
@@ -80,22 +89,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
     return run_server(
-        engine_starter(args, arguments.mode),
+        lambda: start_engine(args),
         settings,
         host=arguments.host,
         port=arguments.port,
-        restart_engine=arguments.restart_engine,
     )
-
-
-def engine_starter(args: EngineArgs, mode: str) -> Callable[[], AsyncLLMEngine]:
-    """What starts an engine that works in one of the `MODES`."""
-    from minivllm.core.static_batching import StaticBatchScheduler
-    from minivllm.engine.async_llm_engine import AsyncLLMEngine
-    from minivllm.engine.process_per_request import ProcessPerRequestEngine
-
-    if mode == "processes":
-        return lambda: ProcessPerRequestEngine.from_engine_args(args)  # type: ignore[return-value] # it has the same interface
-    if mode == "static":
-        args = dataclasses.replace(args, scheduler_cls=StaticBatchScheduler)
-    return lambda: AsyncLLMEngine.from_engine_args(args)

@@ -1,14 +1,16 @@
-"""Runs the API server: takes the port, starts the engine, serves until a signal or the engine's death, and ends in order.
+"""Runs the API server: takes the port, starts the engine, serves until a signal or the engine's death, and shuts down in order.
 
-Ctrl-C or SIGTERM   nothing new is taken on; what runs has the shutdown timeout to end, then an error ends it
-a second            what still runs is ended now
-a third             the process ends without waiting for anything
+Ctrl-C or SIGTERM   new requests are refused; running ones have the shutdown timeout to finish, then end with an error
+a second            running requests end now
+a third             the process exits without waiting for anything
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import resource
 import signal
@@ -23,26 +25,24 @@ import uvicorn
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.api_server import make_app
 from minivllm.entrypoints.connection import Connection
-from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MANY_FILES = 65_536
 _LEEWAY = 10.0
 """Seconds beyond the shutdown timeout until uvicorn gives up on connections that do not end."""
 
 
-def run_server(
-    start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings, *, host: str, port: int, restart_engine: bool
-) -> int:
-    """Serve until a signal, or until there is no engine any more.
+def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings, *, host: str, port: int) -> int:
+    """Serve until a signal, or until the engine is dead for good.
 
     Args:
-        start_engine: Starts an engine; called again after a death, if `restart_engine`.
-        settings: What is told about requests.
-        host: Address to listen at.
+        start_engine: Starts the engine.
+        settings: How to treat requests.
+        host: Address to listen on.
         port: TCP port; 0 takes a free one.
-        restart_engine: Start another engine when one dies, instead of ending.
 
     Returns:
         The exit status: 0 after a signal, 1 after the engine's death.
@@ -62,12 +62,12 @@ def run_server(
         raise_file_limit()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _leave)  # until uvicorn takes the signals: what has been started is ended
-        keeper = EngineKeeper(start_engine, restart=restart_engine, on_end=lambda: server.end(1))
+        engine = start_engine()
         try:
-            server = make_server(ServerState(keeper, settings), address)
+            server = make_server(ServerState(engine, settings), address)
             server.run(sockets=[listener])
         finally:
-            keeper.close_at_once()
+            engine.shutdown()
     return server.exit_status
 
 
@@ -93,7 +93,7 @@ def make_server(state: ServerState, address: tuple) -> ApiServer:
         make_app(state),
         http=Connection,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -105,7 +105,7 @@ def make_server(state: ServerState, address: tuple) -> ApiServer:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn's server, with another idea of the end, and with an exit status instead of a signal raised again.
+    """uvicorn's server, with a shutdown of its own, and an exit status where uvicorn raises the signal again.
 
     Args:
         config: uvicorn's.
@@ -117,6 +117,9 @@ class ApiServer(uvicorn.Server):
         url: Where it can be reached.
     """
 
+    LAST_WORDS_SECONDS = 1.0
+    """From the engine's death to the server's end, so that clients and a look at /health learn why."""
+
     def __init__(self, config: uvicorn.Config, state: ServerState, address: tuple) -> None:
         super().__init__(config)
         self.exit_status = 0
@@ -124,6 +127,7 @@ class ApiServer(uvicorn.Server):
         self._state = state
         self._address = address
         self._num_signals = 0
+        self._watch: asyncio.Task[None] | None = None
 
     def end(self, exit_status: int) -> None:
         """Begin to end."""
@@ -149,12 +153,24 @@ class ApiServer(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:
             raise ConfigError(_port_sentence(*self._address[:2], error)) from error
+        self._watch = asyncio.create_task(self._end_with_the_engine())
         print(greeting(self.url, self._state), file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop to listen, wait for what runs, end the app."""
+        """Stop listening, wait for running requests, end the engine."""
         self._state.closing.begin(self._state.settings.shutdown_timeout)
         await super().shutdown(sockets)
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.to_thread(self._state.engine.shutdown)
+
+    async def _end_with_the_engine(self) -> None:
+        try:
+            await self._state.engine.wait_dead()
+        except Exception:
+            logger.exception("The engine cannot be watched any more, so the server ends.")
+        await asyncio.sleep(self.LAST_WORDS_SECONDS)
+        self.end(1)
 
 
 def bind(host: str, port: int) -> socket.socket:

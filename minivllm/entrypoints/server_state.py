@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.connection import LAST_WORD_SECONDS
-from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.errors import ConfigError
 
@@ -149,14 +149,14 @@ class ServerState:
     """Everything that routes and middleware share.
 
     Attributes:
-        keeper: Has the engine.
+        engine: Generates.
         settings: What the server was told.
         model_name: The one model's name, as clients call it.
         max_model_len: The most tokens of prompt and output together that it takes.
         created: When the server began, in seconds since 1970.
     """
 
-    keeper: EngineKeeper
+    engine: AsyncLLMEngine
     settings: ServerSettings
     model_name: str = field(init=False)
     max_model_len: int = field(init=False)
@@ -165,7 +165,6 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        engine = self.keeper.engine
-        self.model_name = engine.model_config.name
-        self.max_model_len = engine.model_config.max_model_len
-        self.admission = Admission(engine.scheduler_config.max_num_seqs, self.settings.max_waiting)
+        self.model_name = self.engine.model_config.name
+        self.max_model_len = self.engine.model_config.max_model_len
+        self.admission = Admission(self.engine.scheduler_config.max_num_seqs, self.settings.max_waiting)

@@ -1,4 +1,4 @@
-"""The command line of the simulator: `minivllm simulate`, and `minivllm bench calibrate`, from which it knows what steps cost."""
+"""The command line of the simulator: `minivllm simulate`, and `minivllm bench calibrate`, which measures what steps cost."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import shlex
 import sys
 from pathlib import Path
 
-from minivllm.bench.arrivals import ARRIVALS
 from minivllm.bench.offline import SCHEDULERS
-from minivllm.bench.workloads import DISTRIBUTIONS
+from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS
 from minivllm.config import PREEMPTION_MODES
 from minivllm.entrypoints import bench_cli
 from minivllm.entrypoints.options import add_command, add_engine_options, check_writable
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
-"""Requests whose trace is still of a size to draw."""
+"""Requests in the largest trace that can still be drawn."""
 PROGRESS_FROM = 2_000
-"""Requests that take seconds, so that progress is shown."""
+"""Requests from which on progress is shown: a run takes seconds."""
 
 
 def add_simulate(commands) -> None:  # noqa: ANN001
@@ -29,19 +28,24 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     )  # fmt: skip
     group = parser.add_argument_group("requests")
     group.add_argument("--num-requests", type=int, default=200, help="how many (default: %(default)s)")
-    group.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="how they come (default: %(default)s)")
+    group.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="how they arrive (default: %(default)s)")
     group.add_argument("--arrival-rate", type=float, default=2.0, help="requests per second (default: %(default)s)")
     group.add_argument("--burst-size", type=int, default=8, help="requests in a burst (default: %(default)s)")
     group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="one more comes only when fewer than N are there (default: no limit)"
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="a request arrives only while fewer than N are in the engine (default: no limit)",
     )
-    group.add_argument("--distribution", choices=DISTRIBUTIONS, default="longtail", help="of lengths (default: %(default)s)")
+    group.add_argument(
+        "--distribution", choices=DISTRIBUTIONS, default="longtail", help="distribution of lengths (default: %(default)s)"
+    )
     group.add_argument("--mean-prompt-len", type=int, default=48, help="tokens (default: %(default)s)")
     group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
     group.add_argument(
-        "--num-shared-prompt-tokens", type=int, default=0, help="with which every prompt begins (default: %(default)s)"
+        "--num-shared-prompt-tokens", type=int, default=0, help="tokens that all prompts begin with (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals (default: %(default)s)")
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--scheduler", nargs="+", choices=list(SCHEDULERS), default=list(SCHEDULERS),
@@ -51,13 +55,15 @@ def add_simulate(commands) -> None:  # noqa: ANN001
         ("max-num-seqs", 8, "the most sequences in one step"),
         ("block-size", 16, "tokens in a cache block"),
         ("num-gpu-blocks", 512, "cache blocks of the device"),
-        ("num-cpu-blocks", 0, "cache blocks of the host, to swap out to"),
+        ("num-cpu-blocks", 0, "cache blocks of the host, for swapping"),
         ("max-model-len", 2048, "the longest prompt and output together"),
     ):
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
     group.add_argument("--max-num-batched-tokens", type=int, help="the most tokens in one step (default: any prompt fits)")
-    group.add_argument("--enable-chunked-prefill", action="store_true", help="decodes and chunks of prompts in one step")
-    group.add_argument("--enable-prefix-caching", action="store_true", help="reuse the computed beginnings of earlier prompts")
+    group.add_argument("--enable-chunked-prefill", action="store_true", help="decodes and chunks of prompts share a step")
+    group.add_argument(
+        "--enable-prefix-caching", action="store_true", help="reuse the KV cache of earlier prompts with the same beginning"
+    )
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="recompute", help="(default: %(default)s)")
     group.add_argument(
         "--cost-model", type=Path, metavar="FILE",
@@ -70,14 +76,15 @@ def add_simulate(commands) -> None:  # noqa: ANN001
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the requests under each scheduler and print a table."""
-    from minivllm.bench.arrivals import generate_requests
     from minivllm.bench.costs import DEFAULT_COSTS, load_costs
-    from minivllm.bench.simulation import format_table, simulate
+    from minivllm.bench.report import to_json
+    from minivllm.bench.simulation import format_simulations, simulate
+    from minivllm.bench.workloads import generate_requests
 
     for path in (arguments.save_trace, arguments.json):
         check_writable(path)
     if arguments.save_trace and arguments.num_requests > MOST_TRACED:
-        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too much to look at: lower --num-requests.")
+        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to look at: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     workload = {
         name: getattr(arguments, name)
@@ -105,10 +112,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             **options,
         )
         results.append(result)
-    print(f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated\n\n{format_table(results)}")
+    print(
+        f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated\n\n{format_simulations(results)}"
+    )
     if arguments.json:
         content = {"command": arguments.command, "results": [result.to_json() for result in results]}
-        arguments.json.write_text(bench_cli.to_text(content))
+        arguments.json.write_text(to_json(content))
     if arguments.save_trace:
         results[-1].trace.save(arguments.save_trace)
         print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
@@ -119,22 +128,22 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def add_calibrate(benches) -> None:  # noqa: ANN001
     """`minivllm bench calibrate`."""
     parser = add_command(
-        benches, "calibrate", run_calibrate, "fit the simulator's cost model to this machine, and see how well it predicts",
+        benches, "calibrate", run_calibrate, "fit the simulator's cost model to this machine and check its predictions",
         "minivllm bench calibrate --max-num-seqs 32 --json costs.json",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=3, help="how often each run is made (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each run is repeated (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cost model and the predictions here")
     add_engine_options(parser)
     parser.set_defaults(max_num_seqs=32)
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Measure, fit, predict what was not measured for it, and print a table."""
+    """Measure, fit, predict runs that the fit has not seen, and print a table."""
     from minivllm.bench.calibrate import calibrate, format_report
 
     check_writable(arguments.json)
-    print(f"This takes {2 * arguments.rounds} minutes or so ...", file=sys.stderr)
+    print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
     calibration = calibrate(bench_cli.make_engine(arguments), arguments.rounds)
-    what = f"{arguments.model}, cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"
-    bench_cli.report(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
+    what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"
+    bench_cli.report_engine(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
     return 0

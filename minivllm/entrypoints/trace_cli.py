@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from minivllm.bench.report import quantity
+from minivllm.bench.summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.options import add_command, check_writable
 from minivllm.errors import ConfigError
@@ -29,10 +31,12 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         metavar="FILE",
         help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
     )
-    show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/ and the file's name)")
-    show.add_argument("--step", type=int, metavar="N", help="of the block map (default: the one with the most blocks in use)")
+    show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/NAME)")
+    show.add_argument(
+        "--step", type=int, metavar="N", help="step of the block map (default: the one with the most blocks in use)"
+    )
     export = add_command(
-        commands, "export", run_trace_export, "write a saved trace in the form that https://ui.perfetto.dev opens",
+        commands, "export", run_trace_export, "write a saved trace for https://ui.perfetto.dev",
         "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
     )  # fmt: skip
     export.add_argument(
@@ -41,14 +45,14 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         metavar="FILE",
         help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
     )
-    export.add_argument("--to", choices=("chrome",), default="chrome", help="the form (default: %(default)s)")
+    export.add_argument("--to", choices=("chrome",), default="chrome", help="format (default: %(default)s)")
     export.add_argument(
         "--output", type=Path, metavar="FILE", help="where it goes (default: beside the trace, as NAME.chrome.json)"
     )
 
 
 def with_trace_command(argv: Sequence[str]) -> list[str]:
-    """A command line in which `minivllm trace` is followed by the command that was left out: "export" with --to, else "show"."""
+    """The command line with the command after `minivllm trace` filled in where it was left out: "export" with --to, else "show"."""
     words = list(argv)
     if words[:1] == ["trace"] and len(words) > 1 and words[1] not in (*_COMMANDS, "-h", "--help"):
         words.insert(1, "export" if any(word.split("=")[0] == "--to" for word in words) else "show")
@@ -56,7 +60,7 @@ def with_trace_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_trace_show(arguments: argparse.Namespace) -> int:
-    """Draw every figure of a trace into a folder, and print what it adds up to."""
+    """Draw every figure of a trace into a folder, and print its numbers."""
     trace = _load(arguments.file)
     step = max(range(len(trace)), key=lambda number: -trace[number].num_free_blocks) if arguments.step is None else arguments.step
     if not 0 <= step < len(trace):
@@ -111,52 +115,28 @@ def run_trace_export(arguments: argparse.Namespace) -> int:
 
 
 def format_summary(trace: EngineTrace) -> str:
-    """What a trace adds up to, as text: counts, speed, and the percentiles of what its users waited.
+    """What a trace adds up to, as text: counts, throughput, and percentiles of how long users waited.
 
-    Seconds are from the first arrival to the end of the last step, so they have the times in which there was nothing to do. The use of
-    the cache is the mean over the time of the steps.
+    Time is from the first arrival to the end of the last step, idle time included. Cache use is averaged over the time of the steps.
     """
-    from minivllm.viz.latency import is_complete, percentile, request_latencies
-    from minivllm.viz.spans import time_origin
-
-    seconds = trace[-1].end - time_origin(trace)
-    prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests.values())
-    output_tokens = count_output_tokens(trace)
-    busy = sum(step.end - step.start for step in trace)
-    used = sum((trace.config.num_gpu_blocks - step.num_free_blocks) * (step.end - step.start) for step in trace)
-    num_complete = sum(map(is_complete, trace.requests.values()))
-    left_out = len(trace.requests) - num_complete
+    run = summarize_trace(trace)
+    left_out = run.num_requests - run.completed
     rows = {
-        "requests": f"{len(trace.requests)}" + (f" ({left_out} unfinished, aborted or failed)" if left_out else ""),
-        "steps": f"{len(trace)}",
-        "tokens": f"{prompt_tokens} of prompts, {output_tokens} generated",
-        "time": f"{seconds:.3f} s",
-        "speed": f"{output_tokens / seconds:.1f} generated tokens/s" if seconds > 0 else "–",
-        "preemptions": f"{sum(len(step.preempted) for step in trace)}",
-        "mean cache use": f"{used / busy / trace.config.num_gpu_blocks:.1%}" if busy > 0 else "–",
+        "requests": f"{run.num_requests}" + (f" ({left_out} unfinished, aborted or failed)" if left_out else ""),
+        "steps": f"{run.num_steps}",
+        "tokens": f"{run.prompt_tokens} of prompts, {run.output_tokens} generated",
+        "time": f"{run.seconds:.3f} s",
+        "speed": f"{run.output_tokens_per_second:.1f} generated tokens/s",
+        "preemptions": f"{run.num_preemptions}",
+        "mean cache use": f"{run.mean_cache_use:.1%}",
     }
-    latencies = request_latencies(trace)
-    waits = {
-        "TTFT": [item.ttft for item in latencies],
-        "ITL": [itl for item in latencies for itl in item.itls],
-        "latency": [item.latency for item in latencies],
-    }
+    waits = {"TTFT": run.ttft, "ITL": run.itl, "latency": run.latency}
     lines = [f"{name:<16}{value}" for name, value in rows.items()]
     lines += ["", f"{'':<16}{'p50':>12}{'p95':>12}{'p99':>12}"]
-    for name, values in waits.items():
-        cells = [f"{percentile(values, percent) * 1e3:>9.1f} ms" if values else f"{'–':>12}" for percent in (50, 95, 99)]
-        lines.append(f"{name:<16}{''.join(cells)}")
+    for name, times in waits.items():
+        cells = (quantity(time * 1e3, ".1f", " ms") for time in (times.p50, times.p95, times.p99))
+        lines.append(f"{name:<16}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
-
-
-def count_output_tokens(trace: EngineTrace) -> int:
-    """Tokens that were generated: all of the requests that ended, and what the steps won for the others."""
-    from minivllm.viz.latency import won_tokens
-
-    ended = {name for name, request in trace.requests.items() if request.finish_reasons}
-    kept = sum(len(token_ids) for name in ended for token_ids in trace.requests[name].output_token_ids)
-    won = (count for step in trace for key, count in won_tokens(trace, step) if key.request_id not in ended)
-    return kept + sum(won)
 
 
 def _load(path: Path) -> EngineTrace:

@@ -1,23 +1,37 @@
-"""What the engine asks of whoever computes: a real model here, several workers, or a simulation."""
+"""The line between deciding and computing: the engine core above it, a model on one device, several workers or a simulation below.
+
+Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 
 
 class Executor(ABC):
-    """Computes the scheduler's steps. Mirrors `vllm/v1/executor/abstract.py`."""
+    """Runs the scheduler's steps."""
 
     @abstractmethod
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """How many cache blocks fit on the device and in the swap space."""
+        """How many cache blocks fit: on the device, and in the swap space on the host."""
 
     @abstractmethod
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate so many."""
+        """Allocate the KV cache."""
 
     @abstractmethod
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        """Compute a step: one output for each of `output.scheduled`, in the same order."""
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """Run a step: one output for each of `request.sequences`, in the same order."""
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every worker. Returns their results, by rank; empty without workers."""
+        return []
+
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if a worker is gone."""
+
+    def shutdown(self) -> None:
+        """End the workers. Safe to call again."""

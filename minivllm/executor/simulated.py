@@ -1,8 +1,8 @@
-"""A model that takes time and gives tokens, without computing any: the real scheduler drives it under a virtual clock.
+"""A simulated model: the real scheduler drives it under a virtual clock.
 
-Above the executor everything is the engine that serves: queues, blocks, preemption, outputs. Below it stands a formula for
-how long a step takes. So a run of minutes is simulated in moments, is the same each time, and needs no machine to be bought
-first. The formula is fitted to a measured run by `bench/calibrate.py`.
+Above the executor, everything is the real engine: queues, blocks, preemption, outputs. Below it is a formula for how long a step takes.
+So minutes of load are simulated in seconds, with the same result every time, on any machine. `bench/calibrate.py` fits the formula to a
+measured run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor
-from minivllm.request import Sequence
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
 
 
 class VirtualClock:
-    """Time that passes only when it is told to. An engine's `clock`.
+    """Time that passes only when told to. An engine's `clock`.
 
     Args:
-        now: Seconds to begin with.
+        now: Where it starts, in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -33,16 +32,16 @@ class VirtualClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Let this many seconds pass."""
         self.now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Let time pass until a moment; one that has passed already changes nothing."""
+        """Let time pass until a moment; no effect if it is in the past."""
         self.now = max(self.now, moment)
 
 
 class StepWork(NamedTuple):
-    """What a step has to do, as far as it takes time.
+    """The work of a step that takes time.
 
     Attributes:
         prefill_tokens: Tokens of prompts, and those that are recomputed.
@@ -76,17 +75,16 @@ def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a step: a fixed part, and so much for each piece of work (`StepWork`).
+    """Seconds of a step: a fixed part, plus a price for each unit of work (`StepWork`).
 
-    Linear layers cost by token, decode attention by the context it reads, prefill attention by pair. Copies and swaps of blocks
-    cost nothing here.
+    Linear layers cost by token, decode attention by the context it reads, prefill attention by pair. Copying and swapping blocks is free.
 
     Attributes:
         fixed: For any step.
-        per_prefill_step: On top, for a step that computes prompts.
-        per_prefill_token, per_prefill_pair, per_decode_seq, per_context_token: For each of them.
-        decode_curve: The first sequences of a batch do not cost as much as the next ones. So where this is given, it has
-            (sequences, seconds) points, with a straight line between two of them, and `per_decode_seq` holds after the last.
+        per_prefill_step: Extra for a step that computes prompts.
+        per_prefill_token, per_prefill_pair, per_decode_seq, per_context_token: For each unit.
+        decode_curve: (sequences, seconds) points, interpolated linearly, because the cost of a decode is not linear in the batch size.
+            `per_decode_seq` applies beyond the last point.
     """
 
     fixed: float
@@ -98,7 +96,7 @@ class CostModel:
     decode_curve: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, work: StepWork) -> float:
-        """Seconds that a step with this work takes."""
+        """Seconds of a step with this work."""
         seconds = self.fixed + self.decode_seconds(work.decode_seqs) + self.per_context_token * work.context_tokens
         if work.prefill_tokens:
             seconds += self.per_prefill_step
@@ -106,7 +104,7 @@ class CostModel:
         return seconds
 
     def decode_seconds(self, num_seqs: int) -> float:
-        """What so many decoding sequences cost, without their contexts."""
+        """Seconds for decoding this many sequences, context reads excluded."""
         curve = self.decode_curve
         right = bisect_left(curve, (num_seqs,))
         if right == len(curve):
@@ -118,15 +116,14 @@ class CostModel:
 
 
 class SimulatedExecutor(Executor):
-    """Advances the clock by what a step would take, and makes up its tokens.
+    """Advances the clock by the time a step would take, and makes up its tokens.
 
-    A request's tokens depend on its seed and their position, so different requests say different things, and mean nothing: let
-    them end by `max_tokens`, with `ignore_eos`.
+    A request's tokens follow from its seed and their positions, and mean nothing: end requests by `max_tokens`, with `ignore_eos`.
 
     Args:
         clock: The engine's.
         cost_model: Seconds of a step.
-        num_gpu_blocks, num_cpu_blocks: The cache that the simulated device has.
+        num_gpu_blocks, num_cpu_blocks: Size of the simulated cache.
         vocab_size: Token ids are below this.
     """
 
@@ -143,8 +140,8 @@ class SimulatedExecutor(Executor):
                 raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
         self.clock = clock
         self.cost_model = cost_model
-        self.watch: Callable[[SchedulerOutput, float], None] | None = None
-        """Called with each step and its seconds, before they pass."""
+        self.watch: Callable[[float], None] | None = None
+        """Called in each step with its seconds, before they pass."""
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self._vocab_size = vocab_size
 
@@ -154,26 +151,22 @@ class SimulatedExecutor(Executor):
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """There is no memory to allocate."""
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        seconds = self.cost_model(work_of(output))
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        seconds = self.cost_model(work_of(request))
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"The cost model says that a step takes {seconds} seconds, but it must take 0 or more, and end.")
         if self.watch is not None:
-            self.watch(output, seconds)
+            self.watch(seconds)
         self.clock.advance(seconds)
-        return [
-            SequenceOutput(self._tokens(item.seq, len(item.draft_token_ids))) if item.needs_sampling else SequenceOutput()
-            for item in output.scheduled
-        ]
+        return [SequenceOutput(self._tokens(seq)) if seq.num_samples else SequenceOutput() for seq in request.sequences]
 
-    def _tokens(self, seq: Sequence, num_drafts: int) -> list[int]:
-        """The next token, one more for each sibling to be forked, and one more for each draft."""
-        first = seq.request.seed + 7919 * seq.index + len(seq.token_ids)
-        return [(first + i) % self._vocab_size for i in range(1 + seq.num_unforked_siblings + num_drafts)]
+    def _tokens(self, seq: SequenceData) -> list[int]:
+        """The next token, one more for each sibling forked now, and one after each draft."""
+        num_known = seq.num_computed_tokens + seq.num_tokens - seq.num_drafts
+        first = seq.request.seed + 7919 * seq.index + num_known
+        return [(first + i) % self._vocab_size for i in range(seq.num_samples + seq.num_drafts)]
 
 
-def work_of(output: SchedulerOutput) -> StepWork:
-    """The work of a step that has been scheduled and not yet computed."""
-    return count_work(
-        (item.is_decode, item.num_tokens, item.seq.num_computed_tokens + item.num_tokens) for item in output.scheduled
-    )
+def work_of(request: ExecuteModelRequest) -> StepWork:
+    """The work of a step."""
+    return count_work((seq.is_decode, seq.num_tokens, seq.num_computed_tokens + seq.num_tokens) for seq in request.sequences)

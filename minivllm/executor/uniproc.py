@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.executor.base import Executor
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
 class UniProcExecutor(Executor):
-    """Hands every step to a worker that lives here. The arguments are the worker's."""
+    """Hands every step to a worker in this process. The arguments are the worker's."""
 
     def __init__(
         self,
@@ -27,5 +29,8 @@ class UniProcExecutor(Executor):
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self.worker.initialize_cache(num_gpu_blocks, num_cpu_blocks)
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        return self.worker.execute_model(output)
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        return self.worker.execute_model(request)
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]

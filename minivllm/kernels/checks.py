@@ -1,19 +1,17 @@
-"""What every implementation of an operation checks before it starts: one clear sentence instead of a wrong answer.
+"""What every implementation of an operation checks before it runs: a clear sentence instead of a wrong answer.
 
-A kernel takes addresses and believes its lengths; a length that does not fit its table would make it read another
-sequence's memory, or nobody's. Shapes, dtypes, devices and strides are known on the host and cost microseconds. The
-numbers inside tensors (slots, tables, lengths) must be read back, which on a GPU waits for all work before: an engine
-that has checked them on the host, once for all layers of a step, leaves that out with `trusted()`. Wrong numbers then are not
-found: a kernel writes to memory that is not its own.
+A kernel takes addresses and trusts its lengths: a length beyond its block table would make it read another sequence's
+memory. Shapes, dtypes, devices and strides are known on the host, and checking them costs microseconds. The numbers inside
+tensors (slots, block tables, lengths, positions) must be read back, which on a GPU waits for all earlier work. The model
+runner validates those once per step for all layers, so the engine's own calls skip them: see `Ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
-from typing import Any
+from collections.abc import Callable
+from enum import IntEnum
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,38 +21,55 @@ from minivllm.errors import KernelError
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INT_DTYPES = (torch.int32, torch.int64)
 
-_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
-_shapes_trusted: ContextVar[bool] = ContextVar("shapes_trusted", default=False)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@contextmanager
-def trusted(shapes: bool = False) -> Iterator[None]:
-    """Within this block, the numbers in tables, lengths, slots and positions are not read back to be checked.
+class Checks(IntEnum):
+    """What an operation checks when it is called: nothing, what the host knows of its tensors, or the numbers in them too."""
+
+    NONE = 0
+    SHAPES = 1
+    ALL = 2
+
+
+class Operation(Generic[P, R]):
+    """An operation that validates its arguments. Calling it checks everything; `with_checks` gives it with fewer checks.
 
     Args:
-        shapes: Do not look at shapes, dtypes and strides either. An engine whose kernels are called by its own code alone does
-            so: it calls hundreds in a step, and each look takes microseconds.
+        function: Computes the operation.
+        check_shapes, check_numbers: Take the same arguments, and raise a KernelError.
     """
-    token, shapes_token = _trusted.set(True), _shapes_trusted.set(shapes)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
-        _shapes_trusted.reset(shapes_token)
+
+    def __init__(
+        self, function: Callable[P, R], check_shapes: Callable[..., None], check_numbers: Callable[..., None] | None
+    ) -> None:
+        self.unchecked = function
+        self._check_shapes = check_shapes
+        self._check_numbers = check_numbers
+        update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it, with all checks."""
+        self._check_shapes(*args, **kwargs)
+        if self._check_numbers is not None:
+            self._check_numbers(*args, **kwargs)
+        return self.unchecked(*args, **kwargs)
+
+    def with_checks(self, checks: Checks) -> Callable[P, R]:
+        """The operation with at most these checks."""
+        if checks == Checks.NONE:
+            return self.unchecked
+        return self if checks == Checks.ALL else Operation(self.unchecked, self._check_shapes, None)
 
 
-def _unless_trusted(check: Callable[..., None]) -> Callable[..., None]:
-    """A check that is left out where shapes are trusted."""
-
-    @wraps(check)
-    def checked(*args: Any, **kwargs: Any) -> None:
-        if not _shapes_trusted.get():
-            check(*args, **kwargs)
-
-    return checked
+def checked(
+    check_shapes: Callable[..., None], check_numbers: Callable[..., None] | None = None
+) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Decorator: validate the arguments of an operation before it runs."""
+    return lambda function: Operation(function, check_shapes, check_numbers)
 
 
-@_unless_trusted
 def check_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Keys, values and slots of the same tokens, and a cache that they fit into."""
     check_cache(key_cache, value_cache)
@@ -69,21 +84,91 @@ def check_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value
             )
         _check_like(name, x, "the cache", key_cache)
     _check_integers("slot_mapping", slot_mapping, key_cache)
+
+
+def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Slots that the cache has."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if not _trusted.get() and num_tokens > 0 and int(slot_mapping.max()) >= num_slots:
+    if slot_mapping.numel() and int(slot_mapping.max()) >= num_slots:
         raise KernelError(f"slot_mapping names slot {int(slot_mapping.max())}, but the cache has {num_slots} slots.")
 
 
-@_unless_trusted
-def check_attention(
+def check_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, *_: Any, **__: Any
+) -> None:
+    """Queries, tables and lengths that fit each other and the cache, one query for each sequence."""
+    _check_attention(query, key_cache, value_cache, block_tables, context_lens)
+    if query.shape[0] != len(context_lens):
+        raise KernelError(
+            f"query has {query.shape[0]} rows, but there are {len(context_lens)} sequences: a decode has one row each."
+        )
+
+
+def check_decode_numbers(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, *_: Any, **__: Any
+) -> None:
+    """Lengths that fit the tables, and tables that name blocks of the cache."""
+    num_blocks, block_size = key_cache.shape[:2]
+    capacity = block_tables.shape[1] * block_size
+    lengths = context_lens.cpu()
+    wrong_lengths = lengths[(lengths < 0) | (lengths > capacity)]
+    if wrong_lengths.numel():
+        raise KernelError(
+            f"context_lens has {int(wrong_lengths[wrong_lengths.abs().argmax()])}, but a table of {block_tables.shape[1]} blocks of {block_size} holds 0 to "
+            f"{capacity} tokens."
+        )
+    used = torch.arange(block_tables.shape[1]) * block_size < lengths[:, None]
+    blocks = block_tables.cpu()[used]
+    wrong_blocks = blocks[(blocks < 0) | (blocks >= num_blocks)]
+    if wrong_blocks.numel():
+        raise KernelError(f"block_tables names block {int(wrong_blocks[0])}, but the cache has {num_blocks} blocks.")
+
+
+def check_prefill(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    query_start_loc: Tensor | None = None,
+    query_start_loc: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> None:
-    """Queries that fit the cache, and tables and lengths that fit the queries."""
+    """Queries, tables, lengths and starts that fit each other and the cache."""
+    _check_attention(query, key_cache, value_cache, block_tables, context_lens)
+    num_seqs = len(context_lens)
+    if tuple(query_start_loc.shape) != (num_seqs + 1,):
+        raise KernelError(f"query_start_loc is {_shape(query_start_loc)}, but [{num_seqs + 1}] is needed: num_seqs + 1.")
+    _check_integers("query_start_loc", query_start_loc, key_cache)
+
+
+def check_prefill_numbers(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """As `check_decode_numbers`; and starts in order, with no more new tokens than a context has."""
+    check_decode_numbers(query, key_cache, value_cache, block_tables, context_lens)
+    starts, lengths = query_start_loc.cpu(), context_lens.cpu()
+    query_lens = starts.diff()
+    if int(starts[0]) != 0 or bool((query_lens < 0).any()) or int(starts[-1]) > query.shape[0]:
+        raise KernelError(
+            f"query_start_loc must begin with 0, never fall, and end with at most the {query.shape[0]} rows of query; it is "
+            f"{starts.tolist()[:20]}."
+        )
+    if bool((query_lens > lengths).any()):
+        i = int((query_lens > lengths).nonzero()[0])
+        raise KernelError(
+            f"Sequence {i} has {int(query_lens[i])} new tokens, but a context of only {int(lengths[i])}, which includes them."
+        )
+
+
+def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
     check_cache(key_cache, value_cache)
     num_kv_heads, head_dim = key_cache.shape[2:]
     if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] == 0 or query.shape[1] % num_kv_heads:
@@ -100,47 +185,6 @@ def check_attention(
         )
     _check_integers("block_tables", block_tables, key_cache)
     _check_integers("context_lens", context_lens, key_cache)
-    if query_start_loc is None:
-        if query.shape[0] != num_seqs:
-            raise KernelError(f"query has {query.shape[0]} rows, but there are {num_seqs} sequences: a decode has one row each.")
-    else:
-        if tuple(query_start_loc.shape) != (num_seqs + 1,):
-            raise KernelError(f"query_start_loc is {_shape(query_start_loc)}, but [{num_seqs + 1}] is needed: num_seqs + 1.")
-        _check_integers("query_start_loc", query_start_loc, key_cache)
-    if not _trusted.get() and num_seqs > 0:
-        _check_lengths(query.shape[0], key_cache, block_tables, context_lens, query_start_loc)
-
-
-def _check_lengths(
-    num_tokens: int, key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, query_start_loc: Tensor | None
-) -> None:
-    """Lengths that fit the tables, and tables that name blocks of the cache; all of it read back from the device."""
-    num_blocks, block_size = key_cache.shape[:2]
-    capacity = block_tables.shape[1] * block_size
-    lengths = context_lens.cpu()
-    if int(lengths.min()) < 0 or int(lengths.max()) > capacity:
-        wrong = int(lengths.min()) if int(lengths.min()) < 0 else int(lengths.max())
-        raise KernelError(
-            f"context_lens has {wrong}, but a table of {block_tables.shape[1]} blocks of {block_size} holds 0 to {capacity} tokens."
-        )
-    used = torch.arange(block_tables.shape[1]) * block_size < lengths[:, None]
-    blocks = block_tables.cpu()[used]
-    if blocks.numel() and (int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks):
-        wrong = int(blocks.min()) if int(blocks.min()) < 0 else int(blocks.max())
-        raise KernelError(f"block_tables names block {wrong}, but the cache has {num_blocks} blocks.")
-    if query_start_loc is not None:
-        starts = query_start_loc.cpu()
-        query_lens = starts.diff()
-        if int(starts[0]) != 0 or int(query_lens.min()) < 0 or int(starts[-1]) > num_tokens:
-            raise KernelError(
-                f"query_start_loc must begin with 0, never fall, and end with at most the {num_tokens} rows of query; it is "
-                f"{starts.tolist()[:20]}."
-            )
-        if bool((query_lens > lengths).any()):
-            i = int((query_lens > lengths).nonzero()[0])
-            raise KernelError(
-                f"Sequence {i} has {int(query_lens[i])} new tokens, but a context of only {int(lengths[i])}, which includes them."
-            )
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
@@ -156,23 +200,25 @@ def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
     _check_like("value_cache", value_cache, "key_cache", key_cache)
 
 
-@_unless_trusted
-def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
-    """A weight for each channel, and a residual like `x`."""
+def check_rms_norm(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+    """A weight for each channel."""
     if x.dim() < 1 or tuple(weight.shape) != tuple(x.shape[-1:]) or weight.shape[0] == 0:
         raise KernelError(f"x is {_shape(x)} and weight {_shape(weight)}: [..., size] and [size] are needed.")
     _check_float("x", x)
     _check_rows("x", x)
     _check_like("weight", weight, "x", x)
-    if residual is not None:
-        if residual.shape != x.shape:
-            raise KernelError(f"x is {_shape(x)}, but residual is {_shape(residual)}: they must be alike.")
-        _check_like("residual", residual, "x", x)
 
 
-@_unless_trusted
-def check_rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Queries, keys and positions of the same tokens, and tables that hold every position."""
+def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+    """A weight for each channel, and a residual like `x`."""
+    check_rms_norm(x, weight)
+    if residual.shape != x.shape:
+        raise KernelError(f"x is {_shape(x)}, but residual is {_shape(residual)}: they must be alike.")
+    _check_like("residual", residual, "x", x)
+
+
+def check_rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> None:
+    """Queries, keys and positions of the same tokens, and tables for heads of their size."""
     if query.dim() != 3 or key.dim() != 3 or query.shape[::2] != key.shape[::2] or positions.shape != query.shape[:1]:
         raise KernelError(
             f"positions is {_shape(positions)}, query {_shape(query)} and key {_shape(key)}: [num_tokens], [num_tokens, "
@@ -192,25 +238,27 @@ def check_rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: T
             raise KernelError(
                 f"{name} is {_dtype(table)} on {table.device}: a contiguous float32 table on {query.device} is needed."
             )
-    if not _trusted.get() and len(positions) > 0 and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+
+
+def check_positions(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, *_: Any, **__: Any) -> None:
+    """Positions that the tables have."""
+    if len(positions) > 0 and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
         raise KernelError(
             f"positions go from {int(positions.min())} to {int(positions.max())}, but cos and sin have the rows 0 to "
             f"{cos.shape[0] - 1}."
         )
 
 
-@_unless_trusted
-def check_linear(x: Tensor, in_features: int) -> None:
-    """Rows of the width that the weight has, float32 on the CPU."""
-    if x.dim() != 2 or x.shape[1] != in_features:
-        raise KernelError(f"x is {_shape(x)}, but the weight needs [num_tokens, {in_features}].")
+def check_linear(weight: Any, x: Tensor) -> None:
+    """Rows as wide as the packed weight, float32 on the CPU."""
+    if x.dim() != 2 or x.shape[1] != weight.in_features:
+        raise KernelError(f"x is {_shape(x)}, but the weight needs [num_tokens, {weight.in_features}].")
     if x.dtype != torch.float32 or x.device.type != "cpu":
         raise KernelError(f"x has dtype {_dtype(x)} on {x.device}, but a packed weight takes float32 on the CPU.")
 
 
-@_unless_trusted
 def check_digits(x: Tensor, scales: Tensor | None = None) -> None:
-    """float32 rows; with scales, two for each of them."""
+    """Contiguous float32 rows on the CPU; with scales, two rows for each of them."""
     if x.dim() != 2 or x.shape[1] == 0 or (scales is not None and x.shape[0] != 2 * scales.shape[0]):
         needed = "[num_tokens, size]" if scales is None else f"[{2 * scales.shape[0]}, out_features]"
         raise KernelError(f"x is {_shape(x)}, but must be {needed}.")
@@ -222,8 +270,7 @@ def check_digits(x: Tensor, scales: Tensor | None = None) -> None:
             )
 
 
-@_unless_trusted
-def check_silu_and_mul(x: Tensor) -> None:
+def check_silu_and_mul(x: Tensor, *_: Any, **__: Any) -> None:
     """Two halves side by side."""
     if x.dim() != 2 or x.shape[1] % 2 or x.shape[1] == 0:
         raise KernelError(f"x is {_shape(x)}, but must be [num_tokens, 2 * size].")
@@ -232,7 +279,7 @@ def check_silu_and_mul(x: Tensor) -> None:
 
 
 def check_block_pairs(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Caches of blocks alike, and pairs that name blocks of theirs."""
+    """Caches with blocks of one shape, and pairs that name blocks in them."""
     if source.dim() != 4 or destination.dim() != 4 or source.shape[1:] != destination.shape[1:]:
         raise KernelError(f"The caches are {_shape(source)} and {_shape(destination)}: only blocks of one shape can be copied.")
     if source.dtype != destination.dtype:
@@ -247,15 +294,24 @@ def check_block_pairs(source: Tensor, destination: Tensor, pairs: list[tuple[int
         raise KernelError("Two blocks were to be copied to the same block.")
 
 
-@_unless_trusted
-def check_out(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
-    """A tensor that a kernel is to write to."""
+def prepare_out(out: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A tensor to write a result to: `out` if it is given and fits, else a new one.
+
+    Args:
+        out: What the caller gave.
+        like: The input, whose dtype and device the result has.
+        shape: Of the result; the input's if None.
+    """
+    shape = tuple(like.shape) if shape is None else shape
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     if tuple(out.shape) != shape:
         raise KernelError(f"out is {_shape(out)}, but must be [{', '.join(map(str, shape))}].")
     _check_like("out", out, "the input", like)
     _check_own_memory("out", out)
     if out.data_ptr() == like.data_ptr() and out.numel() > 0:
         raise KernelError("out is the input itself, which would be overwritten before it is read: give another tensor.")
+    return out
 
 
 def _check_like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Every operation of the kernels in plain torch: the definition that the faster versions are held against.
+"""Every operation in plain torch: the definition that the faster implementations are tested against.
 
 The KV cache of a layer is two tensors, keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]`. A slot
-is one token's place in it: `block * block_size + offset`. A block table lists the blocks of a sequence in order, so
-token i of a sequence lies in slot `table[i // block_size] * block_size + i % block_size` (Kwon et al., 2023,
+is the place of one token: `block * block_size + offset`. A block table lists the blocks of a sequence in order, so token i
+of a sequence is in slot `table[i // block_size] * block_size + i % block_size` (Kwon et al., 2023,
 arXiv:2309.06180).
 """
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from minivllm.kernels import checks
 
 
+@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place.
 
     Args:
         key, value: `[num_tokens, num_kv_heads, head_dim]`.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        slot_mapping: `[num_tokens]`, the slot of each token; a negative one marks a padded row, which is not written.
+        slot_mapping: `[num_tokens]`, the slot of each token; negative for padding, which is not written.
     """
-    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     block_size = key_cache.shape[1]
     if bool((slot_mapping < 0).any()):
         kept = slot_mapping >= 0
@@ -49,6 +49,7 @@ def gather_blocks(cache: Tensor, block_tables: Tensor) -> Tensor:
     return gathered.view(num_seqs, num_blocks * block_size, num_kv_heads, head_dim).transpose(1, 2)
 
 
+@checks.checked(checks.check_decode, checks.check_decode_numbers)
 def paged_decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
 ) -> Tensor:
@@ -57,20 +58,19 @@ def paged_decode_attention(
     Args:
         query: `[num_seqs, num_heads, head_dim]`.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`. Whole blocks are read here, so
-            what stands behind a context must be finite.
-        block_tables: `[num_seqs, max_blocks]`; what lies beyond a context is ignored, but must be blocks.
-        context_lens: `[num_seqs]`, cached tokens of each sequence; 0 for a padded row, whose output is 0.
+            what follows a context in its last block must be finite.
+        block_tables: `[num_seqs, max_blocks]`; entries beyond a context are ignored, but must name blocks.
+        context_lens: `[num_seqs]`, cached tokens of each sequence; 0 for padding, whose output is 0.
         scale: What the scores are multiplied by, usually `head_dim ** -0.5`.
 
     Returns:
         `[num_seqs, num_heads, head_dim]`.
     """
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     num_seqs, num_heads, head_dim = query.shape
     keys = gather_blocks(key_cache, block_tables)
     values = gather_blocks(value_cache, block_tables)
     num_kv_heads, max_context = keys.shape[1], keys.shape[2]
-    # The query heads that share a KV head become the rows of one small matrix: no key is repeated.
+    # The query heads that share a KV head become the rows of one small matrix, so that no key is repeated.
     grouped = query.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     in_context = torch.arange(max_context, device=query.device) < context_lens[:, None]
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=in_context[:, None, None, :], scale=scale)
@@ -78,6 +78,7 @@ def paged_decode_attention(
     return output.reshape(num_seqs, num_heads, head_dim)
 
 
+@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -87,23 +88,22 @@ def paged_prefill_attention(
     query_start_loc: Tensor,
     scale: float,
 ) -> Tensor:
-    """Causal attention of a ragged batch: each sequence brings its last tokens, one or many, and sees its whole context.
+    """Causal attention of a ragged batch: the last tokens of each sequence, one or many, attend to its whole context.
 
-    A prompt, a chunk of one behind a cached prefix and a decode differ only in how many tokens are new.
+    A prompt, a chunk after a cached prefix and a decode differ only in how many tokens are new.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, one sequence after another; their keys and values are cached already.
+        query: `[num_tokens, num_heads, head_dim]`, one sequence after another; their keys and values are in the cache.
         key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`.
-        block_tables: `[num_seqs, max_blocks]`; what lies beyond a context is ignored.
-        context_lens: `[num_seqs]`, cached tokens of each sequence, the new ones included.
-        query_start_loc: `[num_seqs + 1]`: sequence i has the rows from `query_start_loc[i]` to `query_start_loc[i + 1]`.
+        block_tables: `[num_seqs, max_blocks]`; entries beyond a context are ignored.
+        context_lens: `[num_seqs]`, cached tokens of each sequence, including the new ones.
+        query_start_loc: `[num_seqs + 1]`: sequence i has rows `query_start_loc[i]` to `query_start_loc[i + 1] - 1`.
             Rows after the last sequence are padding, and their output is 0.
         scale: What the scores are multiplied by.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
     """
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
     output = torch.zeros_like(query)
     block_size = key_cache.shape[1]
     starts = query_start_loc.tolist()
@@ -142,8 +142,9 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
+@checks.checked(checks.check_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide by the root mean square over the last dimension, then scale. Zhang and Sennrich, 2019 (arXiv:1910.07467).
+    """Divide by the root mean square of the last dimension, then scale. Zhang and Sennrich, 2019 (arXiv:1910.07467).
 
     Args:
         x: `[..., size]`; computed in float32, whatever its dtype.
@@ -153,12 +154,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         Same shape and dtype as `x`.
     """
-    checks.check_rms_norm(x, weight)
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * x32.to(x.dtype)
 
 
+@checks.checked(checks.check_add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum for the next layer.
 
@@ -170,11 +171,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         `rms_norm(x + residual)` and `x + residual`.
     """
-    checks.check_rms_norm(x, weight, residual)
     residual = x + residual
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm.unchecked(residual, weight, eps), residual
 
 
+@checks.checked(checks.check_rotary_embedding, checks.check_positions)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs of channels, i and i + head_dim / 2, by the angles of each token's position.
 
@@ -189,7 +190,6 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     Returns:
         The rotated query and key, of the same shapes and dtypes; the rotation is computed in float32.
     """
-    checks.check_rotary_embedding(positions, query, key, cos, sin)
     cos = cos[positions].unsqueeze(1)
     sin = sin[positions].unsqueeze(1)
 
@@ -200,6 +200,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotate(query), rotate(key)
 
 
+@checks.checked(checks.check_silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU, `silu(first half) * second half`. Shazeer, 2020 (arXiv:2002.05202).
 
@@ -209,38 +210,38 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Returns:
         `[num_tokens, size]`.
     """
-    checks.check_silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 DIGIT_BASE = 64
-"""What the higher digit of `split_digits` counts."""
+"""The base of the two digits of `split_digits`."""
 DIGIT_ZERO = 64
-"""What is added to a digit so that it is never negative."""
+"""Added to each digit to make it positive."""
 LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
-"""The largest whole number of two digits: 4,063."""
+"""The largest integer of two digits: 4,063."""
 
 
+@checks.checked(checks.check_digits)
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to whole numbers up to 4,063 and write those with two digits, `64 * high + low`.
+    """Scale each row, round it to integers up to 4,063, and split those into two digits, `64 * high + low`.
 
     Args:
         x: `[num_tokens, size]`, float32.
 
     Returns:
-        `[2 * num_tokens, size]` uint8, the high digits of all rows and then the low ones, each plus 64 and in 1 .. 127; and
+        `[2 * num_tokens, size]` uint8, the high digits of all rows, then the low ones, each plus 64 and thus in 1 .. 127; and
         `[num_tokens]`, the scale of each row: `x` is about `scale * (64 * high + low)`.
     """
-    checks.check_digits(x)
     scales = (x.abs().amax(dim=1) / LARGEST).clamp_(min=1e-30)
     whole = torch.floor(x / scales[:, None] + 0.5)
     high = torch.floor(whole / DIGIT_BASE + 0.5)
     return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
 
 
+@checks.checked(checks.check_digits)
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
-    """Put together the products of high and low digits with a weight.
+    """Combine the products of the high and the low digits with a weight.
 
     Args:
         products: `[2 * num_tokens, out_features]`, float32: what `split_digits` gave, each digit less 64, times a weight.
@@ -249,13 +250,12 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     Returns:
         `[num_tokens, out_features]`.
     """
-    checks.check_digits(products, scales)
     high, low = products.chunk(2)
     return torch.add(low, high, alpha=DIGIT_BASE).mul_(scales[:, None])
 
 
 def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks within a cache, in place: (source, destination) pairs. No destination may be named twice.
+    """Copy whole blocks within a cache, in place: (source, destination) pairs, each destination at most once.
 
     All sources are read before anything is written.
     """
@@ -266,7 +266,7 @@ def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
 
 
 def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks from one cache to another, which may lie on another device: (source, destination) pairs."""
+    """Copy whole blocks from one cache to another, possibly on another device: (source, destination) pairs."""
     checks.check_block_pairs(source_cache, destination_cache, pairs)
     if pairs:
         sources, destinations = torch.tensor(pairs).unbind(1)

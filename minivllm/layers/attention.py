@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: what a step tells it, and the interface that a backend fills.
+"""Attention over a paged KV cache: what a step passes to it, and the interface of a backend.
 
 Mirrors `vllm/v1/attention/backend.py`. The backends are in `attention_backends.py`.
 """
@@ -12,6 +12,8 @@ from types import ModuleType
 from torch import Tensor
 
 from minivllm.kernels import reference
+from minivllm.kernels.checks import Checks
+from minivllm.kernels.ops import Ops
 
 KVCache = tuple[Tensor, Tensor]
 """A layer's keys and values, each `[num_blocks, block_size, num_kv_heads, head_dim]`."""
@@ -19,13 +21,13 @@ KVCache = tuple[Tensor, Tensor]
 
 @dataclass
 class AttentionMetadata:
-    """Where the tokens of a ragged batch belong. The tokens of all sequences stand one after another.
+    """Where the tokens of a ragged batch belong: the tokens of all sequences, one sequence after another.
 
     Attributes:
         is_decode: Whether every sequence has one new token, as in a pure decode step.
         slot_mapping: `[num_tokens]` int64, the cache slot of each new token; negative for padding.
         block_tables: `[num_seqs, max_blocks]` int32, padded with 0.
-        context_lens: `[num_seqs]` int32, tokens of each sequence in the cache, those of this step included; 0 for padding.
+        context_lens: `[num_seqs]` int32, cached tokens of each sequence, including those of this step; 0 for padding.
         query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence, and the end of the last one.
     """
 
@@ -37,13 +39,17 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Computes attention for all layers of a model; subclass it to plug in another.
+    """Computes attention for a layer; subclass it to plug in another.
 
     Args:
         num_heads: Query heads.
         num_kv_heads: Key and value heads; each serves `num_heads // num_kv_heads` query heads.
         head_dim: Channels of a head.
         scale: What the scores are multiplied by.
+
+    Attributes:
+        ops: The kernels of `load_ops`. They check shapes, but not the numbers in tables and lengths, which the model runner
+            has validated for the whole step.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
@@ -51,18 +57,18 @@ class AttentionBackend(ABC):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
-        self.ops = self.load_ops()
+        self.ops = Ops(self.load_ops(), Checks.SHAPES)
 
     @classmethod
     def load_ops(cls) -> ModuleType:
-        """The norm, rotary, activation and block kernels that the model runs beside this backend: those of `reference`."""
+        """The kernels that `forward` calls: those of `reference`."""
         return reference
 
     @classmethod
     def supports_cuda_graphs(cls) -> bool:
-        """Whether a decode can be captured: nothing in `forward` waits for the GPU or looks at numbers that only it has.
+        """Whether a decode step can be captured: nothing in `forward` waits for the GPU or reads a tensor back.
 
-        A subclass of a backend that does, and that prints or reads a tensor, must say `False` again.
+        A subclass of a backend that supports them must return `False` if its own `forward` prints or reads a tensor.
         """
         return False
 

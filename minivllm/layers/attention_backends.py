@@ -1,13 +1,12 @@
-"""The attention backends, and which one serves where.
+"""The attention backends, and which one runs where.
 
-`torch` runs everywhere and copies the cached blocks of a batch next to each other before it attends; `cpu` and `triton`
-walk the block tables.
+`torch` runs everywhere and gathers the cached blocks of a batch before it attends; `cpu` and `triton` walk the block tables.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -15,39 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.errors import ConfigError, KernelError
-from minivllm.kernels import has_cpu_kernels, reference
+from minivllm.kernels import reference
+from minivllm.kernels.ops import has_cpu_kernels, load_platform_kernels, load_triton
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS = 2**16
-"""Cached tokens that the torch backend copies at a time when it decodes."""
-OLDEST_CAPABILITY = (8, 0)
-"""The compute capability (Ampere) from which on a GPU has the shared memory that the tiles of the Triton kernels take."""
+"""Cached tokens that the torch backend gathers at a time when it decodes."""
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """The reference in plain torch."""
+    """Plain torch."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         key_cache, value_cache = kv_cache
-        reference.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+        self.ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
         if metadata.is_decode:
-            # A few sequences at a time, so that the copies of their blocks stay within bounds.
+            # A few sequences at a time, to bound the memory of the gathered blocks.
             rows = max(1, MAX_GATHERED_TOKENS // (metadata.block_tables.shape[1] * key_cache.shape[1]))
             parts = zip(query.split(rows), metadata.block_tables.split(rows), metadata.context_lens.split(rows), strict=True)
             outputs = [
-                reference.paged_decode_attention(q, key_cache, value_cache, block_tables, context_lens, self.scale)
+                self.ops.paged_decode_attention(q, key_cache, value_cache, block_tables, context_lens, self.scale)
                 for q, block_tables, context_lens in parts
             ]
             return torch.cat(outputs)
-        return reference.paged_prefill_attention(
+        return self.ops.paged_prefill_attention(
             query, key_cache, value_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, self.scale
         )
 
 
 class CPUAttentionBackend(AttentionBackend):
-    """Loops compiled by Numba, for attention and for what goes on around it."""
+    """Loops compiled by Numba.
+
+    Decode steps of a Llama layer run `layers.compiled` instead of `forward`, also in a subclass that leaves `forward` as it
+    is. A subclass with a `forward` of its own is called for every layer and step.
+    """
 
     @classmethod
     def load_ops(cls) -> ModuleType:
@@ -57,9 +59,9 @@ class CPUAttentionBackend(AttentionBackend):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         if metadata.is_decode:
-            return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
+            return attend(self, query, key, value, kv_cache, metadata)
         self.ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
-        # Whole prompts need nothing from the cache, and torch's product of a prompt with itself is the faster one.
+        # Whole prompts need nothing from the cache, and torch attends within a prompt faster.
         starts, lengths = metadata.query_start_loc.tolist(), metadata.context_lens.tolist()
         output = torch.empty_like(query)
         cached = []
@@ -80,37 +82,29 @@ class CPUAttentionBackend(AttentionBackend):
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """Triton kernels for attention and for all that goes on around it; on a CPU they are interpreted."""
+    """Triton kernels; on a CPU they are interpreted."""
 
     @classmethod
     def load_ops(cls) -> ModuleType:
-        from minivllm.kernels import triton  # here, because Triton may be missing
-
-        return triton
+        return load_triton()
 
     @classmethod
     def supports_cuda_graphs(cls) -> bool:
         return not cls.load_ops().INTERPRETED  # the interpreter copies tensors to the host
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        return _attend(self.ops, query, key, value, kv_cache, metadata, self.scale)
+        return attend(self, query, key, value, kv_cache, metadata)
 
 
-def _attend(
-    kernels: ModuleType,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_cache: KVCache,
-    metadata: AttentionMetadata,
-    scale: float,
+def attend(
+    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
 ) -> Tensor:
-    key_cache, value_cache = kv_cache
-    kernels.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
-    tables, lengths = metadata.block_tables, metadata.context_lens
+    """Write to the cache and attend with kernels that walk the block tables; see `AttentionBackend.forward`."""
+    ops, tables, lengths = backend.ops, metadata.block_tables, metadata.context_lens
+    ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
     if metadata.is_decode:
-        return kernels.paged_decode_attention(query, key_cache, value_cache, tables, lengths, scale)
-    return kernels.paged_prefill_attention(query, key_cache, value_cache, tables, lengths, metadata.query_start_loc, scale)
+        return ops.paged_decode_attention(query, *kv_cache, tables, lengths, backend.scale)
+    return ops.paged_prefill_attention(query, *kv_cache, tables, lengths, metadata.query_start_loc, backend.scale)
 
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -124,61 +118,50 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
     """The backend class to use on a device.
 
     Args:
-        backend: "auto", a name, or a class of one's own.
-        device: Where the model lies. "auto" takes Triton on a GPU (if that is not too old) and Numba on a CPU, or torch
-            where they are missing.
+        backend: "auto", a name, or a class of the user's own.
+        device: Where the model lies. "auto" takes the backend whose kernels are the fastest there.
 
     Raises:
-        ConfigError: There is no such backend, or it cannot serve here.
+        ConfigError: There is no such backend, or it cannot run here.
     """
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
         return backend
     if backend == "auto":
-        backend = _choose_backend(device)
+        implementation = load_platform_kernels(device).__name__.rpartition(".")[2]
+        return BACKENDS.get(implementation, TorchAttentionBackend)
     if not isinstance(backend, str) or backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ConfigError(
             f"attention_backend is {backend!r}, but must be 'auto', one of {names}, or an AttentionBackend subclass."
         )
     if backend == "cpu":
-        return _get_cpu_backend(device)
+        if device.type != "cpu":
+            raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
+        if not has_cpu_kernels():
+            logger.warning(
+                "Numba is not installed, so attention_backend is 'torch' instead of 'cpu': `pip install numba` is faster."
+            )
+            return TorchAttentionBackend
     if backend == "triton":
         _check_triton(device)
     return BACKENDS[backend]
 
 
-def _choose_backend(device: torch.device) -> str:
-    """The name of the fastest backend that a device can have."""
-    if device.type == "cpu":
-        return "cpu" if has_cpu_kernels() else "torch"
-    has_room = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
-    return "triton" if importlib.util.find_spec("triton") and has_room else "torch"
-
-
-def _get_cpu_backend(device: torch.device) -> type[AttentionBackend]:
-    if device.type != "cpu":
-        raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
-    if not has_cpu_kernels():
-        logger.warning("Numba is not installed, so attention_backend 'torch' stands in for 'cpu': `pip install numba` is faster.")
-        return TorchAttentionBackend
-    return CPUAttentionBackend
-
-
-_said_interpreted = False
-
-
 def _check_triton(device: torch.device) -> None:
-    """Say that interpreted kernels are slow, once, or why there are none for this device."""
-    global _said_interpreted
+    """Warn that interpreted kernels are slow, or raise a ConfigError that says why there are none for this device."""
     try:
         interpreted = TritonAttentionBackend.load_ops().INTERPRETED
     except KernelError as error:
         raise ConfigError(str(error)) from None
-    if device.type != "cuda" and not interpreted:
+    if interpreted:
+        _warn_of_interpreter()
+    elif device.type != "cuda":
         raise ConfigError(
             "attention_backend is 'triton' on a CPU, but Triton's kernels were compiled for the GPU of this machine: use 'cpu', "
             "or set TRITON_INTERPRET=1 in the environment before Python starts."
         )
-    if interpreted and not _said_interpreted:
-        _said_interpreted = True
-        logger.warning("The Triton kernels run interpreted: correct, but very slow.")
+
+
+@cache
+def _warn_of_interpreter() -> None:
+    logger.warning("The Triton kernels run interpreted: correct, but very slow.")

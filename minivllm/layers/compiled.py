@@ -1,8 +1,9 @@
-"""A decoder layer whose decode steps are one call of compiled code: see `kernels.cpu.decoder_layer`."""
+"""The halves of a Llama layer as one call of compiled code each, for a few rows: see `kernels.cpu.decoder_layer`."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -12,59 +13,58 @@ from minivllm.layers.linear import Linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 
+CompiledAttention = Callable[[Tensor, Tensor | None, Tensor, KVCache, AttentionMetadata], tuple[Tensor, Tensor]]
+"""From what the layer before adds to the residual stream, and the stream (None begins it), to what attention adds, and the
+stream; positions, cache and metadata are those of a decode step."""
 
-class CompiledDecoderLayer:
-    """One Llama layer of a decode step, on the CPU.
+CompiledMLP = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From what attention adds to the residual stream, and the stream, to what the MLP adds, and the stream."""
 
-    Args:
-        cpu: The module of kernels.
-        weights: Its `DecoderLayerWeights`.
-        backend: For the shape of attention.
-        eps: Of the norms.
+
+def compile_attention(
+    norm: RMSNorm, qkv: Linear, output: Linear, rotary: RotaryEmbedding, backend: AttentionBackend
+) -> CompiledAttention | None:
+    """Norm, attention and output projection; None if the backend's `forward` is not that of the CPU backend, or if the linear
+    layers cannot be compiled.
     """
+    arrays = _packed_arrays(qkv, output)
+    if arrays is None or not is_compiled(type(backend)):
+        return None
+    from minivllm.kernels import cpu
 
-    def __init__(self, cpu: ModuleType, weights: tuple, backend: AttentionBackend, eps: float) -> None:
-        self.kernel = cpu.decoder_layer
-        self.max_rows = cpu.MAX_DECODER_ROWS
-        self.weights = weights
-        self.group = backend.num_heads // backend.num_kv_heads
-        self.scale = backend.scale
-        self.eps = eps
+    weights = cpu.AttentionWeights(norm.weight.numpy(), arrays[0], arrays[1], rotary.cos.numpy(), rotary.sin.numpy())
+    group, scale, eps = backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps
 
-    @classmethod
-    def make(
-        cls, linears: list[Linear], norms: list[RMSNorm], rotary: RotaryEmbedding, backend: AttentionBackend
-    ) -> CompiledDecoderLayer | None:
-        """The compiled form of a layer, or None: its attention is not this package's on the CPU, or
-        its weights are not packed, or are of a width that panels do not fill.
-
-        Args:
-            linears: qkv, output, gate and up, and down projections.
-            norms: Those before attention and before the MLP.
-            rotary: Position embedding.
-            backend: Attention.
-        """
-        packed = [getattr(linear.forward, "packed", None) for linear in linears]
-        if type(backend) is not CPUAttentionBackend or None in packed or len({type(weight) for weight in packed}) > 1:
-            return None
-        from minivllm.kernels import cpu
-
-        if any(weight.out_features % cpu.PANEL for weight in packed):  # whole panels are written: they must end where a row ends
-            return None
-        arrays = [weight.arrays for weight in packed]
-        vectors = [norm.weight.numpy() for norm in norms]
-        weights = cpu.DecoderLayerWeights(*arrays, *vectors, rotary.cos.numpy(), rotary.sin.numpy())
-        return cls(cpu, weights, backend, norms[0].eps)
-
-    def takes(self, metadata: AttentionMetadata) -> bool:
-        """Whether a step is one for it: a decode of few sequences."""
-        return metadata.is_decode and len(metadata.context_lens) <= self.max_rows
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    def forward(
+        x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """As the layer's `forward`."""
-        return self.kernel(
-            self.weights, x, residual, positions, *kv_cache, metadata.slot_mapping, metadata.block_tables, metadata.context_lens,
-            self.group, self.scale, self.eps,
+        return cpu.attention_block(
+            weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
+            metadata.block_tables, metadata.context_lens, group, scale, eps,
         )  # fmt: skip
+
+    return forward
+
+
+def is_compiled(backend_cls: type[AttentionBackend]) -> bool:
+    """Whether compiled code may stand in for the backend's `forward`."""
+    return backend_cls.forward is CPUAttentionBackend.forward
+
+
+def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear) -> CompiledMLP | None:
+    """Norm, SwiGLU and down projection; None if the linear layers cannot be compiled."""
+    arrays = _packed_arrays(gate_up, down)
+    if arrays is None:
+        return None
+    from minivllm.kernels import cpu
+
+    weights, eps = cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps
+    return lambda x, residual: cpu.mlp_block(weights, x, residual, eps)
+
+
+def _packed_arrays(*linears: Linear) -> list[Any] | None:
+    """The packed weights as arrays; None if they are not packed, not all alike, or of a width that leaves a panel unfilled."""
+    packed = [linear.method.packed for linear in linears]
+    if None in packed or len({type(weight) for weight in packed}) > 1 or any(not weight.fills_panels for weight in packed):
+        return None
+    return [weight.arrays for weight in packed]

@@ -1,84 +1,138 @@
-"""Linear layers, and several of them fused into one matrix product.
+"""Linear layers, several of them fused into one matrix product, and the methods that compute them.
 
 Mirrors `vllm/model_executor/layers/linear.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.kernels import has_cpu_kernels
+from minivllm.kernels.checks import Checks
+from minivllm.layers.weights import CheckpointTensor, ModelParameter
 
-TRANSPOSED_PRODUCT_ROWS = range(8, 48)
+if TYPE_CHECKING:
+    from minivllm.layers.platform import Platform
+
+TRANSPOSED_ROWS = range(8, 48)
 """Batch sizes at which the CPU computes `(W @ x.T).T` with a weight that is not packed. Some processors are much faster with
-it there than with `F.linear`, others a little slower: `minivllm bench kernels` says what yours does."""
+it there than with `F.linear`, others a little slower."""
 
-Product = Callable[[Tensor], Tensor]
-"""`[num_tokens, in_features]` to `[num_tokens, out_features]`, with a weight of its own inside."""
+
+class LinearMethod(ABC):
+    """How a linear layer is computed: chosen when the layer is made, one object for each layer.
+
+    Mirrors `LinearMethodBase` of vLLM.
+
+    Attributes:
+        packed: The weight in the form that compiled blocks read (`layers.compiled`), if the method has it.
+    """
+
+    packed: Any = None
+
+    def create_weights(self, layer: Linear) -> None:
+        """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
+        out_features = sum(layer.out_features)
+        layer.weight = ModelParameter(torch.empty(out_features, layer.in_features), layer.load_weight)
+        layer.bias = ModelParameter(torch.empty(out_features), layer.load_weight) if layer.has_bias else None
+
+    @abstractmethod
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Bring the loaded weights into the form that `apply` reads, and release what it does not."""
+
+    @abstractmethod
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        """`[num_tokens, in_features]` to `[num_tokens, sum(out_features)]`."""
 
 
 class Linear(nn.Module):
-    """`x @ W.T + b`, with a weight of `[out_features, in_features]` as in torch.
+    """`x @ W.T + b`.
 
     Args:
         in_features: Width of the input.
         out_features: Width of the output, or the widths of several layers that read the same input and are fused
             into one product (`qkv_proj`, `gate_up_proj`). The output is theirs side by side.
         bias: Whether there is a bias.
+        platform: Chooses the method.
     """
 
-    def __init__(self, in_features: int, out_features: int | list[int], bias: bool = False) -> None:
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int | list[int], bias: bool, platform: Platform) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = [out_features] if isinstance(out_features, int) else out_features
-        self.weight = nn.Parameter(torch.empty(sum(self.out_features), in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(self.out_features)), requires_grad=False) if bias else None
+        self.has_bias = bias
+        self.method = platform.get_linear_method(self)
+        self.method.create_weights(self)
 
-    def part(self, parameter: Tensor, index: int) -> Tensor:
-        """The rows of `weight` or `bias` that belong to the fused layer `index`, for loading."""
-        start = sum(self.out_features[:index])
-        return parameter[start : start + self.out_features[index]]
+    def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int = 0) -> None:
+        """Copy a checkpoint tensor into the rows of `weight` or `bias` that belong to the fused layer `shard_id`."""
+        start, size = sum(self.out_features[:shard_id]), self.out_features[shard_id]
+        parameter.data[start : start + size] = tensor.read((size, *parameter.shape[1:]))
 
-    def pack(self, make_product: Callable[[Tensor, Tensor | None], Product]) -> None:
-        """From now on compute with what `make_product(weight, bias)` returns; it replaces weight and bias, which are let go."""
-        self.forward = make_product(self.weight.data, None if self.bias is None else self.bias.data)
-        self.weight = self.bias = None
+    def process_weights_after_loading(self) -> None:
+        """To be called once, when all weights of this layer are loaded."""
+        self.method.process_weights_after_loading(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, in_features]` to `[num_tokens, sum(out_features)]`."""
-        return linear(x, self.weight, self.bias)
+        return self.method.apply(self, x)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, or on a CPU, at some batch sizes, the equal product `(W @ x.T).T`."""
-    if x.device.type == "cpu" and x.shape[0] in TRANSPOSED_PRODUCT_ROWS:
-        output = (weight @ x.t()).t().contiguous()
-        return output if bias is None else output.add_(bias)
-    return F.linear(x, weight, bias)
+class LMHead(Linear):
+    """The layer that gives a logit to each token of the vocabulary."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: nn.Embedding | None = None) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False, platform=platform)
+        if tied_to is not None:
+            assert isinstance(tied_to.weight, nn.Parameter)
+            self.weight = tied_to.weight
 
 
-class PackedProduct:
-    """float32 on a CPU: a product with the weight in the order in which `kernels.cpu.packed_linear` reads it.
+class UnquantizedLinearMethod(LinearMethod):
+    """The weight as it is loaded, by torch."""
+
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Nothing to do."""
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        assert weight is not None
+        if x.device.type == "cpu" and x.shape[0] in TRANSPOSED_ROWS:
+            output = (weight @ x.t()).t().contiguous()
+            return output if bias is None else output.add_(bias)
+        return F.linear(x, weight, bias)
+
+
+class PackedLinearMethod(LinearMethod):
+    """float32 on a CPU, the weight in the order in which `kernels.cpu.packed_linear` reads it.
 
     Args:
-        weight: `[out_features, in_features]`.
-        bias: `[out_features]` or None.
+        checks: What is checked of an input.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, checks: Checks = Checks.ALL) -> None:
         from minivllm.kernels import cpu  # here, because Numba may be missing
 
-        self.packed = cpu.PackedWeight(weight, bias)
-        self.kernel = cpu.packed_linear
+        self._pack = cpu.PackedWeight
+        self._multiply = cpu.packed_linear.with_checks(checks)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernel(self.packed, x)
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        self.packed = self._pack(*take_weights(layer))
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        return self._multiply(self.packed, x)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether `PackedProduct` takes a weight here."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_cpu_kernels()
+def take_weights(layer: Linear) -> tuple[Tensor, Tensor | None]:
+    """The loaded weight and bias, which the layer then lets go of."""
+    assert layer.weight is not None
+    weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
+    layer.weight = layer.bias = None
+    return weight, bias

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor, nn
+
+from minivllm.kernels.ops import Ops
 
 
 class RMSNorm(nn.Module):
@@ -14,10 +14,10 @@ class RMSNorm(nn.Module):
     Args:
         size: Length of the last dimension.
         eps: Added to the mean square.
-        ops: The kernels to compute with: `AttentionBackend.ops`.
+        ops: The operations of the platform.
     """
 
-    def __init__(self, size: int, eps: float, ops: ModuleType) -> None:
+    def __init__(self, size: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps

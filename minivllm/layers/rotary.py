@@ -7,13 +7,13 @@ Su et al., 2021 (arXiv:2104.09864), in the half-split layout that Llama checkpoi
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
+from minivllm.kernels.ops import Ops
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,15 +21,15 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: Channels of a head; channel i is paired with channel i + head_dim / 2.
-        max_position: Positions 0 .. max_position - 1 are tabulated.
-        rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how long wavelengths are stretched.
-        ops: The kernels to compute with: `AttentionBackend.ops`.
+        max_position: The tables have positions 0 .. max_position - 1.
+        rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how far long wavelengths are scaled.
+        ops: The operations of the platform.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: ModuleType) -> None:
+    def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         frequencies = _frequencies(head_dim, rope_parameters)
@@ -51,12 +51,12 @@ def _frequencies(head_dim: int, rope_parameters: dict[str, Any]) -> Tensor:
     if rope_type == "default":
         return frequencies
     if rope_type == "llama3":
-        return _stretch_as_llama3(frequencies, rope_parameters)
+        return _scale_as_llama3(frequencies, rope_parameters)
     raise ModelLoadError(f"RoPE type {rope_type!r} is not supported: only 'default' and 'llama3' are.")
 
 
-def _stretch_as_llama3(frequencies: Tensor, rope_parameters: dict[str, Any]) -> Tensor:
-    """Slow rotations are slowed by `factor`, fast ones kept, the ones between blended (Llama 3.1)."""
+def _scale_as_llama3(frequencies: Tensor, rope_parameters: dict[str, Any]) -> Tensor:
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated (Llama 3.1)."""
     factor = rope_parameters["factor"]
     low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
     turns = rope_parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)

@@ -7,22 +7,27 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from minivllm.config import ModelConfig
 from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.platform import Platform
 
 
 class CausalLM(nn.Module):
     """A language model that computes ragged batches over a paged KV cache.
 
-    Subclasses are made with the content of a config.json, the most tokens that a sequence may have, and an attention
-    backend. Their parameters are named as in the checkpoint, but for fused layers.
+    Subclasses are made with a `ModelConfig` and a `Platform`. Their parameters are named as in the checkpoint, except for
+    fused layers.
     """
 
     fused_layers: ClassVar[dict[str, tuple[str, int]]] = {}
-    """Checkpoint layer to the fused layer that holds it, and its number there."""
+    """Checkpoint layer to the fused layer that holds it, and its index there."""
     ignored_weights: ClassVar[tuple[str, ...]] = ()
-    """Endings of checkpoint names that the model does without."""
+    """Suffixes of checkpoint names that the model does not need."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
+
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
@@ -36,9 +41,6 @@ class CausalLM(nn.Module):
         Returns:
             `[num_tokens, hidden_size]`.
         """
-
-    def compile_decode(self) -> None:
-        """Called when the weights are in their final form: prepare to compute decode steps with fewer calls, if there is a way."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:

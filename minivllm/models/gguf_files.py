@@ -1,4 +1,4 @@
-"""GGUF files: read once, written again as an ordinary Hugging Face folder in the cache.
+"""GGUF files: converted once to an ordinary Hugging Face folder in the cache.
 
 GGUF packs weights (often quantized), config and tokenizer into one file. Parsing it and unpacking the weights takes
 seconds, so it is done once for each file; from then on the model loads like any other. The format is llama.cpp's; the
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF architecture to the one that config.json names."""
+"""GGUF architecture to its name in config.json."""
 
 CONVERSION_VERSION = 1
-"""Raise it when the conversion changes, so that folders of older versions are not used."""
+"""To be incremented when the conversion changes, so that folders of older versions are not used."""
 
 
 def cache_folder() -> Path:
@@ -40,14 +40,14 @@ def cache_folder() -> Path:
 
 
 def find_conversion(file: Path) -> Path:
-    """The folder that a GGUF file is converted to, made or not. Another file, or the same one changed, has another."""
+    """The folder for the conversion of a GGUF file, whether it exists or not. A file that has changed gets another folder."""
     stat = file.stat()
     key = f"{CONVERSION_VERSION}-{file.resolve()}-{stat.st_size}-{stat.st_mtime_ns}"
     return cache_folder() / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def convert_gguf(file: Path) -> Path:
-    """The folder with config.json, tokenizer and float32 safetensors made from a GGUF file; made now if need be.
+    """The folder with config.json, tokenizer and float32 safetensors made from a GGUF file, now if it does not exist.
 
     Raises:
         ModelLoadError: The file is damaged, or its architecture or quantization is not supported.
@@ -62,7 +62,7 @@ def convert_gguf(file: Path) -> Path:
         raise ModelLoadError(
             f"The model cache {folder.parent} cannot be made ({error}): set MINIVLLM_CACHE to another folder."
         ) from None
-    # Made beside its place and then renamed: a conversion that is cut short leaves nothing that looks finished.
+    # Converted in a temporary folder and then renamed, so that an interrupted conversion leaves nothing that looks complete.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         made = Path(temporary) / "model"
         made.mkdir()
@@ -70,7 +70,7 @@ def convert_gguf(file: Path) -> Path:
             _convert(file, made)
         except ModelLoadError:
             raise
-        except Exception as error:  # every library stumbles in its own way over a damaged file
+        except Exception as error:  # a damaged file raises something different in each library
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             raise ModelLoadError(
                 f"{file} cannot be converted ({reason}): it is damaged or not supported, get it again."
@@ -78,7 +78,7 @@ def convert_gguf(file: Path) -> Path:
         try:
             made.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was quicker
+            if not folder.exists():  # another process was faster
                 raise
     return folder
 
@@ -93,7 +93,7 @@ def _convert(file: Path, folder: Path) -> None:
         field = reader.get_field("general.architecture")
         architecture = str(field.contents()) if field else "unnamed"
         tensors = list(reader.tensors)
-    except Exception as error:  # the reader raises whatever it stumbles over
+    except Exception as error:  # the reader raises anything
         raise ModelLoadError(f"{file} cannot be read as GGUF ({error}): it is damaged or cut off, get it again.") from error
     if architecture not in ARCHITECTURES:
         raise ModelLoadError(
@@ -123,7 +123,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _refuse_stretched_rope(file: Path, reader: GGUFReader, architecture: str) -> None:
-    """Llama 3.1 and others stretch RoPE's wavelengths; GGUF keeps that as a tensor, which config.json has no place for."""
+    """Llama 3.1 and others stretch RoPE's wavelengths; GGUF stores that as a tensor, for which config.json has no field."""
     scaling = reader.get_field(f"{architecture}.rope.scaling.type")
     if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or (scaling and scaling.contents() != "none"):
         raise ModelLoadError(
@@ -172,6 +172,6 @@ def _unpack(file: Path, tensor: ReaderTensor) -> np.ndarray:
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of the rows of query and key weights, which pairs neighbouring channels for RoPE."""
+    """Undo llama.cpp's order of the rows of query and key weights, which pairs adjacent channels for RoPE."""
     rows = weight.shape[0]
     return weight.reshape(num_heads, rows // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)

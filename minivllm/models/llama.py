@@ -1,21 +1,22 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. SmolLM2 is one of the family.
 
-Touvron et al., 2023 (arXiv:2302.13971). Module names are those of the Hugging Face checkpoints, but for the fused
+Touvron et al., 2023 (arXiv:2302.13971). Modules are named as in Hugging Face checkpoints, except for the fused
 `qkv_proj` and `gate_up_proj`. Mirrors `vllm/model_executor/models/llama.py`.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
-from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
-from minivllm.layers.compiled import CompiledDecoderLayer
-from minivllm.layers.linear import Linear
+from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
+from minivllm.layers.linear import Linear, LMHead
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.base import CausalLM
 
@@ -23,19 +24,18 @@ from minivllm.models.base import CausalLM
 class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions; with `qk_norm`, queries and keys are normalized first."""
 
-    def __init__(self, config: dict[str, Any], rotary: RotaryEmbedding, backend: AttentionBackend, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
-        hidden_size = config["hidden_size"]
-        bias = config.get("attention_bias", False)
-        self.head_dim = backend.head_dim
-        self.num_heads, self.num_kv_heads = backend.num_heads, backend.num_kv_heads
+        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
+        bias = config.hf_config.get("attention_bias", False)
+        self.head_dim, self.num_heads, self.num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(hidden_size, [q_size, kv_size, kv_size], bias)
-        self.o_proj = Linear(q_size, hidden_size, bias)
-        self.q_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config["rms_norm_eps"], backend.ops) if qk_norm else None
+        self.qkv_proj = Linear(hidden_size, [q_size, kv_size, kv_size], bias, platform)
+        self.o_proj = Linear(q_size, hidden_size, bias, platform)
+        self.q_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
         self.rotary = rotary
-        self.backend = backend
+        self.backend = platform.make_attention(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -50,44 +50,54 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`. Shazeer, 2020 (arXiv:2002.05202)."""
 
-    def __init__(self, config: dict[str, Any], ops: ModuleType) -> None:
+    def __init__(self, config: dict[str, Any], platform: Platform) -> None:
         super().__init__()
-        self.ops = ops
         hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
         bias = config.get("mlp_bias", False)
-        self.gate_up_proj = Linear(hidden_size, [intermediate_size, intermediate_size], bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.gate_up_proj = Linear(hidden_size, [intermediate_size, intermediate_size], bias, platform)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, platform)
+        self.ops = platform.ops
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each reading the normalized residual stream and adding to it."""
+    """Attention and MLP, each reading the normalized residual stream and adding to it.
 
-    def __init__(self, config: dict[str, Any], rotary: RotaryEmbedding, backend: AttentionBackend, qk_norm: bool) -> None:
+    Each half has a compiled form for a few rows, made when the weights are loaded, where there is one.
+    """
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
-        self.self_attn = LlamaAttention(config, rotary, backend, qk_norm)
-        self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
-        self.mlp = LlamaMLP(config, backend.ops)
-        self.compiled: CompiledDecoderLayer | None = None
+        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
+        self.input_layernorm = RMSNorm(hidden_size, eps, platform.ops)
+        self.self_attn = LlamaAttention(config, rotary, platform, qk_norm)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, platform.ops)
+        self.mlp = LlamaMLP(config.hf_config, platform)
+        self.compiled_attention: CompiledAttention | None = None
+        self.compiled_mlp: CompiledMLP | None = None
+        self.max_compiled_rows = platform.max_compiled_rows
 
-    def compile_decode(self) -> None:
-        """Compute decode steps in one call from now on, where that can be done."""
+    def process_weights_after_loading(self) -> None:
         attention, mlp = self.self_attn, self.mlp
         if attention.q_norm is None:
-            linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-            norms = [self.input_layernorm, self.post_attention_layernorm]
-            self.compiled = CompiledDecoderLayer.make(linears, norms, attention.rotary, attention.backend)
+            self.compiled_attention = compile_attention(
+                self.input_layernorm, attention.qkv_proj, attention.o_proj, attention.rotary, attention.backend
+            )
+        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        if self.compiled is not None and residual is not None and self.compiled.takes(metadata):
-            return self.compiled(x, residual, positions, kv_cache, metadata)
-        x, residual = self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, positions, kv_cache, metadata)
+        few_rows = len(x) <= self.max_compiled_rows
+        if self.compiled_attention is not None and few_rows and metadata.is_decode:
+            x, residual = self.compiled_attention(x, residual, positions, kv_cache, metadata)
+        else:
+            x, residual = self.input_layernorm.add_and_norm(x, residual)
+            x = self.self_attn(x, positions, kv_cache, metadata)
+        if self.compiled_mlp is not None and few_rows:
+            return self.compiled_mlp(x, residual)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
         return self.mlp(x), residual
 
@@ -95,14 +105,13 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        rotary = RotaryEmbedding(backend.head_dim, max_model_len, rope_parameters(config), backend.ops)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, rotary, backend, qk_norm) for _ in range(config["num_hidden_layers"])
-        )
-        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"], backend.ops)
+        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+        rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden_size, eps, platform.ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x = self.embed_tokens(input_ids)
@@ -113,7 +122,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama with its head: tokens and positions in, hidden states out, and logits for the rows that are asked for."""
+    """Llama with its head: tokens and positions in, hidden states out, and logits for the rows that need them."""
 
     fused_layers = {
         "q_proj": ("qkv_proj", 0),
@@ -125,22 +134,18 @@ class LlamaForCausalLM(CausalLM):
     ignored_weights = ("rotary_emb.inv_freq",)
     qk_norm = False
 
-    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
-        super().__init__()
-        if config.get("hidden_act", "silu") != "silu":
-            raise ModelLoadError(f"hidden_act {config['hidden_act']!r} is not supported for this family: only 'silu' is.")
-        self.model = LlamaModel(config, max_model_len, backend, self.qk_norm)
-        self.tie_word_embeddings = config.get("tie_word_embeddings", False)
-        self.lm_head = Linear(config["hidden_size"], config["vocab_size"])
-        if self.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
+        super().__init__(config, platform)
+        hf_config = config.hf_config
+        if hf_config.get("hidden_act", "silu") != "silu":
+            raise ModelLoadError(f"hidden_act {hf_config['hidden_act']!r} is not supported for this family: only 'silu' is.")
+        self.model = LlamaModel(config, platform, self.qk_norm)
+        self.tie_word_embeddings = hf_config.get("tie_word_embeddings", False)
+        tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
+        self.lm_head = LMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model(input_ids, positions, kv_caches, metadata)
-
-    def compile_decode(self) -> None:
-        for layer in self.model.layers:
-            layer.compile_decode()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

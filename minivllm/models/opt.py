@@ -5,14 +5,14 @@ Mirrors `vllm/model_executor/models/opt.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
-from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
-from minivllm.layers.linear import Linear
+from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.linear import Linear, LMHead
+from minivllm.layers.platform import Platform
 from minivllm.models.base import CausalLM
 
 POSITION_OFFSET = 2
@@ -22,11 +22,12 @@ POSITION_OFFSET = 2
 class OPTAttention(nn.Module):
     """Multi-head self-attention without rotary positions."""
 
-    def __init__(self, hidden_size: int, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
-        self.qkv_proj = Linear(hidden_size, [hidden_size] * 3, bias=True)
-        self.out_proj = Linear(hidden_size, hidden_size, bias=True)
-        self.backend = backend
+        hidden_size = config.hf_config["hidden_size"]
+        self.qkv_proj = Linear(hidden_size, [hidden_size] * 3, bias=True, platform=platform)
+        self.out_proj = Linear(hidden_size, hidden_size, bias=True, platform=platform)
+        self.backend = platform.make_attention(config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, x: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj(x).view(len(x), 3, -1, self.backend.head_dim).unbind(1)
@@ -37,14 +38,14 @@ class OPTAttention(nn.Module):
 class OPTDecoderLayer(nn.Module):
     """Attention and a ReLU MLP, each after a LayerNorm."""
 
-    def __init__(self, config: dict[str, Any], backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
-        hidden_size = config["hidden_size"]
+        hidden_size, ffn_dim = config.hf_config["hidden_size"], config.hf_config["ffn_dim"]
         self.self_attn_layer_norm = nn.LayerNorm(hidden_size)
-        self.self_attn = OPTAttention(hidden_size, backend)
+        self.self_attn = OPTAttention(config, platform)
         self.final_layer_norm = nn.LayerNorm(hidden_size)
-        self.fc1 = Linear(hidden_size, config["ffn_dim"], bias=True)
-        self.fc2 = Linear(config["ffn_dim"], hidden_size, bias=True)
+        self.fc1 = Linear(hidden_size, ffn_dim, bias=True, platform=platform)
+        self.fc2 = Linear(ffn_dim, hidden_size, bias=True, platform=platform)
 
     def forward(self, x: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, metadata)
@@ -54,12 +55,12 @@ class OPTDecoderLayer(nn.Module):
 class OPTDecoder(nn.Module):
     """Token and position embeddings, decoder layers and the last norm."""
 
-    def __init__(self, config: dict[str, Any], backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
-        hidden_size = config["hidden_size"]
-        self.embed_tokens = nn.Embedding(config["vocab_size"], hidden_size)
-        self.embed_positions = nn.Embedding(config["max_position_embeddings"] + POSITION_OFFSET, hidden_size)
-        self.layers = nn.ModuleList(OPTDecoderLayer(config, backend) for _ in range(config["num_hidden_layers"]))
+        hidden_size = config.hf_config["hidden_size"]
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+        self.embed_positions = nn.Embedding(config.hf_config["max_position_embeddings"] + POSITION_OFFSET, hidden_size)
+        self.layers = nn.ModuleList(OPTDecoderLayer(config, platform) for _ in range(config.num_layers))
         self.final_layer_norm = nn.LayerNorm(hidden_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
@@ -72,9 +73,9 @@ class OPTDecoder(nn.Module):
 class OPTModel(nn.Module):
     """The decoder under the name that checkpoints give it."""
 
-    def __init__(self, config: dict[str, Any], backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
-        self.decoder = OPTDecoder(config, backend)
+        self.decoder = OPTDecoder(config, platform)
 
 
 class OPTForCausalLM(CausalLM):
@@ -82,25 +83,25 @@ class OPTForCausalLM(CausalLM):
 
     fused_layers = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
 
-    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
-        super().__init__()
-        wanted = {
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
+        super().__init__(config, platform)
+        hf_config = config.hf_config
+        supported = {
             "do_layer_norm_before": True,
-            "word_embed_proj_dim": config["hidden_size"],
+            "word_embed_proj_dim": hf_config["hidden_size"],
             "activation_function": "relu",
             "enable_bias": True,
             "layer_norm_elementwise_affine": True,
             "tie_word_embeddings": True,
         }
-        for name, value in wanted.items():
-            if config.get(name, value) != value:
+        for name, value in supported.items():
+            if hf_config.get(name, value) != value:
                 raise ModelLoadError(
-                    f"This OPT checkpoint has {name} = {config[name]!r}, which is not supported: only {value!r} is."
+                    f"This OPT checkpoint has {name} = {hf_config[name]!r}, which is not supported: only {value!r} is."
                 )
         self.tie_word_embeddings = True
-        self.model = OPTModel(config, backend)
-        self.lm_head = Linear(config["hidden_size"], config["vocab_size"])
-        self.lm_head.weight = self.model.decoder.embed_tokens.weight
+        self.model = OPTModel(config, platform)
+        self.lm_head = LMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, kv_caches, metadata)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
-from minivllm.layers.attention import AttentionBackend
+from minivllm.layers.platform import Platform
 from minivllm.models.llama import LlamaForCausalLM
 
 
@@ -14,7 +13,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
     qk_norm = True
 
-    def __init__(self, config: dict[str, Any], max_model_len: int, backend: AttentionBackend) -> None:
-        if config.get("use_sliding_window"):
+    def __init__(self, config: ModelConfig, platform: Platform) -> None:
+        if config.hf_config.get("use_sliding_window"):
             raise ModelLoadError("This Qwen3 checkpoint uses sliding-window attention, which is not supported.")
-        super().__init__(config, max_model_len, backend)
+        super().__init__(config, platform)

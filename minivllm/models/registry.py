@@ -18,14 +18,14 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
 }
-"""Architecture, as config.json names it, to the class that computes it."""
+"""Architecture in config.json to the class that computes it."""
 
 
 def load_model_config(name: str, path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read a folder's config.json.
 
     Args:
-        name: What the user called the model, for messages.
+        name: The name that the user gave, for messages.
         path: The folder.
         max_model_len: A smaller context than the model was trained for, if wanted.
 
@@ -68,10 +68,10 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
 
 
 class ConfigReader:
-    """Reads numbers from a config.json, and says which one is not what it should be.
+    """Reads numbers from a config.json, and raises a sentence about the one that is wrong.
 
     Args:
-        file: Where the config stands, for messages.
+        file: The config's path, for messages.
         config: Its content.
     """
 
@@ -83,7 +83,7 @@ class ConfigReader:
         """A whole number from 1 to `high`.
 
         Raises:
-            ModelLoadError: It is missing and has no default, or is something else.
+            ModelLoadError: It is missing and has no default, or is anything else.
         """
         value = self.number(name, default)
         if not isinstance(value, int) or not 1 <= value <= high:

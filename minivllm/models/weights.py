@@ -1,36 +1,36 @@
-"""Filling a model with the weights of a checkpoint folder, and complaining when they are not its own."""
+"""Filling a model with the weights of a checkpoint folder, and refusing weights that do not fit it."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
-from minivllm.layers.attention import AttentionBackend
-from minivllm.layers.linear import Linear, Product
+from minivllm.layers.linear import Linear
+from minivllm.layers.platform import Platform
+from minivllm.layers.weights import CheckpointTensor, load_parameter
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import MODELS, read_json
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, backend_cls: type[AttentionBackend]) -> CausalLM:
+def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     """Build the model of a config and load its weights.
 
     Raises:
         ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config.
     """
-    backend = backend_cls(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
     default_dtype = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(dtype)
-        with torch.device(device):
-            model = MODELS[config.architecture](config.hf_config, config.max_model_len, backend)
+        torch.set_default_dtype(platform.dtype)
+        with torch.device(platform.device):
+            model = MODELS[config.architecture](config, platform)
     except ModelLoadError:
         raise
     except Exception as error:  # whatever a wrong config leads to
@@ -41,29 +41,24 @@ def load_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, ba
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
+    model.requires_grad_(False).eval()
     load_weights(model, iterate_weights(config.path), config.name)
-    return model.requires_grad_(False).eval()
+    return model
 
 
-def pack_weights(model: CausalLM, make_product: Callable[[str, Tensor, Tensor | None], Product]) -> None:
-    """Replace the weight of every linear layer by what `make_product(name, weight, bias)` returns, one after the other."""
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            module.pack(partial(make_product, name))
-    model.compile_decode()
-
-
-def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of all checkpoint files in a folder: safetensors, one or sharded, else pytorch_model.bin."""
+def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of all checkpoint files in a folder: slices of safetensors, one file or sharded, else the tensors of a
+    pytorch_model.bin. A slice is read when it is indexed, and is valid until the next one.
+    """
     for file in _weight_files(folder):
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as tensors:
                     names = tensors.keys()
                 for name in names:
-                    # Opened for each tensor, and so closed after it: else the whole file would count as memory in use.
+                    # Reopened for each tensor, so that the memory of the file does not count as in use for longer.
                     with safe_open(file, framework="pt") as tensors:
-                        yield name, tensors.get_tensor(name)
+                        yield name, tensors.get_slice(name)
             else:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -92,52 +87,50 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelLoadError(f"{folder} has a config but no weights: it needs .safetensors files or a pytorch_model.bin.")
 
 
-def load_weights(model: CausalLM, weights: Iterator[tuple[str, Tensor]], model_name: str) -> None:
-    """Copy checkpoint tensors into the model's parameters; every part of every parameter must get one.
+def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
+    """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
+
+    A linear layer is processed as soon as it is complete, so that no more than one is there in two forms.
 
     Raises:
-        ModelLoadError: A tensor is missing, is too many, or has the wrong shape.
+        ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
     """
     targets = _load_targets(model)
-    unloaded = dict(targets)
-    for name, tensor in weights:
+    num_missing = Counter(layer for layer, *_ in targets.values())
+    for name, source in weights:
         if name.startswith("decoder."):  # the OPT checkpoints of 2022
             name = f"model.{name}"
         if name.endswith(model.ignored_weights) or (name == "lm_head.weight" and model.tie_word_embeddings):
             continue
         if name not in targets:
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
-        target = targets[name]
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ModelLoadError(f"The weights of {model_name} hold {name} as {kind}, which is not supported: only floats are.")
-        if target.shape != tensor.shape:
-            raise ModelLoadError(
-                f"The weights of {model_name} do not fit its config: {name} has shape {list(tensor.shape)}, "
-                f"but the config asks for {list(target.shape)}."
-            )
-        target.copy_(tensor)
-        unloaded.pop(name, None)
-    if unloaded:
-        names = ", ".join(list(unloaded)[:3]) + (" and others" if len(unloaded) > 3 else "")
-        raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(unloaded)} tensors).")
+        layer, kind, *shard_id = targets.pop(name)
+        load_parameter(layer.get_parameter(kind), CheckpointTensor(model_name, name, source), *shard_id)
+        num_missing[layer] -= 1
+        if num_missing[layer] == 0 and isinstance(layer, Linear):
+            layer.process_weights_after_loading()
+    if targets:
+        names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
+        raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
+    for module in reversed(list(model.modules())):  # parts before what is made of them; a tied head has no weight of its own
+        process = getattr(module, "process_weights_after_loading", None)
+        if process is not None and module not in num_missing:
+            process()
 
 
-def _load_targets(model: CausalLM) -> dict[str, Tensor]:
-    """Checkpoint name to the (part of a) parameter it fills."""
-    targets: dict[str, Tensor] = {}
-    parts_of: dict[str, list[tuple[str, int]]] = {}
-    for name, (fused, index) in model.fused_layers.items():
-        parts_of.setdefault(fused, []).append((name, index))
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
+def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:
+    """Checkpoint name to the layer and the parameter that it fills, and its index if several fill it."""
+    targets: dict[str, tuple[Any, ...]] = {}
+    shards_of: dict[str, list[tuple[str, int]]] = {}
+    for name, (fused, shard_id) in model.fused_layers.items():
+        shards_of.setdefault(fused, []).append((name, shard_id))
+    for name, _ in model.named_parameters():
         path, _, kind = name.rpartition(".")
-        layer = path.rpartition(".")[2]
-        if layer in parts_of:
-            linear = modules[path]
-            assert isinstance(linear, Linear)
-            for part_name, index in parts_of[layer]:
-                targets[f"{path[: -len(layer)]}{part_name}.{kind}"] = linear.part(parameter.data, index)
+        layer_name = path.rpartition(".")[2]
+        layer = model.get_submodule(path)
+        if layer_name in shards_of:
+            for shard_name, shard_id in shards_of[layer_name]:
+                targets[f"{path.removesuffix(layer_name)}{shard_name}.{kind}"] = (layer, kind, shard_id)
         else:
-            targets[name] = parameter.data
+            targets[name] = (layer, kind)
     return targets

@@ -1,1 +1,1 @@
-"""Pictures of what the engine did, drawn from traces."""
+"""Figures and widgets that show what an engine did, drawn from its trace."""

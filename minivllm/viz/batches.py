@@ -1,4 +1,4 @@
-"""What each step was made of: the tokens it computed, and the sequences in it."""
+"""The composition of each step: the tokens computed, and the sequences in it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minivllm.viz.palette import NEUTRAL, STATE_LOOKS, request_colors
 from minivllm.viz.spans import running_states
 
 _MOST_PARTS = 2500
-"""More parts of bars than these are not told apart by request: nobody would see it, and it takes time to draw."""
+"""With more parts than this, bars are not divided by request: too small to see, and slow to draw."""
 _MOST_BARS = 120
-"""More bars than these touch each other."""
+"""With more bars than this, no gap is left between them."""
 _ACTIONS = ("prefill", "decode", "rejected")
 
 
@@ -23,12 +23,12 @@ def draw_batches(trace: EngineTrace, title: str = "") -> Figure:
 
     Args:
         trace: Of any engine.
-        title: Stands above the figure.
+        title: Above the figure.
 
     Returns:
-        A figure. Prefill is light and hatched, decode full; drafts that were computed and rejected are crossed. In a short
-        trace the tokens have the colours of their requests. Sequences that hold a place and blocks, but are not computed, are
-        stalled. The dashed lines are the scheduler's limits, where the steps come near them.
+        A figure. Prefill is light and hatched, decode solid, rejected drafts cross-hatched. In a short trace tokens have the colours
+        of their requests. Running sequences that a step does not compute are "stalled". Dashed lines are the scheduler's limits,
+        shown if the steps come near them.
     """
     figure = new_figure(4.4, title, left=0.75, top=0.3)
     axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"hspace": 0.25})
@@ -39,7 +39,7 @@ def draw_batches(trace: EngineTrace, title: str = "") -> Figure:
 
 
 def paint_batches(tokens_axes: Axes, sequences_axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_batches` draws into two axes of any figure, with a legend above each."""
+    """Paint what `draw_batches` draws into two given axes, with a legend above each."""
     _paint_tokens(tokens_axes, trace)
     _paint_sequences(sequences_axes, trace)
     for axes, label in ((tokens_axes, "tokens computed\n(per step)"), (sequences_axes, "sequences\n(per step)")):
@@ -52,12 +52,12 @@ def paint_batches(tokens_axes: Axes, sequences_axes: Axes, trace: EngineTrace) -
 
 
 def _widths(trace: EngineTrace) -> tuple[float, float]:
-    """Half of a bar's width, in steps, and that of its outline, in points: in a long trace the bars touch."""
+    """Half of a bar's width, in steps, and its outline's width, in points: in a long trace the bars touch."""
     return (0.4, 0.6) if len(trace) <= _MOST_BARS else (0.5, 0.2)
 
 
 def _parts(step: StepRecord) -> list[tuple[str, str, int]]:
-    """(request, action, tokens) of a step from the bottom of its bar: what decodes, then what prefills."""
+    """(request, action, tokens) of a step's bar from the bottom up: first decodes, then prefills."""
     parts: list[tuple[str, str, int]] = []
     for item in sorted(step.scheduled, key=lambda item: item.action):
         num_rejected = item.num_drafts - item.num_accepted
@@ -117,7 +117,7 @@ def _paint_sequences(axes: Axes, trace: EngineTrace) -> None:
 
 
 def _limit(axes: Axes, trace: EngineTrace, name: str, highest: float) -> None:
-    """A dashed line at a limit of the scheduler's that the steps come near."""
+    """Draw a dashed line at a limit of the scheduler, if the steps come near it."""
     limit = trace.config.scheduler_config.get(name)
     if limit is not None and limit <= 1.15 * highest:
         axes.axhline(limit, color="black", linewidth=1, linestyle="--")

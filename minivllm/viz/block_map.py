@@ -1,6 +1,6 @@
-"""The map of the cache in one step: whose the physical blocks are and how full, and beside them the sequences' block tables.
+"""The map of the KV cache in one step: the physical blocks with their owners and contents, beside the sequences' block tables.
 
-What PagedAttention's figures 3 to 8 show of small examples, for any step of any trace.
+Like figures 3 to 8 of the PagedAttention paper, for any step of any trace.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _MOST_ARROWS = 8
 _COLUMNS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128)
 _ROUND_COLUMNS = (5, 10, 20, 50, 100)
 _ROW_HEIGHT = 9.5
-"""The least height of a row of the tables, in points."""
+"""Minimum height of a row of the tables, in points."""
 
 
 def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
-    """The physical blocks as a grid, and the block tables of the sequences beside it.
+    """Draw the physical blocks as a grid, and the sequences' block tables beside it.
 
     Args:
         trace: Of any engine.
-        step: Its number; negative ones count from the end.
-        title: Stands above the figure. A line about the step, if none is given.
+        step: Its number; negative numbers count from the end.
+        title: Above the figure. Defaults to a description of the step.
 
     Returns:
         A figure. Blocks have the colours of their requests; the bar in a block shows how many of its slots hold tokens.
@@ -66,9 +66,9 @@ def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
 
 
 def paint_block_map(grid_axes: Axes, table_axes: Axes, trace: EngineTrace, step: int) -> None:
-    """Paint what `draw_block_map` draws into two axes of any figure, with a legend in the line above the first.
+    """Paint what `draw_block_map` draws into two given axes, with a legend above the first.
 
-    The layout depends on the trace and on the size of the axes, not on the step: from step to step nothing moves.
+    The layout depends on the trace and the size of the axes, not on the step, so nothing moves from step to step.
 
     Raises:
         ConfigError: The trace has no such step.
@@ -188,7 +188,7 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
         Labels(axes, points, labels, min(8.0, 0.8 * cell[1]), align=(1.0, 0.5), transform=axes.get_yaxis_transform()),
         autolim=False,
     )
-    tidy(axes, f"place in the sequence (tokens, {size} in a block)", "block tables of the sequences")
+    tidy(axes, f"position in the sequence (tokens, {size} per block)", "block tables of the sequences")
     every = max(1, -(-num_blocks // 8)) * size
     axes.set_xticks(range(0, num_blocks * size + 1, every))
     axes.set_yticks([])
@@ -199,13 +199,13 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
 
 
 def label_width(trace: EngineTrace) -> float:
-    """The width of the longest label that a table has in any step, in points."""
+    """The width of the longest label of a table in any step, in points."""
     suffix = _HOST if any(record.swapped_tables for record in trace) else ""
     return max((text_width(name + suffix, 8.0) for name in sequence_names(sequence_keys(trace)).values()), default=0.0)
 
 
 def _legend(trace: EngineTrace) -> list:
-    """What the signs mean, those that some step of the trace has."""
+    """Legend entries for what appears anywhere in the trace."""
     handles: list = [
         Patch(facecolor=NEUTRAL, label="tokens"),
         Patch(facecolor=tint(NEUTRAL, ALLOCATED), edgecolor=INK, linewidth=0.5, label="allocated"),

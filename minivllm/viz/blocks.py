@@ -1,24 +1,25 @@
-"""What the blocks of a cache hold in one step of a trace: whose they are, how full, how often referenced."""
+"""The state of the cache's blocks in one step of a trace: owners, fill level, reference counts."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey
 from minivllm.errors import ConfigError
 from minivllm.viz.memo import remembered
-from minivllm.viz.spans import find_context_lens, time_origin
+from minivllm.viz.spans import find_context_lens
 
 
 class Block(NamedTuple):
-    """A physical block in a step.
+    """A physical block at one step.
 
     Attributes:
-        owners: The sequences that have it in their tables.
-        num_tokens: Slots that hold a token.
-        num_references: How many tables it counts to be in.
-        cached: Whether the prefix cache knows what it holds.
-        written: Whether a copy wrote it just before the step: copy-on-write, or a swap.
+        owners: The sequences whose tables contain it.
+        num_tokens: Filled slots.
+        num_references: Its reference count.
+        cached: Whether its contents are in the prefix cache.
+        written: Whether a copy-on-write or swap wrote it just before the step.
     """
 
     owners: tuple[SequenceKey, ...] = ()
@@ -29,7 +30,7 @@ class Block(NamedTuple):
 
 
 def find_blocks(trace: EngineTrace, step: int, host: bool = False) -> list[Block]:
-    """All blocks of the device, or of the host, by number, as they are when a step is done.
+    """All blocks of the device, or of the host, by number, at the end of a step.
 
     Raises:
         ConfigError: The trace has no such step.
@@ -60,7 +61,7 @@ def find_blocks(trace: EngineTrace, step: int, host: bool = False) -> list[Block
 
 
 def describe_step(trace: EngineTrace, step: int) -> str:
-    """A step in a line: its number, time, kind and size, and what is free.
+    """Describe a step in one line: its number, time, phase and size, and the free blocks.
 
     Raises:
         ConfigError: The trace has no such step.
@@ -77,7 +78,7 @@ def describe_step(trace: EngineTrace, step: int) -> str:
 
 @remembered
 def table_limits(trace: EngineTrace) -> tuple[int, int]:
-    """The most rows that tables take in any step, and the most blocks of any table."""
+    """The largest number of block tables in any step, and of blocks in any table."""
     num_rows = num_blocks = 1
     for record in trace:
         num_rows = max(num_rows, len(record.block_tables) + len(record.swapped_tables))
@@ -87,7 +88,7 @@ def table_limits(trace: EngineTrace) -> tuple[int, int]:
 
 
 def step_number(trace: EngineTrace, step: int) -> int:
-    """The number of a step, counted from the beginning.
+    """Resolve a step number that may be negative.
 
     Raises:
         ConfigError: The trace has no such step.

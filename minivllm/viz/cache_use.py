@@ -1,4 +1,4 @@
-"""What the memory of the KV cache holds over time: tokens, places that will hold tokens, places that never will, nothing."""
+"""How the KV cache is used over time: slots that are filled, reserved for later tokens, wasted, cached or free."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from minivllm.viz.spans import find_context_lens, step_times
 
 
 class CacheUse(NamedTuple):
-    """What the slots of the device's cache hold when a step is done. A slot is the place of one token; the first five add up
-    to all slots.
+    """The use of the device cache's slots at the end of a step. A slot holds one token; the first five fields add up to all slots.
 
     Attributes:
-        used: Slots that hold a token of a running sequence. A block that several share counts once.
-        reserved: Slots allocated and empty, which a token will fill before the block is given back.
-        wasted: Slots allocated and empty, which nothing will ever fill.
-        cached: Slots of free blocks whose contents the prefix cache knows.
+        used: Slots with a token of a running sequence. A shared block counts once.
+        reserved: Allocated, empty slots that will be filled before the block is freed.
+        wasted: Allocated, empty slots that will never be filled.
+        cached: Slots of free blocks whose contents are in the prefix cache.
         free: Other slots of free blocks.
         unshared: Slots that would be used if no block were shared.
     """
@@ -38,13 +37,13 @@ class CacheUse(NamedTuple):
 def find_cache_use(trace: EngineTrace) -> list[CacheUse]:
     """The use of the cache in each step.
 
-    What is reserved and what is wasted is told with hindsight: from the steps that follow. What a sequence holds that
-    lives when the trace ends counts as reserved.
+    Later steps tell what was reserved and what was wasted. Empty slots of a sequence that is unfinished at the end of the trace count
+    as reserved.
     """
     lens = find_context_lens(trace)
     uses: list[CacheUse] = []
     later: dict[tuple[SequenceKey, int], int] = {}
-    """Tokens that each block with room will have held at most, by its owner and its place in the owner's table."""
+    """How many tokens each partly filled block will eventually hold, by its owner and its index in the owner's table."""
     for number in range(len(trace) - 1, -1, -1):
         step, following = trace[number], trace[number + 1] if number + 1 < len(trace) else None
         use, later = _use_of_step(trace, step, following, lens[number : number + 2], later)
@@ -97,7 +96,7 @@ def _use_of_step(
 
 
 def _is_over(trace: EngineTrace, key: SequenceKey) -> bool:
-    """Whether a sequence's request has ended by the end of the trace."""
+    """Whether a sequence's request is finished by the end of the trace."""
     request = trace.requests.get(key.request_id)
     return request is not None and request.finished_time is not None
 
@@ -109,18 +108,18 @@ _BANDS = (
     ("cached", "cached", tint(NEUTRAL, 0.7), "...."),
     ("free", "free", "white", None),
 )
-"""Field of `CacheUse`, words in the legend, colour and hatch, from the bottom to the top."""
+"""Field of `CacheUse`, label, colour and hatch, from bottom to top."""
 
 
 def draw_cache_use(trace: EngineTrace, title: str = "") -> Figure:
-    """The slots of the cache over time, by what they hold; each with its mean share over the time of the steps.
+    """Draw the use of the cache's slots over time, with the mean share of each use over all steps.
 
     Args:
         trace: Of any engine.
-        title: Stands above the figure.
+        title: Above the figure.
 
     Returns:
-        A figure. Above the dashed line, where there is one, is what sharing blocks saves: so many slots would be used without.
+        A figure. A dashed line shows how many slots would be used without sharing blocks, if any are shared.
     """
     figure = new_figure(3.1, title, left=0.95, top=0.32)
     paint_cache_use(figure.add_subplot(), trace)
@@ -128,13 +127,13 @@ def draw_cache_use(trace: EngineTrace, title: str = "") -> Figure:
 
 
 def paint_cache_use(axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_cache_use` draws into axes of any figure, with its legend in the line above them."""
+    """Paint what `draw_cache_use` draws into given axes, with its legend above."""
     uses, times = find_cache_use(trace), step_times(trace)
     num_slots = trace.config.num_gpu_blocks * trace.config.block_size
     stays: list[tuple[float, float, CacheUse]] = []
     for number, (start, end) in enumerate(times):
         stays.append((start, end, uses[number]))
-        if number + 1 < len(times) and end < times[number + 1][0]:  # nothing to do: all is free, some of it cached
+        if number + 1 < len(times) and end < times[number + 1][0]:  # idle: all blocks are free, some of them cached
             cached = len(trace[number].cached_blocks) * trace.config.block_size
             stays.append((end, times[number + 1][0], CacheUse(0, 0, 0, cached, num_slots - cached, 0)))
     total = sum(end - start for start, end, _ in stays) * num_slots

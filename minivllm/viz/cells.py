@@ -1,7 +1,7 @@
-"""The cells that stand for blocks in the map of the cache: collected one by one, drawn in a few layers.
+"""The cells of the block map, one per block: collected one by one, drawn in a few layers.
 
-The lower part of a cell shows how many of its slots hold tokens, the upper one its number and whose it is. In cells too small
-for that, the bar takes all of it.
+The lower part of a cell is a bar that shows how full the block is, the upper part its number and owner. In small cells the bar fills
+the whole cell.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from minivllm.viz.drawing import Box, Labels, add_boxes, text_width
 from minivllm.viz.palette import INK, NEUTRAL, PALE, tint
 
 BAR = 0.36
-"""The height of the part of a cell that shows its tokens."""
+"""The height of the bar, as a share of the cell."""
 ALLOCATED = 0.72
-"""Whiteness of what is above it, in the device's cells."""
+"""Whiteness of the part above the bar, for device blocks."""
 DOTS = "....."
-"""The hatch of what no running sequence can use: cached in free blocks, or on the host."""
+"""The hatch of tokens outside running sequences: cached in free blocks, or on the host."""
 _LID = 0.1
-"""The dark top of a block that the prefix cache knows."""
+"""The height of the dark top that marks a block in the prefix cache."""
 _MOST_STRIPES = 4
 
 
 def host_look(on_host: bool) -> tuple[str, float]:
-    """The layer of a block's tokens, and the whiteness of what is above them."""
+    """The layer of a block's tokens, and the whiteness of the part above them."""
     return ("tokens on the host", 1.0) if on_host else ("tokens", ALLOCATED)
 
 
 class Cells:
-    """Collects what cells are made of, and draws all of it in a few collections.
+    """Collects the shapes of all cells and draws them as a few collections.
 
     Args:
-        colors: Of the requests.
+        colors: By request id.
         width, height: Of a cell, in points.
-        longest_number: The longest text that stands in a cell.
+        longest_number: The longest number in a cell.
     """
 
     def __init__(self, colors: dict[str, str], width: float, height: float, longest_number: str) -> None:
@@ -53,7 +53,7 @@ class Cells:
         self.faces.setdefault(layer, []).append(color)
 
     def write(self, x: float, y: float, text: str, side: str) -> None:
-        """Add a text that begins at its point ("left"), ends there ("right"), or has it in its middle ("middle")."""
+        """Add a text whose left end, right end or middle is at its point."""
         if self.with_text:
             self.texts.append((x, y, text, side))
 
@@ -65,11 +65,11 @@ class Cells:
         """Add a block's cell.
 
         Args:
-            number, note: What stands in it at the left and at the right. Shared blocks have their reference count as a note.
-            block: What it holds.
-            block_size: Tokens in a block.
-            box: Where it stands.
-            on_host: Whether it is a block of the host's memory.
+            number, note: The texts at the left and right. For a shared block the note is its reference count.
+            block: Its state.
+            block_size: Tokens per block.
+            box: Its place.
+            on_host: Whether the block is in host memory.
         """
         tokens, whiteness = host_look(on_host)
         left, right, bottom, top = box
@@ -80,7 +80,7 @@ class Cells:
             self.put("allocated", box, tint(self.colors[requests[0]], whiteness))
             for i, request_id in enumerate(requests):
                 color, low, high = self.colors[request_id], i / len(requests), (i + 1) / len(requests)
-                if i:  # the first one's tint is below all
+                if i:  # the first one's tint already covers the cell
                     sides = (left + (right - left) * low, left + (right - left) * high)
                     self.put("allocated stripes", (*sides, bottom, top), tint(color, whiteness))
                 self.put(tokens, (left, end, bottom + (bar - bottom) * low, bottom + (bar - bottom) * high), color)
@@ -102,7 +102,7 @@ class Cells:
             self.write(right - margin, middle, note, "right")
 
     def paint(self, axes: Axes) -> None:
-        """Draw all layers, from the back to the front."""
+        """Draw all layers, back to front."""
         thin = 0.5 if min(self.width, self.height) > 5 else 0.0
         thick = 1.8 if min(self.width, self.height) > 12 else 1.0
         layers = (

@@ -1,8 +1,8 @@
-"""A trace as a Chrome trace: a file that https://ui.perfetto.dev and chrome://tracing open, to zoom into and ask for details.
+"""Exports a trace as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-The format is Google's "Trace Event Format": a JSON object with a list of events. Those used here are slices ("X", with a time and a
-duration), counters ("C"), instants ("i") and names of rows ("M"); times are microseconds. A row is called a thread there, and a group
-of rows a process.
+The format is Google's "Trace Event Format": a JSON object with a list of events. Used here are slices ("X", with a time and a
+duration), counters ("C"), instants ("i") and metadata such as row names ("M"); times are in microseconds. The format calls a row a
+thread, and a group of rows a process.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep
-from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys, time_origin
+from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys
 
 ENGINE, REQUESTS = 1, 2
-"""The processes: the engine with its row of steps and its counters, and the requests with a row for each sequence."""
+"""Process ids: the engine, with a row of steps and counters; the requests, with a row per sequence."""
 STEPS = 3
-"""The row of steps; those of sequences follow. No row has the number of a process: Perfetto would take it for its main thread."""
+"""Thread id of the steps; sequences follow. Must differ from the process ids, or Perfetto takes the row for the main thread."""
 
 Event = dict[str, Any]
 
 
 def to_chrome(trace: EngineTrace) -> dict[str, Any]:
-    """What `json.dump` writes for Perfetto. It has ids, lengths and times of the requests, and none of their tokens.
+    """The JSON object for Perfetto. It contains ids, lengths and times of the requests, but none of their tokens.
 
     The process "engine" has a row of steps, named by their phase, and the counters `queues` (sequences running, waiting and swapped),
-    `cache blocks` (used and free) and `prefix cache` (blocks, used or free, whose contents it knows). The process
-    "requests" has a row for each sequence, with a slice for each step that it was in, one for each stay outside of the batch
-    ("waiting", "preempted", "swapped"), and an instant for each preemption.
+    `cache blocks` (used and free) and `prefix cache` (blocks whose contents are cached). The process "requests" has a row for each
+    sequence, with a slice for each step it was in and each time out of the batch ("waiting", "preempted", "swapped"), and an
+    instant for each preemption.
 
     Args:
-        trace: Of any engine. Times count from its first moment (`spans.time_origin`) and are rounded to whole microseconds.
+        trace: Of any engine. Times count from its first moment (`summary.time_origin`) and are rounded to whole microseconds.
     """
     rows = {key: number for number, key in enumerate(sequence_keys(trace), start=STEPS + 1)}
     clock = _Clock(time_origin(trace))
@@ -57,7 +58,7 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
 
 
 class _Clock:
-    """Turns seconds of the engine's clock into whole microseconds, so that what touches still touches when it is rounded."""
+    """Converts the engine's seconds to whole microseconds; slices that touch still touch after rounding."""
 
     def __init__(self, origin: float) -> None:
         self._origin = origin
@@ -81,7 +82,7 @@ def _thread(process: int, row: int, name: str) -> Iterator[Event]:
 
 
 def _name(key: SequenceKey, keys: Container[SequenceKey]) -> str:
-    """A request's id, with the number of the sequence where the request has several."""
+    """A request's id, with the sequence's index if the request has several."""
     return f"{key.request_id}/{key.index}" if key.index or SequenceKey(key.request_id, 1) in keys else key.request_id
 
 
@@ -104,7 +105,7 @@ def _sequence_events(trace: EngineTrace, clock: _Clock, rows: dict[SequenceKey, 
     context_lens = find_context_lens(trace)
     items = [{item.key: item for item in step.scheduled} for step in trace]
     steps_of: dict[SequenceKey, list[int]] = {}
-    """The numbers of the steps that each sequence ran in: one for each of its slices in the batch, in the same order."""
+    """The steps that each sequence ran in: one per slice in the batch, in the same order."""
     for number, step in enumerate(trace):
         for key in running_states(step):
             steps_of.setdefault(key, []).append(number)
@@ -126,7 +127,7 @@ def _sequence_events(trace: EngineTrace, clock: _Clock, rows: dict[SequenceKey, 
 
 
 def _work(item: SequenceStep | None) -> dict[str, int]:
-    """What a step computed for a sequence."""
+    """Details of what a step computed for a sequence."""
     if item is None:
         return {"tokens": 0}
     drafts = {"drafts": item.num_drafts, "accepted": item.num_accepted} if item.num_drafts else {}

@@ -1,4 +1,4 @@
-"""The queues, and the share of the cache in use, over time."""
+"""Queue lengths and cache usage over time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _QUEUES = (
     ("waiting", "num_waiting", REQUEST_COLORS[5], "--", 1.5),
     ("swapped out", "num_swapped", REQUEST_COLORS[2], ":", 2.0),
 )
-"""Name, field of a step, colour, and how its line is drawn, so that the three differ without colour."""
+"""Name, field of a step, colour, and a line style that distinguishes the three without colour."""
 _MODES = {"recompute": ("v", "preemption by recompute"), "swap": ("s", "preemption by swap")}
 
 
 def draw_curves(trace: EngineTrace, title: str = "") -> Figure:
-    """Sequences in each queue above, blocks in use below, with a mark for each preemption.
+    """Draw the sequences in each queue above the blocks in use, with a mark for each preemption.
 
     Args:
         trace: Of any engine.
-        title: Stands above the figure.
+        title: Above the figure.
     """
     figure = new_figure(4.4, title, left=0.75, top=0.3)
     axes = figure.subplots(2, 1, sharex=True, gridspec_kw={"hspace": 0.25})
@@ -36,7 +36,7 @@ def draw_curves(trace: EngineTrace, title: str = "") -> Figure:
 
 
 def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_curves` draws into two axes of any figure, with a legend above each."""
+    """Paint what `draw_curves` draws into two given axes, with a legend above each."""
     stays = step_times(trace)
     times, holders = _with_pauses(trace, stays)
     handles = []
@@ -83,7 +83,7 @@ def paint_curves(queue_axes: Axes, cache_axes: Axes, trace: EngineTrace) -> None
 
 
 def _with_pauses(trace: EngineTrace, stays: list[tuple[float, float]]) -> tuple[list[float], list[StepRecord | None]]:
-    """The times at which curves change, each with the step that holds from then on, or None where the engine has nothing to do."""
+    """The times at which curves change, each with the step in effect from then on, or None while the engine is idle."""
     times: list[float] = []
     holders: list[StepRecord | None] = []
     for number, (start, end) in enumerate(stays):

@@ -1,6 +1,6 @@
-"""What the figures have in common: many boxes drawn at once, steps as curves, axes without clutter, legends above.
+"""Drawing helpers shared by the figures: many boxes or texts at once, uncluttered axes, legends above the axes.
 
-A `PolyCollection` of a thousand boxes is drawn in the time of ten patches, so that a figure can follow a slider.
+A `PolyCollection` draws a thousand boxes in the time of ten patches, fast enough for a figure to follow a slider.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Box = tuple[float, float, float, float]
 """Left, right, bottom, top."""
 
 WIDTH = 9.0
-"""Of a figure, in inches: a notebook's."""
+"""Width of a figure in inches: that of a notebook page."""
 _LONGEST_NAME = 12
 
 
@@ -45,15 +45,15 @@ def add_boxes(
     """Draw boxes as one collection.
 
     Args:
-        axes: Where. Their limits are left alone.
+        axes: Where to draw. Their limits are not changed.
         boxes: In data units.
-        colors: One for each, or one for all.
-        edge: The colour of outlines and hatches.
+        colors: One per box, or one for all.
+        edge: Colour of outlines and hatches.
         line_width: Of the outlines, in points.
-        hatch: matplotlib's pattern.
-        label: The collection's name, by which it can be found in `axes.collections`.
+        hatch: A matplotlib hatch pattern.
+        label: The collection's name in `axes.collections`.
         zorder: Higher is nearer.
-        dashes: Lengths of the outlines' dashes and gaps; None is a full line.
+        dashes: Lengths of the outlines' dashes and gaps; None is a solid line.
     """
     if not len(boxes):
         return
@@ -69,7 +69,7 @@ def add_boxes(
         antialiased=line_width > 0,
     )
     axes.add_collection(collection, autolim=False)
-    if hatch:  # all boxes as one path: each path's hatch takes time
+    if hatch:  # as a single path, because hatching each path is slow
         path = Path.make_compound_path_from_polys(corners)
         pattern = PathCollection([path], facecolors="none", edgecolors=edge, linewidths=0, hatch=hatch, zorder=zorder + 0.01)
         axes.add_collection(pattern, autolim=False)
@@ -78,7 +78,7 @@ def add_boxes(
 def add_bars(
     axes: Axes, look: Look, boxes: Sequence[Box], colors: Sequence[str] | str, label: str, line_width: float = 0.6
 ) -> None:
-    """Draw boxes in the look of a state."""
+    """Draw boxes with the look of a state."""
     if isinstance(colors, str):
         colors = [colors] * len(boxes)
     add_boxes(
@@ -93,16 +93,16 @@ def add_bars(
 
 
 class Labels(PathCollection):
-    """Short texts as one collection, in a tenth of the time that so many `Text` artists take.
+    """Short texts as one collection, ten times as fast as separate `Text` artists.
 
     Args:
-        axes: The axes that they are for. Add them with `axes.add_collection(labels, autolim=False)`.
-        points: Where each text is, in data units (or in those of `transform`).
-        texts: One for each point.
+        axes: Where they belong. Add them with `axes.add_collection(labels, autolim=False)`.
+        points: The place of each text, in data units (or those of `transform`).
+        texts: One per point.
         size: In points.
-        colors: One for each, or one for all.
-        align: (horizontal, vertical): the part of the text, from 0 (left, bottom) to 1, that is at its point.
-        transform: Of the points; None is the axes' data.
+        colors: One per text, or one for all.
+        align: (horizontal, vertical): which part of the text, from 0 (left, bottom) to 1, is at its point.
+        transform: Of the points; None means data units.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Labels(PathCollection):
 
 @lru_cache(maxsize=8192)
 def _text_path(text: str, size: float, horizontal: float, vertical: float) -> Path:
-    """The outlines of a text's letters, in points. They stand on their line: a "p" is not moved up by its tail."""
+    """The outlines of a text's letters, in points, aligned by baseline: descenders do not move a text up."""
     font = FontProperties(size=size)
     corners, codes = text_to_path.get_text_path(font, text, ismath=False)
     if not len(corners):
@@ -145,18 +145,18 @@ def _text_path(text: str, size: float, horizontal: float, vertical: float) -> Pa
 
 
 def text_width(text: str, size: float) -> float:
-    """The width of a text as `Labels` writes it, in points."""
+    """The width of a text drawn by `Labels`, in points."""
     return float(_text_path(text, size, 0.0, 0.0).vertices[:, 0].max())
 
 
 def look_patch(look: Look, color: str = NEUTRAL) -> Patch:
-    """A legend's patch for a state."""
+    """A legend entry for a state."""
     edge = INK if look.outlined else "none"
     return Patch(facecolor=tint(color, look.whiteness), edgecolor=edge, linewidth=0.6, hatch=look.hatch, label=look.label)
 
 
 def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float = 1.0) -> None:
-    """A legend in a row above the axes, beginning at their left."""
+    """Add a legend in a row above the axes, aligned left."""
     if not handles:
         return
     axes.legend(
@@ -175,7 +175,7 @@ def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float
 
 
 def tidy(axes: Axes, x_label: str, y_label: str) -> None:
-    """Label the axes, and take away the lines that say nothing."""
+    """Label the axes and remove the top and right spines."""
     axes.set_xlabel(x_label, fontsize=9)
     axes.set_ylabel(y_label, fontsize=9)
     axes.tick_params(labelsize=8)
@@ -183,7 +183,7 @@ def tidy(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def label_places(axes: Axes, side: str, places: Sequence[tuple[float, str]], size: float = 8.0) -> None:
-    """Write along an axis ("x" or "y") what ticks would say, in a tenth of the time that so many ticks take."""
+    """Label places along an axis ("x" or "y"), ten times as fast as ticks."""
     points, texts = [place for place, _ in places], [text for _, text in places]
     gap = 4.0
     if side == "x":
@@ -200,14 +200,14 @@ def label_places(axes: Axes, side: str, places: Sequence[tuple[float, str]], siz
 
 
 def say(axes: Axes, text: str) -> None:
-    """Put a text in the middle of axes that have nothing to show."""
+    """Write a text in the middle of empty axes."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9, color=INK)
 
 
 def new_figure(
     height: float, title: str, *, left: float = 0.7, right: float = 0.2, top: float = 0.5, bottom: float = 0.5
 ) -> Figure:
-    """A figure of a notebook's width, with margins in inches. Its layout is fixed: solving for one would take too long."""
+    """A figure as wide as a notebook page, with margins in inches. A fixed layout: constrained layout is too slow for widgets."""
     figure = Figure(figsize=(WIDTH, height))
     if title:
         top += 0.25
@@ -217,14 +217,14 @@ def new_figure(
 
 
 def short_name(request_id: str) -> str:
-    """A request's id, its middle left out if it is long."""
+    """A request's id, with the middle elided if it is long."""
     if len(request_id) <= _LONGEST_NAME:
         return request_id
     return f"{request_id[: _LONGEST_NAME // 2]}…{request_id[-_LONGEST_NAME // 2 + 1 :]}"
 
 
 def sequence_names(keys: Sequence[SequenceKey]) -> dict[SequenceKey, str]:
-    """The short id of each sequence's request; and the sequence's number, where the request has several."""
+    """The short request id of each sequence, with the sequence's index if the request has several."""
     siblings = count_siblings(keys)
     return {key: short_name(key.request_id) + (f"/{key.index}" if siblings[key.request_id] > 1 else "") for key in keys}
 

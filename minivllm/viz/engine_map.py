@@ -13,12 +13,12 @@ LAYERS = {
     "decides": "#E69F00",
     "computes": "#0072B2",
 }
-"""What a part of the engine is for, and its colour on the map."""
+"""Role of a part of the engine, and its colour on the map."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box on the map: where it stands (centre, in map units), its file, and the lessons that build it."""
+    """A box on the map: its centre in map units, its file, and the lessons that build it."""
 
     name: str
     file: str
@@ -92,7 +92,7 @@ def draw_engine_map(lesson: int | None = None) -> Figure:
     """The engine on one page.
 
     Args:
-        lesson: The parts that this lesson builds are lit, the others faded. None lights all.
+        lesson: Highlight the parts that this lesson builds and grey out the others. None highlights all.
     """
     figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.add_subplot()

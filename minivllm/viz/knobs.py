@@ -1,6 +1,6 @@
-"""Knobs on a run: turn one, and the run is made again and drawn.
+"""Interactive runs: move a slider, and the run is repeated with the new value and drawn.
 
-What runs is given in, so nothing here knows an engine: `bench/what_if.py` has the simulator's.
+The function that runs is passed in, so nothing here depends on an engine; `bench/what_if.py` provides the simulator's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHOICES: Choices = {
     "distribution": ("uniform", "longtail"),
     "scheduler": ("static", "continuous"),
 }
-"""The knobs, and the values that each can be turned to."""
+"""The knobs and their values."""
 START: Mapping[str, Any] = {
     "max_num_seqs": 8,
     "block_size": 16,
@@ -41,7 +41,7 @@ START: Mapping[str, Any] = {
 }
 _LABEL_WIDTH = "180px"
 _DELAY = 0.02
-"""Seconds in which further moves are waited for before a run begins: those that have queued up while the last one ran."""
+"""Seconds to wait before a run, to collect moves that were queued during the last one."""
 
 
 def knobs(
@@ -50,26 +50,26 @@ def knobs(
     start: Mapping[str, Any] = START,
     draw: Callable[[EngineTrace], Figure] = draw_run,
 ) -> VBox:
-    """Sliders over the picture of a run. Each move runs again with the values that are shown, and draws what comes of it.
+    """Sliders above the picture of a run. Each move repeats the run with the values shown and redraws the picture.
 
-    Moves that come while a run is slow are made up for by one run, with the newest values. What cannot be run (a cache too small
-    for a request, say) is told in a sentence, and the picture of the last good run stays.
+    Several moves during a slow run lead to a single new run, with the latest values. If a run fails (because the cache is too small
+    for a request, say), the reason is shown in a sentence, and the picture of the last successful run stays.
 
-    Where there are no widgets (on GitHub, on paper) the present picture is shown; `draw(run(**values))` is the same as a figure.
+    Without widgets (on GitHub, on paper) the current picture is shown; `draw(run(**values))` draws the same as a figure.
 
     Args:
-        run: Called with one keyword argument for each knob.
-        choices: Knobs and the values that each can be turned to: numbers make a slider, words make buttons.
-        start: The values to begin with; the first choice where a knob is not named.
-        draw: Makes a picture of size 9 inches or less.
+        run: Called with one keyword argument per knob.
+        choices: Knobs and their values: numbers become a slider, words become buttons.
+        start: Initial values; the default is the knob's first choice.
+        draw: Draws a run, at most 9 inches wide.
 
     Returns:
-        A box for the notebook to show. `knobs[name].value` is a knob's value, `picture.value` the PNG, `message.value` the
-        sentence, empty if all went well.
+        A box for the notebook to show. `knobs[name].value` is a knob's value, `picture.value` the PNG, `message.value` the error
+        message, empty after a successful run.
 
     Raises:
         WidgetError: ipywidgets is not installed.
-        ConfigError: A value to begin with is none of its knob's choices.
+        ConfigError: An initial value is not among its knob's choices.
 
     Example:
         >>> from minivllm.bench.what_if import what_if
@@ -95,9 +95,9 @@ def knobs(
 
 
 def _make_knob(widgets: Any, name: str, values: Sequence[Any], value: Any) -> Any:
-    """A slider over numbers, or a row of buttons with words."""
+    """A slider for numbers, or a row of buttons for words."""
     if value not in values:
-        raise ConfigError(f"{name} cannot begin with {value!r}: its choices are {', '.join(map(repr, values))}.")
+        raise ConfigError(f"{name} cannot start at {value!r}: its choices are {', '.join(map(repr, values))}.")
     is_word = any(isinstance(choice, str) for choice in values)
     options = [(choice if isinstance(choice, str) else f"{choice:g}", choice) for choice in values]
     if is_word:
@@ -108,13 +108,13 @@ def _make_knob(widgets: Any, name: str, values: Sequence[Any], value: Any) -> An
 def _redraw(
     run: Callable[..., EngineTrace], draw: Callable[[EngineTrace], Figure], controls: Mapping[str, Any], image: Any, message: Any
 ) -> None:
-    """Run with the values that are shown. Whatever goes wrong is a sentence: a widget has nobody to raise to."""
+    """Run with the current values. Errors are shown as a message, because a widget's callback has no caller to raise to."""
     values = {name: control.value for name, control in controls.items()}
     try:
         png = to_png(draw(run(**values)))
     except Exception as error:
         sentence = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
-        stays = " <b>The picture is still that of the last run that worked.</b>" if image.value else ""
+        stays = " <b>The picture still shows the last successful run.</b>" if image.value else ""
         message.value = f'<div style="line-height: 1.4; margin: 4px 0">⚠ {html.escape(sentence)}{stays}</div>'
     else:
         message.value = ""
@@ -122,10 +122,10 @@ def _redraw(
 
 
 class _Coalesced:
-    """Calls something when asked, once for all who ask while it is busy or about to begin.
+    """Merges calls that arrive while one is pending.
 
-    In a notebook the kernel's event loop runs it a moment later, when the moves that have queued up are in. Without an event loop
-    it runs at once.
+    In a notebook the kernel's event loop makes the call a moment later, when queued moves have arrived. Without an event loop it is
+    made at once.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class _Coalesced:
         self._is_due = False
 
     def ask(self) -> None:
-        """Have it called soon."""
+        """Request a call."""
         if self._is_due:
             return
         try:
@@ -145,6 +145,6 @@ class _Coalesced:
             loop.call_later(_DELAY, self.now)
 
     def now(self) -> None:
-        """Call it."""
+        """Make the call."""
         self._is_due = False
         self._call()

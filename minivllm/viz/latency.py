@@ -1,115 +1,34 @@
-"""What each user waits for: the first token, the next ones, and the last. Times of requests, read from a trace and drawn.
-
-The words are those of vLLM's `benchmarks/serve.py`. TTFT is the time to the first token, ITL the inter-token latency, TPOT the time per
-output token after the first.
-"""
+"""How long users wait for the first token, the next ones and the last: distributions of TTFT, ITL and end-to-end latency."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepRecord
+from minivllm.bench.summary import percentile, request_latencies
+from minivllm.engine.trace import EngineTrace
 from minivllm.viz.palette import REQUEST_COLORS
 
 PERCENTILES = {50: "o", 95: "s", 99: "D"}
-"""Those that are written, each with the shape of its mark on the curve."""
+"""The percentiles that are written, each with its marker on the curve."""
 LONG_TAIL = 15
-"""The axis is logarithmic if the longest wait is so many times the median: most of the curve would be a line on the left else."""
+"""The axis is logarithmic if the longest wait is more than this many medians: most of the curve would otherwise be squeezed to the left."""
 LINE_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
-
-
-class RequestLatency(NamedTuple):
-    """What a request had to wait. Times in seconds.
-
-    Attributes:
-        request_id: The request.
-        ttft: From its arrival to its first token.
-        latency: From its arrival to its last token (end to end).
-        itls: Between an output and the next one of the same sequence, for all of its sequences one after another. Tokens that come
-            at one moment, as speculative decoding gives them, are one output: no time of 0 is among them, as in vLLM's benchmark.
-        num_tokens: Tokens of its longest sequence.
-    """
-
-    request_id: str
-    ttft: float
-    latency: float
-    itls: tuple[float, ...]
-    num_tokens: int
-
-    @property
-    def tpot(self) -> float | None:
-        """Mean seconds per output token after the first, `(latency - ttft) / (num_tokens - 1)`; None if there is one token only.
-
-        Every token counts here, also where several came at one moment.
-        """
-        return (self.latency - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
-
-
-def request_latencies(trace: EngineTrace) -> list[RequestLatency]:
-    """The times of all requests that came to their end, in the order of arrival.
-
-    Requests that are unfinished, were given up or failed are left out: what they would have waited is not known. Of a request that
-    was older than the trace, the ITLs are those that the trace has seen.
-    """
-    moments = output_times(trace)
-    result = []
-    for request in trace.requests.values():
-        if not is_complete(request):
-            continue
-        itls = tuple(
-            later - earlier
-            for index in range(len(request.output_token_ids))
-            for earlier, later in itertools.pairwise(moments.get(SequenceKey(request.request_id, index), []))
-        )
-        ttft, latency = request.first_token_time - request.arrival_time, request.finished_time - request.arrival_time
-        result.append(RequestLatency(request.request_id, ttft, latency, itls, max(map(len, request.output_token_ids))))
-    return result
-
-
-def is_complete(request: RequestRecord) -> bool:
-    """Whether all of a request's sequences came to an end of their own ("stop" or "length")."""
-    reasons = request.finish_reasons
-    has_times = request.first_token_time is not None and request.finished_time is not None
-    return has_times and bool(reasons) and all(reason in ("stop", "length") for reason in reasons)
-
-
-def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
-    """The moments, seconds of the engine's clock, at which each sequence won tokens: one or, with speculation, several at once."""
-    moments: dict[SequenceKey, list[float]] = {}
-    for step in trace:
-        for key, _ in won_tokens(trace, step):
-            moments.setdefault(key, []).append(step.end)
-    return moments
-
-
-def won_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
-    """Each sequence that got tokens of a step, and how many. The step that completes a prompt gives one to each sibling too."""
-    for part in step.scheduled:
-        if part.num_new_tokens == 0:
-            continue
-        yield part.key, part.num_new_tokens
-        request = trace.requests.get(part.request_id)
-        if request is not None and part.context_len == request.num_prompt_tokens:
-            for index in range(1, request.params.get("n", 1)):
-                yield SequenceKey(part.request_id, index), 1
 
 
 def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     """The distributions of TTFT, ITL and end-to-end latency, a line for each trace.
 
-    A point (x, y) of a line says that the share y of all waits was no longer than x. The 50th, 95th and 99th percentiles (nearest rank)
-    are marked on the lines and written below.
+    At a point (x, y) of a line, the share y of all waits was no longer than x. The 50th, 95th and 99th percentiles (nearest rank) are
+    marked on the lines and written below.
 
     Args:
         traces: A name for each trace, such as "static" and "continuous".
-        title: Stands above the figure.
+        title: Above the figure.
     """
     latencies = {name: request_latencies(trace) for name, trace in traces.items()}
     panels = {
@@ -133,11 +52,11 @@ def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
 
 
 def paint_waits(curve_axes: Axes, text_axes: Axes, name: str, seconds: Sequence[Sequence[float]]) -> None:
-    """Paint the distribution of a kind of wait into axes of any figure, a line for each run, and write its percentiles below.
+    """Paint the distribution of one kind of wait into axes of any figure, a line for each run, with its percentiles below.
 
     Args:
         curve_axes, text_axes: One below the other.
-        name: Of what is waited for.
+        name: What is waited for.
         seconds: The waits of each run.
     """
     scale, unit = _unit([value for of_run in seconds for value in of_run])
@@ -196,18 +115,18 @@ def _write_percentiles(axes: Axes, values: list[np.ndarray], unit: str) -> None:
 
 
 def line_of(number: int) -> Line2D:
-    """How the line of a run looks, told apart by colour and, without colours, by its dashes."""
+    """The line style of a run: its own colour and, for print without colours, its own dashes."""
     color = REQUEST_COLORS[(0, 5, 2, 3, 6)[number % 5]]
     return Line2D([], [], color=color, linestyle=LINE_STYLES[number % len(LINE_STYLES)], linewidth=1.8)
 
 
 def _unit(seconds: Sequence[float]) -> tuple[float, str]:
-    """Milliseconds where nothing takes a second, or where most is far below one."""
+    """Seconds where waits are that long, else milliseconds."""
     return (1.0, "s") if max(seconds, default=0.0) >= 1 and percentile(seconds, 50) >= 0.1 else (1e3, "ms")
 
 
 def _number(value: float) -> str:
-    """With three digits at least."""
+    """A number with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
@@ -216,14 +135,3 @@ def _count(trace: EngineTrace, num_complete: int) -> str:
     left_out = len(trace.requests) - num_complete
     text = f"{num_complete} request{'' if num_complete == 1 else 's'}"
     return f"{text} ({left_out} unfinished, aborted or failed left out)" if left_out else text
-
-
-def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
-    """The smallest of the values that at least so many percent of them do not exceed (nearest rank).
-
-    Raises:
-        ValueError: There are no values.
-    """
-    if not len(values):
-        raise ValueError("There is no percentile of no values.")
-    return float(np.percentile(values, percent, method="inverted_cdf"))

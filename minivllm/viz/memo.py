@@ -1,4 +1,4 @@
-"""What is found by looking through a whole trace is found once, not again for each picture of it."""
+"""Caches what is computed from a whole trace, so that it is not recomputed for each picture."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Found = TypeVar("Found")
 
 
 def remembered(find: Callable[[EngineTrace], Found]) -> Callable[[EngineTrace], Found]:
-    """Make a function remember what it found in the trace that it was asked about last, until that grows.
+    """Cache a function's result for the last trace it was called with, until the trace grows.
 
-    Nobody may change what it returns.
+    Callers must not modify the result.
     """
     last: tuple[weakref.ref[EngineTrace], int, int, Found] | None = None
 

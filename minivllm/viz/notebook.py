@@ -1,4 +1,4 @@
-"""What the widgets share: ipywidgets where it is installed, pictures as bytes, and what a page without widgets shows."""
+"""Helpers shared by the widgets: importing ipywidgets, rendering PNGs, and a fallback for pages without widgets."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from PIL import Image
 from minivllm.errors import MinivllmError
 
 WIDTH = 900
-"""Pixels of a notebook page that a widget takes at most, for figures of 9 inches."""
+"""Maximum width of a widget in pixels, for figures 9 inches wide."""
 _DOTS_PER_INCH = 125
-"""A quarter more than the page has, for sharp letters on fine screens."""
+"""A quarter more than the page's, for sharp text on high-resolution screens."""
 
 
 class WidgetError(MinivllmError, ImportError):
-    """Widgets are asked for where there are none."""
+    """ipywidgets is not installed."""
 
 
 def import_widgets() -> ModuleType:
-    """The module `ipywidgets`. It comes with the extra `course`, and nothing but the widgets needs it.
+    """Import `ipywidgets`, which comes with the extra `course` and is needed only by the widgets.
 
     Raises:
         WidgetError: It is not installed.
@@ -41,9 +41,9 @@ def import_widgets() -> ModuleType:
 
 
 def to_png(figure: Figure) -> bytes:
-    """A figure as a PNG of 256 colours, drawn without pyplot and so without any state that a notebook shares.
+    """Render a figure as a PNG in 256 colours, without pyplot and its global state.
 
-    That is a quarter of the size of all colours, to send at each move of a slider and to store in a notebook, and looks the same.
+    It looks the same as in full colour at a quarter of the size, which matters when it is sent for each move of a slider.
     """
     figure.set_dpi(_DOTS_PER_INCH)
     canvas = FigureCanvasAgg(figure)
@@ -55,24 +55,24 @@ def to_png(figure: Figure) -> bytes:
 
 
 def make_image() -> Any:
-    """An empty `ipywidgets.Image` as wide as the page, hidden until `show_png` gives it a picture."""
+    """An `ipywidgets.Image` as wide as the page, hidden until `show_png` sets its picture."""
     image = import_widgets().Image(format="png")
     image.layout.width, image.layout.max_width, image.layout.display = "100%", f"{WIDTH}px", "none"
     return image
 
 
 def show_png(image: Any, png: bytes) -> None:
-    """Put a picture on an image."""
+    """Set and show the picture of an image widget."""
     image.value = png
     image.layout.display = "block"
 
 
 @lru_cache(maxsize=1)
 def _pictured_box() -> type:
-    """The class of `make_box`, made when ipywidgets is there."""
+    """The class behind `make_box`, defined on first use because it needs ipywidgets."""
 
     class PicturedBox(import_widgets().VBox):  # type: ignore[misc]
-        """A column of widgets. Where there are no widgets, its picture is shown instead."""
+        """A column of widgets that shows its picture where there are no widgets."""
 
         picture: Any = None
         sentence = ""
@@ -89,12 +89,12 @@ def _pictured_box() -> type:
 
 
 def make_box(children: list[Any], picture: Any, sentence: str) -> Any:
-    """A column of widgets that is still something on GitHub, in a PDF, or in a notebook without ipywidgets.
+    """A column of widgets with a fallback for GitHub, PDF and notebooks without ipywidgets.
 
     Args:
         children: From top to bottom.
-        picture: The image among them that stands for all where there are no widgets; None if there is none.
-        sentence: Stands for all where there are no pictures either.
+        picture: The image among them that is shown where there are no widgets, if any.
+        sentence: Shown where there are no pictures either.
     """
     box = _pictured_box()(children)
     box.picture, box.sentence = picture, sentence

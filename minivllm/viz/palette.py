@@ -1,7 +1,6 @@
-"""Colours: one request has the same one in every figure, and colour-blind readers can tell them apart.
+"""Colours: each request has the same one in every figure, and colour-blind readers can tell them apart.
 
-A colour says whose something is. What it is, or what state it is in, is said by lightness, hatching and height, so that the
-figures can be read in black and white.
+Colour identifies the request. State is shown by lightness, hatching and height, so that figures are readable in black and white.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.viz.memo import remembered
 
 REQUEST_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900")
-"""Okabe and Ito's palette, with its yellow darkened and its black made grey, so that text can be read on all of them."""
+"""The palette of Okabe and Ito, with a darker yellow and grey for black, so that text is legible on all of them."""
 
 INK = "#333333"
-"""Of texts, hatches and outlines."""
+"""Colour of texts, hatches and outlines."""
 PALE = "#BBBBBB"
-"""Of grids and of the outlines of what is empty."""
+"""Colour of grids and of the outlines of empty boxes."""
 NEUTRAL = "#6E6E6E"
-"""Stands for the colour of any request, in legends and where requests are added up."""
+"""Stands for any request, in legends and where requests are aggregated."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,10 @@ class Look:
     """How a state is drawn.
 
     Attributes:
-        label: Its words in a legend.
+        label: In a legend.
         whiteness: From 0, the request's colour, to 1, white.
-        height: Of its bar, as a share of the row.
-        hatch: matplotlib's pattern, or None.
+        height: Of the bar, as a share of the row.
+        hatch: A matplotlib hatch pattern, or None.
         outlined: Whether it has an outline.
     """
 
@@ -53,13 +52,11 @@ STATE_LOOKS = {
     "swapped": Look("swapped out", whiteness=1.0, height=0.6, hatch=".....", outlined=True),
     "rejected": Look("rejected drafts", whiteness=1.0, hatch="xxxxx", outlined=True),
 }
-"""The looks of what a sequence can be doing, and of drafts that the model did not agree with."""
+"""The looks of the states of a sequence, and of rejected drafts."""
 
 
 def request_color(number: int) -> str:
-    """The colour of a request, by its number in the order of arrival: one of the palette's eight; for the next eight requests
-    one of them darkened, for the next lightened, and so on in turn.
-    """
+    """The colour of a request by its number in order of arrival: the palette's eight, then eight darker, eight lighter, and again."""
     color = REQUEST_COLORS[number % len(REQUEST_COLORS)]
     shade = number // len(REQUEST_COLORS) % 3
     if shade == 1:
@@ -69,9 +66,9 @@ def request_color(number: int) -> str:
 
 @remembered
 def request_colors(trace: EngineTrace) -> dict[str, str]:
-    """The colours of all requests, by id: the same in every figure of a trace.
+    """The colours of all requests by id: the same in every figure of a trace.
 
-    Requests that only the steps know of come after the others, in the order in which they appear.
+    Requests that appear only in steps come last, in order of appearance.
     """
     ids = dict.fromkeys(trace.requests)
     for step in trace:
@@ -83,11 +80,11 @@ def request_colors(trace: EngineTrace) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def tint(color: str, whiteness: float) -> str:
-    """A colour mixed with so much white: 0 leaves it as it is, 1 is white."""
+    """A colour mixed with white: 0 leaves it unchanged, 1 is white."""
     return to_hex([part + (1.0 - part) * whiteness for part in to_rgb(color)])
 
 
 def ink_on(color: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Black or white, whichever is more legible on a colour."""
     red, green, blue = to_rgb(color)
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

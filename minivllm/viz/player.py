@@ -1,4 +1,4 @@
-"""A player for traces: every step of an engine, forward and back, as one picture of blocks, queues and batch."""
+"""A player for traces: steps forward and back through an engine's blocks, queues and batches."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from ipywidgets import VBox
 
 SPEEDS = {"1 step/s": (1000, 1), "3 steps/s": (333, 1), "10 steps/s": (100, 1), "50 steps/s": (100, 5)}
-"""Milliseconds between two pictures, and steps from one to the next."""
+"""Milliseconds between pictures, and steps per picture."""
 _NUM_KEPT = 200
-"""Pictures kept, of about 0.1 MB each."""
+"""Cached pictures, about 0.1 MB each."""
 
 
 def play(trace: EngineTrace, step: int = 0) -> VBox:
-    """Controls (play, pause, one step back or forward, a slider, the speed) over the picture of a step.
+    """Controls (play, pause, step back and forward, a slider, the speed) above the picture of a step.
 
-    Where there are no widgets (on GitHub, on paper) the picture of the present step is shown. `draw_step(trace, step)` draws the
-    same picture of any step as an ordinary figure.
+    Without widgets (on GitHub, on paper) the picture of the current step is shown. `draw_step(trace, step)` draws any step as an
+    ordinary figure.
 
     Args:
-        trace: Of any engine or simulation. What is added to it later is not seen.
-        step: To begin with.
+        trace: Of any engine or simulation. Steps added later are not shown.
+        step: The first step shown.
 
     Returns:
-        A box for the notebook to show. Its `slider.value` is the step, its `picture.value` the PNG of it.
+        A box for the notebook to show. `slider.value` is the step, `picture.value` its PNG.
 
     Raises:
         WidgetError: ipywidgets is not installed.
@@ -51,7 +51,7 @@ def play(trace: EngineTrace, step: int = 0) -> VBox:
     box = make_box([image], image, f"A player of {len(trace)} steps; `draw_step(trace, step)` draws any of them as a figure.")
     box.slider = widgets.IntSlider(step, 0, last, description="step")
     if last == 0:
-        box.children = (widgets.HTML("The trace has one step only:"), image)
+        box.children = (widgets.HTML("The trace has only one step:"), image)
         return box
     box.play = widgets.Play(value=step, max=last, show_repeat=False)
     box.back = widgets.Button(icon="step-backward", tooltip="one step back")
@@ -66,7 +66,7 @@ def play(trace: EngineTrace, step: int = 0) -> VBox:
 
     def move(steps: int) -> None:
         box.play.playing = False
-        box.slider.value += steps  # the slider keeps it between the first and the last
+        box.slider.value += steps  # the slider clamps it
 
     def set_speed(change: dict[str, Any]) -> None:
         box.play.interval, box.play.step = change["new"]

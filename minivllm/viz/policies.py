@@ -1,4 +1,4 @@
-"""Figures that compare policies: curves over a setting, the work of each step, and who waits how long."""
+"""Figures that compare policies: curves over a setting, the work in each step, and the waiting times of requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
+from minivllm.bench.summary import request_latencies
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import WIDTH
-from minivllm.viz.latency import LINE_STYLES, request_latencies
+from minivllm.viz.latency import LINE_STYLES
 from minivllm.viz.palette import REQUEST_COLORS
 
 Lines = Mapping[str, Sequence[float]]
@@ -17,13 +18,13 @@ _ACTIONS = {"decode": REQUEST_COLORS[0], "prefill": REQUEST_COLORS[1]}
 
 
 def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines], x_label: str, *, log: bool = False) -> Figure:
-    """Values over a setting that is doubled from point to point, a panel for each quantity.
+    """Draw quantities over a setting, a panel for each.
 
     Args:
-        x: The setting's values, all above 0. Their axis is logarithmic.
-        panels: For each quantity, its name and unit, the values, or several lines of values by name.
+        x: The setting's values, all positive. Their axis is logarithmic.
+        panels: By name and unit of the quantity, its values, or several lines of values by name.
         x_label: Name and unit of the setting.
-        log: Whether the values have a logarithmic axis too; if not, it begins at 0.
+        log: Whether the axis of the values is logarithmic too; if not, it starts at 0.
     """
     figure = Figure(figsize=(min(WIDTH, 5.0 * len(panels)), 2.9), layout="constrained")
     for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -48,11 +49,11 @@ def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines
 
 
 def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float) -> Figure:
-    """How many tokens each step computes, and what for: a panel for each trace, all on one time axis.
+    """Draw the prefill and decode tokens of each step: a panel per trace, on a shared time axis.
 
     Args:
         traces: A name for each trace.
-        start, end: The stretch of the engine's clock that is drawn, in seconds.
+        start, end: The time range to draw, in seconds of the engine's clock.
     """
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * len(traces)), layout="constrained")
     all_axes = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -77,11 +78,11 @@ def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float
 
 
 def draw_waits(traces: Mapping[str, EngineTrace], marked: Mapping[str, Collection[str]] | None = None) -> Figure:
-    """How long each request waits for its first token, in the order of arrival: a panel for each trace.
+    """Draw each request's time to first token, in order of arrival: a panel per trace.
 
     Args:
         traces: A name for each trace.
-        marked: By the name of a trace, the ids of requests whose bars have a mark on top.
+        marked: Ids of requests to mark, by the name of the trace.
     """
     rows = -(-len(traces) // 2)
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * rows), layout="constrained")

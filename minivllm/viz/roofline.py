@@ -1,7 +1,7 @@
-"""The roofline: how fast a kernel is, beside how fast a machine lets it be.
+"""The roofline model: a kernel's speed against the machine's limits (Williams, Waterman, Patterson 2009).
 
-A kernel that does few operations for each byte that it moves cannot be faster than the memory, and one that does many not faster than
-the arithmetic. The two limits make a roof, and a kernel stands somewhere below it (Williams, Waterman, Patterson 2009).
+A kernel that does few operations per byte moved is limited by memory bandwidth, one that does many by arithmetic. The two limits form
+a roof, and every kernel is a point below it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from minivllm.viz.palette import REQUEST_COLORS
 MARKERS = "osD^vP"
 _LABEL_SIZE = 8
 _COLUMN = 10
-"""Kernels whose intensities are nearer than this, in points, have their labels in one column."""
+"""Kernels closer than this horizontally, in points, have their labels in one column."""
 _ASIDE = (8, -8, 26, -26, 60, -60)
 _UP = (0, *(sign * 6 * i for i in range(1, 10) for sign in (-1, 1)))
-"""Where a column of labels may stand, in points from where it would like to: the first that is free."""
+"""Offsets at which a column of labels may be placed, in points; the first free one is used."""
 
 
 class RooflinePoint(NamedTuple):
-    """A kernel that was measured.
+    """A measured kernel.
 
     Attributes:
-        name: Written beside it.
-        flops: Floating-point operations that it does; a multiplication with its addition is two.
-        bytes: Bytes that it must move between memory and processor.
-        seconds: What it took.
-        series: Points of a series are drawn alike, and named together.
+        name: Its label.
+        flops: Floating-point operations; a fused multiply-add counts as two.
+        bytes: Bytes that must move between memory and processor.
+        seconds: Time taken.
+        series: Points of one series share a marker and a legend entry.
     """
 
     name: str
@@ -46,27 +46,27 @@ class RooflinePoint(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """Operations for each byte."""
+        """Operations per byte."""
         return self.flops / self.bytes
 
     @property
     def rate(self) -> float:
-        """Operations per second that were reached."""
+        """Operations per second achieved."""
         return self.flops / self.seconds
 
     def attainable(self, peak_flops: float, bandwidth: float) -> float:
-        """Operations per second that a machine could reach at best, with so many operations for each byte."""
+        """Operations per second that the machine could reach at this intensity."""
         return min(peak_flops, self.intensity * bandwidth)
 
 
 def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth: float, title: str = "") -> Figure:
-    """Kernels under the roof of a machine, on logarithmic axes. Each has its name and its percentage of what is attainable.
+    """Draw kernels below a machine's roof, on logarithmic axes, each with its name and percentage of the attainable speed.
 
     Args:
         points: The kernels.
-        peak_flops: Floating-point operations per second of the machine.
-        bandwidth: Bytes per second of its memory. A kernel whose data stay in a cache can come out above the roof.
-        title: Stands above the figure.
+        peak_flops: The machine's peak floating-point operations per second.
+        bandwidth: Its memory bandwidth in bytes per second. A kernel whose data stay in cache can exceed the roof.
+        title: Above the figure.
 
     Raises:
         ConfigError: There are no points, or a number is not positive and finite.
@@ -75,7 +75,7 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
         raise ConfigError("A roofline needs at least one point.")
     for name, numbers in [("the machine", (peak_flops, bandwidth)), *((p.name, (p.flops, p.bytes, p.seconds)) for p in points)]:
         if not all(math.isfinite(number) and number > 0 for number in numbers):
-            raise ConfigError(f"The numbers of {name} are {numbers}, but a roofline is of positive finite ones.")
+            raise ConfigError(f"The numbers of {name} must be positive and finite, but are {numbers}.")
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.add_subplot()
     ridge = peak_flops / bandwidth
@@ -100,7 +100,7 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
     if any(point.series for point in points):
         axes.legend(loc="upper left", frameon=False, fontsize=9)
     axes.set_title(title, fontsize=11)
-    figure.draw_without_rendering()  # labels are placed in pixels, so these must be known
+    figure.draw_without_rendering()  # labels are placed in pixels, so the layout must be known
     _write_limits(axes, ridge, peak_flops, bandwidth, (left, right, bottom))
     _write_labels(axes, points, peak_flops, bandwidth)
     figure.set_layout_engine("none")
@@ -123,7 +123,7 @@ def _write_limits(axes: Axes, ridge: float, peak: float, bandwidth: float, ends:
 
 
 def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, bandwidth: float) -> None:
-    """A label beside each point, in columns where many stand above each other, with a line to it where it had to move away."""
+    """Label each point, in columns where several are close, with a line where the label had to be moved away."""
     to_pixels, scale = axes.transData.transform, axes.figure.dpi / 72
     places = {id(point): to_pixels((point.intensity, point.rate)) / scale for point in points}
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
@@ -141,7 +141,7 @@ def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, band
         lines = _spread([float(places[id(point)][1]) for point in column], height)
         x = float(places[id(column[0])][0])
         moved = any(abs(line - places[id(point)][1]) > height / 2 for line, point in zip(lines, column, strict=True))
-        for dx, dy in itertools.product(_ASIDE[2 if moved else 0 :], _UP):  # lines to labels need some length
+        for dx, dy in itertools.product(_ASIDE[2 if moved else 0 :], _UP):  # leave room for the lines
             left = x + dx if dx > 0 else x + dx - width
             boxes = [Bbox.from_bounds(left, line + dy - height / 2, width, height) for line in lines]
             if all(_is_free(axes, box, taken, peak, bandwidth) for box in boxes):
@@ -157,9 +157,9 @@ def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, band
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
-    """Falling heights, moved as little as makes them at least a gap apart."""
+    """Descending heights, moved as little as possible to be at least a gap apart."""
     groups: list[list[float]] = []
-    """Of heights that touch each other; each group is centred on its mean."""
+    """Runs of heights that would overlap; each is spread around its mean."""
     for height in heights:
         groups.append([height])
         while len(groups) > 1 and _middle(groups[-2]) - _middle(groups[-1]) < gap * (len(groups[-2]) + len(groups[-1])) / 2:
@@ -173,7 +173,7 @@ def _middle(group: list[float]) -> float:
 
 
 def _is_free(axes: Axes, box: Bbox, taken: list[Bbox], peak: float, bandwidth: float) -> bool:
-    """Whether a label, in points, would lie on nothing: no other, not the roof, not the edge of the axes."""
+    """Whether a label, in points, would overlap no other label, nor the roof, nor the edge of the axes."""
     scale = axes.figure.dpi / 72
     corners = box.corners() * scale
     inside = all(axes.bbox.contains(x, y) for x, y in corners)

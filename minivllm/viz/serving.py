@@ -1,4 +1,4 @@
-"""What the users of a server waited, and when each of them came and went, from the times that a load generator noted."""
+"""How long the users of a server waited, and when each request ran, as a load generator measured it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.8)
 
 
 class TimedRequest(Protocol):
-    """When things happened to a request, as `minivllm.bench.served_request.ServedRequest` has it. Times in seconds.
+    """The times of a request in seconds, as in `minivllm.bench.served_request.ServedRequest`.
 
     Attributes:
-        start: When it was sent, since the first one was.
-        ttft: From then to its first token; None if none came, or if that is not known.
-        itls: Between a piece of its answer and the next one.
-        end: When it ended, since the first request was sent.
-        error: Why it failed; its waits are left out of the distributions. None if it did not.
+        start: When it was sent, counted from the first request.
+        ttft: From `start` to its first token; None if no token came, or its time is not known.
+        itls: From each piece of its answer to the next.
+        end: When it ended, counted from the first request.
+        error: Why it failed, None if it did not. Failed requests are left out of the distributions.
     """
 
     start: float
@@ -41,11 +41,11 @@ def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") ->
     """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below them all requests over time.
 
     All runs share one time axis, so that a run that takes ten times as long looks so.
-    A point (x, y) of a distribution says that the share y of all waits was no longer than x.
+    At a point (x, y) of a distribution, the share y of all waits was no longer than x.
 
     Args:
         runs: A name for each run, such as "static" and "continuous", at least one.
-        title: Stands above the figure.
+        title: Above the figure.
     """
     lanes = 1.8 if len(runs) == 1 else 0.55
     figure = Figure(figsize=(9, 2.75 + (0.37 + lanes) * len(runs)), layout="constrained")

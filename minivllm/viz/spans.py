@@ -1,9 +1,10 @@
-"""What each sequence of a trace was doing, from when to when: the bars of every figure with a time axis."""
+"""The state of each sequence over time: the bars of every figure with a time axis."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
 from minivllm.viz.memo import remembered
 
@@ -11,14 +12,14 @@ STATES = ("waiting", "prefill", "decode", "stalled", "preempted", "swapped")
 
 
 class Span(NamedTuple):
-    """A stretch of time in which a sequence did one thing.
+    """A period in which a sequence was in one state.
 
     Attributes:
         request_id, index: The sequence.
-        state: One of `STATES`: "waiting" (from its arrival to its first step), "prefill", "decode", "stalled" (it runs and
-            holds its blocks, but the step computes others), "preempted" (its blocks are gone; it waits to be computed again),
-            "swapped" (its blocks lie on the host).
-        start, end: Seconds of the engine's clock.
+        state: One of `STATES`: "waiting" (from arrival to its first step), "prefill", "decode", "stalled" (running, but not
+            computed in this step), "preempted" (its blocks are freed; it waits to be recomputed), "swapped" (its blocks are on the
+            host).
+        start, end: In seconds of the engine's clock.
     """
 
     request_id: str
@@ -34,27 +35,27 @@ class Span(NamedTuple):
 
 
 def find_spans(trace: EngineTrace, merge: bool = True) -> list[Span]:
-    """What all sequences did, sequence by sequence in the order of arrival, each in the order of time.
+    """The spans of all sequences, in order of arrival, each sequence's in order of time.
 
-    A sequence that lives when the trace ends has spans to its end. Where a trace begins amid a sequence's life, what it did
-    before is not known, except that it waited.
+    An unfinished sequence has spans up to the end of the trace. Of a sequence that began before the trace, only its time in the queue
+    is known.
 
     Args:
         trace: Of any engine.
-        merge: One span for consecutive steps in which a sequence did the same. Else one for each step that it ran in; the
-            time out of the batch ("waiting", "preempted", "swapped") is one span in any case.
+        merge: Merge consecutive steps with the same state into one span. Otherwise each step is a span of its own; time out of the
+            batch ("waiting", "preempted", "swapped") is one span either way.
     """
     found: dict[SequenceKey, list[Span]] = {}
     outside: dict[SequenceKey, tuple[str, float]] = {}
-    """What the sequences do that are not in the batch, and since when."""
+    """The states of sequences outside the batch, and since when."""
     for request in trace.requests.values():
         key, began = SequenceKey(request.request_id), request.first_scheduled_time
         found[key], outside[key] = [], ("waiting", request.arrival_time)
         if began is not None and len(trace) and began < trace[0].start:
             found[key] += [Span(*key, "waiting", request.arrival_time, began)] if began > request.arrival_time else []
-            outside[key] = ("preempted", trace[0].start)  # unless the first step tells otherwise
+            outside[key] = ("preempted", trace[0].start)  # unless the first step says otherwise
     last_step: dict[SequenceKey, int] = {}
-    """The step in which each sequence ran last."""
+    """The last step in which each sequence ran."""
 
     def leave(key: SequenceKey, end: float) -> None:
         state, start = outside.pop(key)
@@ -92,23 +93,17 @@ def find_spans(trace: EngineTrace, merge: bool = True) -> list[Span]:
 
 
 def running_states(step: StepRecord) -> dict[SequenceKey, str]:
-    """What each running sequence did in a step: "prefill", "decode" or "stalled"."""
+    """The state of each running sequence in a step: "prefill", "decode" or "stalled"."""
     states = dict.fromkeys(step.block_tables, "stalled")
     for item in step.scheduled:
         states[item.key] = item.action
     return states
 
 
-def time_origin(trace: EngineTrace) -> float:
-    """The second of the engine's clock that is 0 on the time axes: the first arrival, or the first step if that is earlier."""
-    times = [request.arrival_time for request in trace.requests.values()]
-    return min(times + [step.start for step in trace.steps[:1]], default=0.0)
-
-
 def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
-    """From when to when the queues and blocks are as each step says, in seconds since `time_origin`.
+    """For each step, the period in which the queues and blocks are as it records, in seconds since `time_origin`.
 
-    That is to the next step's start; or, where a step leaves nothing to do and the engine idles, to its own end.
+    It lasts until the next step starts or, if the engine then idles, until the step ends.
     """
     origin = time_origin(trace)
     times: list[tuple[float, float]] = []
@@ -120,7 +115,7 @@ def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
 
 @remembered
 def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
-    """All sequences: requests in the order of arrival, those that only steps know of after them, siblings by their index."""
+    """All sequences, by arrival of their requests; those that appear only in steps last; siblings by index."""
     keys = dict.fromkeys(SequenceKey(request_id) for request_id in trace.requests)
     for step in trace:
         keys.update(dict.fromkeys(step.block_tables))
@@ -133,11 +128,10 @@ def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
 
 @remembered
 def find_context_lens(trace: EngineTrace) -> list[dict[SequenceKey, int]]:
-    """For each step, the tokens whose keys and values each sequence has when the step is done.
+    """For each step, how many tokens of each running or swapped sequence are in the cache at its end.
 
-    Of running and swapped sequences. One that the step does not compute has what it had before; siblings begin with what the
-    step that forked them had computed. Of one that ran before the trace began and has not been computed since, its
-    blocks are taken to be full.
+    A sequence that the step does not compute keeps its length; a sibling starts with that of the sequence it was forked from. For one
+    that ran before the trace began and has not been computed since, blocks are assumed to be full.
     """
     block_size = trace.config.block_size
     all_lens: list[dict[SequenceKey, int]] = []

@@ -1,6 +1,6 @@
-"""One step of the engine in one picture: the blocks, the queues, and the batch that it computes.
+"""One step of the engine in one picture: the blocks, the queues, and the batch.
 
-The player (`viz/player.py`) shows these pictures one after another; on paper, `draw_step` gives any of them.
+The player (`viz/player.py`) shows these pictures one after another; `draw_step` draws any of them as a figure.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from minivllm.viz.palette import INK, NEUTRAL, STATE_LOOKS, ink_on, request_colo
 from minivllm.viz.spans import sequence_keys
 
 _CHIPS = {"running": 11, "waiting": 11, "swapped": 5}
-"""Chips in a row of each queue."""
+"""Chips per row of each queue."""
 _MOST_ROWS = 3
 """Rows of chips; a figure has as many as the longest queue of its trace needs."""
 _ROW_HEIGHT = 0.24
-"""Of a row of chips, and of the line above them, in inches."""
+"""Height of a row of chips, and of the line above them, in inches."""
 _CHIP_WIDTH = 21.5
-"""Of the narrowest chip, in points."""
+"""Width of the narrowest chip, in points."""
 _WIDEST = 3
-"""Times that width."""
+"""Maximum width of a chip, as a multiple of `_CHIP_WIDTH`."""
 _CHIP_SIZE = 7.0
-"""Of the letters."""
+"""Font size, in points."""
 _FEWEST_COLUMNS = 8
-"""Of the batch, so that one sequence is no wall."""
+"""Columns that the batch has room for at least, so that one sequence does not fill it."""
 _MOST_NAMED = 40
-"""Columns of the batch that have room for a name."""
+"""With more columns than this, the batch has no room for names."""
 _CACHED = 0.85
-"""Whiteness of tokens that are in the cache already."""
+"""Whiteness of tokens that are already in the cache."""
 
 
 @dataclass(frozen=True)
 class Queues:
-    """Who is in which queue while a step computes, each in the order of the scheduler."""
+    """The sequences in each queue during a step, in scheduling order."""
 
     running: tuple[SequenceKey, ...]
     waiting: tuple[SequenceKey, ...]
@@ -67,8 +67,8 @@ class Queues:
 def find_queues(trace: EngineTrace, step: int) -> Queues:
     """The queues at a step.
 
-    Who runs and who is swapped out has a block table in the trace. Others that have arrived or were preempted, and have not
-    ended, wait in the order in which they came (with priorities: the most urgent first).
+    Running and swapped sequences have a block table in the trace. Others that have arrived or were preempted, and have not finished,
+    are waiting, in order of arrival (or of priority).
     """
     record = trace[step]
     known: dict[SequenceKey, None] = {}
@@ -94,7 +94,7 @@ def find_queues(trace: EngineTrace, step: int) -> Queues:
 
 
 def draw_step(trace: EngineTrace, step: int) -> Figure:
-    """What the player shows at a step: blocks, queues and batch while the model computes it.
+    """Draw what the player shows at a step: blocks, queues and batch while the model computes.
 
     Args:
         trace: Of any engine or simulation.
@@ -128,7 +128,7 @@ def draw_step(trace: EngineTrace, step: int) -> Figure:
 
 
 def _chip_width(names: dict[SequenceKey, str]) -> int:
-    """The width of every chip, in those of the narrowest."""
+    """The width of every chip, as a multiple of the narrowest."""
     longest = max((text_width(name, _CHIP_SIZE) for name in names.values()), default=0.0)
     return min(max(1, ceil((longest + 5.0) / _CHIP_WIDTH)), _WIDEST)
 
@@ -143,7 +143,7 @@ def _num_rows(trace: EngineTrace, names: dict[SequenceKey, str]) -> int:
 def _paint_queues(
     axes: Axes, trace: EngineTrace, step: int, names: dict[SequenceKey, str], colors: dict[str, str], num_rows: int
 ) -> None:
-    """The three queues at a step as rows of chips. Those that the step brought or moved are outlined."""
+    """Paint the three queues as rows of chips; sequences that arrived or moved in this step are outlined."""
     record, queues = trace[step], find_queues(trace, step)
     moved = {_key(item) for items in (record.finished, record.preempted, record.swapped_in) for item in items}
     moved.update(SequenceKey(request_id) for request_id in record.arrived)
@@ -169,7 +169,7 @@ def _paint_queues(
                 left + (num_chips - 1) * width + 0.1, num_rows + 0.5, f"+{len(keys) - len(shown)}", fontsize=7.5, va="center"
             )
         if not keys:
-            axes.text(left + 0.08, 1.4, "none", fontsize=8, color=INK, va="center")
+            axes.text(left + 0.08, 1.4, "empty", fontsize=8, color=INK, va="center")
         left += room_across + 1
     axes.add_collection(PatchCollection(chips, facecolors=faces, edgecolors=edges, linewidths=1.8), autolim=False)
     axes.add_collection(Labels(axes, points, texts, _CHIP_SIZE, inks), autolim=False)
@@ -181,7 +181,7 @@ def _paint_queues(
 def _paint_batch(
     axes: Axes, record: StepRecord, names: dict[SequenceKey, str], colors: dict[str, str], largest_batch: int
 ) -> None:
-    """The step's batch: a column for each sequence, what is computed now on top of what is in the cache."""
+    """Paint the batch: a column per sequence, with the tokens computed now on top of those in the cache."""
     parts = record.scheduled
     highest = max((part.context_len for part in parts), default=1)
     cached: list[Box] = []
@@ -191,7 +191,7 @@ def _paint_batch(
     for i, part in enumerate(parts):
         now = part.num_new_tokens if part.num_drafts else part.num_tokens
         before = part.context_len - now
-        top = before + max(now, 0.04 * highest)  # one token upon hundreds must still be seen
+        top = before + max(now, 0.04 * highest)  # one token above hundreds must remain visible
         cached.append((i - 0.4, i + 0.4, 0, before))
         computed[part.action].append((i - 0.4, i + 0.4, before, top))
         computed_colors[part.action].append(colors[part.request_id])
@@ -215,31 +215,31 @@ def _paint_batch(
         places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_shorten(names[part.key], room) for part in parts]
         axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
     handles = [look_patch(STATE_LOOKS[action]) for action in computed if computed[action] or action != "rejected"]
-    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="in the cache already"))
+    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="already cached"))
     add_legend(axes, handles)
     axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
     axes.text(-0.043, 1.1, f"batch: {len(parts)}", transform=axes.transAxes, fontsize=9, weight="bold", va="center")
     if not parts:
-        say(axes, "no sequence computes")
+        say(axes, "nothing scheduled")
 
 
 def _shorten(name: str, room: float) -> str:
-    """A name that fits into so many points: its end, which tells requests apart."""
+    """Shorten a name to fit, keeping its end, which distinguishes requests."""
     if text_width(name, _CHIP_SIZE) <= room:
         return name
     return next((short for i in range(2, len(name)) if text_width(short := f"…{name[i:]}", _CHIP_SIZE) <= room), "…")
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
-    """Names in a line of text."""
+    """Join names, up to a maximum."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _events(record: StepRecord, names: dict[SequenceKey, str]) -> str:
-    """What happened at the step besides computing, in one line."""
+    """What else happened in the step, in one line."""
     groups = {
         "arrived": [short_name(request_id) for request_id in record.arrived],
-        "given up": [short_name(request_id) for request_id in record.aborted],
+        "aborted": [short_name(request_id) for request_id in record.aborted],
         "preempted, to be recomputed": [names[_key(item)] for item in record.preempted if item.mode == "recompute"],
         "preempted, swapped out": [names[_key(item)] for item in record.preempted if item.mode == "swap"],
         "swapped in": [names[key] for key in record.swapped_in],

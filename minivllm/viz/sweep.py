@@ -1,4 +1,4 @@
-"""Throughput and latency against the number of sequences that run at once."""
+"""Throughput and latency over the number of concurrent sequences."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 
 def draw_sweep(values: Sequence[int], tokens_per_second: Sequence[float], latencies: Sequence[float], title: str = "") -> Figure:
-    """Two panels on the same axis of powers of two: what all users get together, and what each of them waits.
+    """Throughput and mean latency, side by side, against `max_num_seqs` on a logarithmic axis.
 
     Args:
-        values: Of `max_num_seqs`.
+        values: The values of `max_num_seqs`.
         tokens_per_second: Output tokens per second at each value.
         latencies: Mean seconds from arrival to the last token at each value.
-        title: Stands above the figure.
+        title: Above the figure.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12)
@@ -31,7 +31,7 @@ def draw_sweep(values: Sequence[int], tokens_per_second: Sequence[float], latenc
 
 def _curve(axes: Axes, values: Sequence[int], heights: Sequence[float], color: str, label: str, number: str) -> None:
     axes.plot(values, heights, color=color, marker="o", markersize=5, linewidth=2)
-    side, shift = ("right", -5) if heights[-1] > heights[0] else ("left", 5)  # where the curve is not
+    side, shift = ("right", -5) if heights[-1] > heights[0] else ("left", 5)  # away from the curve
     for value, height in zip(values, heights, strict=True):
         axes.annotate(number.format(height), (value, height), (shift, 5), textcoords="offset points", ha=side, fontsize=8)
     axes.set_xscale("log", base=2)

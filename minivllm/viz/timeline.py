@@ -1,4 +1,4 @@
-"""Requests over time: what each was doing (`draw_requests`), and who held which place in the batch (`draw_timelines`)."""
+"""Requests over time: the state of each (`draw_requests`), and its slot in the batch (`draw_timelines`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from minivllm.bench.summary import time_origin
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import (
     Box,
@@ -24,14 +25,14 @@ from minivllm.viz.drawing import (
     tidy,
 )
 from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
-from minivllm.viz.spans import STATES, find_spans, sequence_keys, time_origin
+from minivllm.viz.spans import STATES, find_spans, sequence_keys
 
 _MOST_NAMED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Stay:
-    """A request's stay in the batch: its place, and the times at which it was prefilled and then decoded, in seconds."""
+    """A request's stay in the batch: its slot, and when its prefill and its decoding began and ended, in seconds."""
 
     request_id: str
     place: int
@@ -41,7 +42,7 @@ class Stay:
 
 
 def find_stays(trace: EngineTrace) -> list[Stay]:
-    """The stays that a trace tells of, from each request's first step to its last. Each takes the lowest free place."""
+    """The stay of each request in the batch, from its first step to its last. Each takes the lowest free slot."""
     first: dict[str, float] = {}
     decode_start: dict[str, float] = {}
     decoding: set[str] = set()
@@ -53,7 +54,7 @@ def find_stays(trace: EngineTrace) -> list[Stay]:
             first.setdefault(request_id, step.start - origin)
             if part.action == "decode":
                 decoding.add(request_id)
-            elif request_id not in decoding:  # what preemption makes it compute again is told by draw_requests
+            elif request_id not in decoding:  # recomputation after preemption is shown by draw_requests
                 decode_start[request_id] = step.end - origin
             last[request_id] = step.end - origin
     stays: list[Stay] = []
@@ -68,14 +69,14 @@ def find_stays(trace: EngineTrace) -> list[Stay]:
 
 
 def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
-    """Places in the batch over time, one panel for each trace, all on one time axis.
+    """Draw the slots of the batch over time, one panel per trace, on a shared time axis.
 
     Args:
         traces: A name for each trace, such as "static" and "continuous".
-        title: Stands above the figure.
+        title: Above the figure.
 
     Returns:
-        A figure. The light end of a bar is the prefill, the full colour the decoding; white is a place that stands empty.
+        A figure. The light start of a bar is prefill, the full colour decode; white is an empty slot.
     """
     figure = Figure(figsize=(9, 1.2 + 2.4 * len(traces)), layout="constrained")
     axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
@@ -105,16 +106,15 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
 
 
 def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
-    """What each request was doing over time: a row for each, in the order of arrival.
+    """Draw the state of each request over time, one row per request in order of arrival.
 
     Args:
         trace: Of any engine.
-        title: Stands above the figure.
+        title: Above the figure.
 
     Returns:
-        A figure. A request's colour is that of the other figures of the trace. Its state is told by height, lightness and
-        hatching; sequences of one request (`n` > 1) lie above each other in its row. A cross ends a request that was given
-        up or failed.
+        A figure. Requests have the same colours as in other figures of the trace; states differ in height, lightness and hatching.
+        The sequences of one request (`n` > 1) are stacked in its row. A cross marks a request that was aborted or failed.
     """
     keys = sequence_keys(trace)
     siblings = count_siblings(keys)
@@ -127,7 +127,7 @@ def draw_requests(trace: EngineTrace, title: str = "") -> Figure:
 
 
 def paint_requests(axes: Axes, trace: EngineTrace) -> None:
-    """Paint what `draw_requests` draws into axes of any figure, with its legend in the line above them."""
+    """Paint what `draw_requests` draws into given axes, with its legend above."""
     spans, colors = find_spans(trace), request_colors(trace)
     siblings = dict.fromkeys(colors, 1) | count_siblings(sequence_keys(trace))
     tops: dict[str, float] = {}
@@ -156,9 +156,15 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
     ]
     if lost:
         axes.plot(
-            *zip(*lost, strict=True), "X", color="black", markeredgecolor="white", markersize=7, clip_on=False, label="lost"
+            *zip(*lost, strict=True),
+            "X",
+            color="black",
+            markeredgecolor="white",
+            markersize=7,
+            clip_on=False,
+            label="aborted or failed",
         )
-        handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="given up or failed"))
+        handles.append(Line2D([], [], marker="X", color="black", linestyle="none", markersize=6, label="aborted or failed"))
     end = max((span.end for span in spans), default=origin) - origin
     axes.set_xlim(0.0, 1.01 * end or 1.0)
     axes.set_ylim(max(top, 1.0), 0.0)
@@ -168,7 +174,7 @@ def paint_requests(axes: Axes, trace: EngineTrace) -> None:
         points = [(-0.006, middle) for middle in middles]
         size = 8.0 if len(tops) <= 30 else 6.5
         height = axes.bbox.height / axes.figure.dpi * 72
-        every = max(1, ceil(1.1 * size * len(tops) / height))  # in low axes not all rows have room for a name
+        every = max(1, ceil(1.1 * size * len(tops) / height))  # low axes have no room for every name
         axes.add_collection(
             Labels(axes, points[::every], names[::every], size, align=(1.0, 0.5), transform=axes.get_yaxis_transform()),
             autolim=False,

@@ -1,4 +1,4 @@
-"""The memory behind the block numbers: each layer's KV cache on the device, and its swap space on the host.
+"""The memory behind block numbers: each layer's KV cache on the device, and its swap space on the host.
 
 Mirrors `vllm/worker/cache_engine.py`.
 """
@@ -6,7 +6,6 @@ Mirrors `vllm/worker/cache_engine.py`.
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -14,37 +13,31 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.layers.attention import KVCache
+from minivllm.layers.platform import Platform
 
 
 class CacheEngine:
-    """Allocates the cache and moves whole blocks, as the scheduler says.
+    """Allocates the KV cache, and moves whole blocks as the scheduler decides.
 
     Args:
         config: The model's shape.
         block_size: Tokens in a block.
-        num_gpu_blocks: Blocks on `device`.
+        num_gpu_blocks: Blocks on the device.
         num_cpu_blocks: Blocks in host memory.
-        dtype: Of keys and values.
-        device: Where the model computes.
-        ops: The kernels that move blocks: `AttentionBackend.ops`.
+        platform: Where the cache lies, in what dtype, and how blocks are copied.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        block_size: int,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: ModuleType,
+        self, config: ModelConfig, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, platform: Platform
     ) -> None:
-        def make(num_blocks: int, where: torch.device) -> list[KVCache]:
+        def make(num_blocks: int, device: torch.device) -> list[KVCache]:
             shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-            return [(_zeros(shape, dtype, where), _zeros(shape, dtype, where)) for _ in range(config.num_layers)]
+            return [
+                (_zeros(shape, platform.dtype, device), _zeros(shape, platform.dtype, device)) for _ in range(config.num_layers)
+            ]
 
-        self.ops = ops
-        self.gpu_cache = make(num_gpu_blocks, device)
+        self.ops = platform.ops
+        self.gpu_cache = make(num_gpu_blocks, platform.device)
         self.cpu_cache = make(num_cpu_blocks, torch.device("cpu"))
 
     @staticmethod
@@ -75,10 +68,10 @@ class CacheEngine:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because what lies in unwritten slots is multiplied by zero, and zero times NaN would be NaN.
+    """Zeros, because unwritten slots are multiplied by zero, and zero times NaN would be NaN.
 
-    In host memory they come from numpy, which takes pages that the system zeroes on first use: a cache of gigabytes
-    is there at once and costs only what is written to.
+    In host memory they come from numpy, whose pages the system zeroes on first use: a cache of gigabytes is allocated at
+    once, and takes up only what has been written.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)

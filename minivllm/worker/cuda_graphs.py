@@ -1,19 +1,20 @@
-"""Decode steps as CUDA graphs: recorded once for some batch sizes, then replayed.
+"""Decode steps as CUDA graphs: captured once for some batch sizes, then replayed.
 
-A decode step launches some hundreds of kernels, each so short that Python takes longer to launch it than the GPU to run
-it. A graph launches them all at once. It repeats exactly what was recorded, on the same memory; so a step copies its
-inputs into fixed buffers and is padded to the next recorded size. A padded row has no context and writes to no slot.
+A decode step launches hundreds of kernels, each so short that Python takes longer to launch it than the GPU to run it. A
+graph launches them all at once. It repeats exactly what was recorded, on the same memory; so a step copies its inputs into
+fixed buffers and is padded to the next recorded size. A padding row has no context and writes to no slot.
 Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from minivllm.errors import ConfigError
-from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.worker.model_input import ModelInput
@@ -91,11 +92,11 @@ class DecodeGraphs:
         self.inputs = StaticInputs(self.sizes[-1], max_blocks, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None) -> None:
-        """Record one graph for each size, from the largest on, so that the smaller ones reuse its memory.
+        """Capture one graph for each size, from the largest down, so that smaller ones reuse its memory.
 
         Args:
             sizes: Only these of `self.sizes`; all if None.
@@ -106,14 +107,14 @@ class DecodeGraphs:
         sizes = sorted(sizes or self.sizes, reverse=True)
         try:
             for size in tqdm(sizes, desc="Capturing CUDA graphs", disable=len(sizes) == 1):
-                self._forward(size)  # compiles the kernels, which cannot be done while recording
+                self._forward(size)  # compiles the kernels, which cannot be done while capturing
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     self.outputs[size] = self._forward(size)
                 self.pool = graph.pool()
                 self.graphs[size] = graph
-        except RuntimeError as error:  # torch.cuda.OutOfMemoryError, or what CUDA says while recording
+        except RuntimeError as error:  # torch.cuda.OutOfMemoryError, or what CUDA says while capturing
             if "out of memory" not in str(error):
                 raise
             raise ConfigError(
@@ -122,7 +123,7 @@ class DecodeGraphs:
             ) from None
 
     def can_run(self, inputs: ModelInput) -> bool:
-        """Whether a step is a decode of a size that was captured."""
+        """Whether a step is a decode of a captured size."""
         metadata = inputs.metadata
         fits = len(inputs.input_ids) <= self.sizes[-1] and metadata.block_tables.shape[1] <= self.inputs.block_tables.shape[1]
         return metadata.is_decode and fits
@@ -137,5 +138,4 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Tensor:
         inputs = self.inputs.view(size)
-        with checks.trusted():
-            return self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        return self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)

@@ -1,4 +1,4 @@
-"""How much memory a CPU machine has left, and how much a piece of work takes at its peak."""
+"""How much memory the host has left, and how much a piece of work takes at its peak."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cpu_memory() -> int:
-    """Bytes that this process can still take: the machine's, or its container's if that allows less."""
-    available = psutil.virtual_memory().available
+    """Bytes that this process can still allocate: on the machine, or in its container if that allows less."""
+    available: int = psutil.virtual_memory().available
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
@@ -22,19 +22,19 @@ def available_cpu_memory() -> int:
 
 
 def measure_peak_memory(work: Callable[[], None]) -> int:
-    """Do the work; bytes by which the process was at its largest larger than before.
+    """Do the work; the bytes by which the process grew at its peak.
 
-    Linux keeps the largest resident size and lets a process reset it. Elsewhere, and where that is not allowed, the
-    growth that is left after the work is all that can be told.
+    Linux keeps the peak resident size and lets a process reset it. Elsewhere, and where that is not allowed, only the
+    growth that remains after the work can be measured.
     """
-    before = psutil.Process().memory_info().rss
+    before: int = psutil.Process().memory_info().rss
     try:
         Path("/proc/self/clear_refs").write_text("5")
         can_reset = True
     except OSError:
         can_reset = False
     work()
-    after = psutil.Process().memory_info().rss
+    after: int = psutil.Process().memory_info().rss
     if can_reset:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

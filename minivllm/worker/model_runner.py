@@ -1,7 +1,6 @@
-"""Runs the model for one step: lays the scheduled tokens out as a ragged batch, computes, samples.
+"""Runs the model for one step: lays the tokens out as a ragged batch, runs the model, samples.
 
-There is one code path for prefill, decode and mixed steps: each sequence brings the tokens that it has to compute,
-one or many. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
+There is one code path for prefill, decode and mixed steps: each sequence brings the tokens to compute, one or many. Mirrors `vllm/v1/worker/gpu_model_runner.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels import checks
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
-from minivllm.request import Request, Sequence
+from minivllm.request import RequestData
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import ScheduledSequence, SequenceOutput
+from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
 from minivllm.worker.sampler import SamplingRow, sample, top_logprobs
@@ -33,21 +31,17 @@ class ModelRunner:
         block_size: Tokens in a cache block.
         max_model_len: Tokens that a sequence may have.
         device: Where the model lies.
-        trusts_backend: Whether the attention backend is one of this package, whose calls to kernels need no checks.
     """
 
-    def __init__(
-        self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, trusts_backend: bool = False
-    ) -> None:
-        self.trusts_backend = trusts_backend
+    def __init__(self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device) -> None:
         self.model = model
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = device
         self.graphs: DecodeGraphs | None = None
 
-    def prepare_inputs(self, scheduled: list[ScheduledSequence], num_blocks: int) -> ModelInput:
-        """Lay out the tokens of a step and work out each one's position and cache slot.
+    def prepare_inputs(self, sequences: list[SequenceData], num_blocks: int) -> ModelInput:
+        """Lay out the tokens of a step and compute each one's position and cache slot.
 
         Raises:
             KernelError: A sequence is longer than the model's positions or its block table, or a table names a block that
@@ -60,33 +54,32 @@ class ModelRunner:
         query_start_loc: list[int] = [0]
         context_lens: list[int] = []
         sampled_rows: list[int] = []
-        max_blocks = max(len(item.block_table) for item in scheduled)
-        for item in scheduled:
-            start = item.seq.num_computed_tokens
-            end = start + item.num_tokens
-            table = item.block_table
+        max_blocks = max(len(seq.block_table) for seq in sequences)
+        for seq in sequences:
+            start = seq.num_computed_tokens
+            end = start + seq.num_tokens
+            table = seq.block_table
             if end > self.max_model_len:
                 raise KernelError(f"A sequence has {end} tokens, but the model runs with positions for {self.max_model_len}.")
             if end > len(table) * block_size:
                 raise KernelError(
                     f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
                 )
-            input_ids.extend(item.seq.token_ids[start:end])
-            input_ids.extend(item.draft_token_ids)
+            input_ids.extend(seq.token_ids)
             positions.extend(range(start, end))
             slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
             query_start_loc.append(len(input_ids))
             context_lens.append(end)
-            if item.needs_sampling:
-                sampled_rows.extend(range(len(input_ids) - 1 - len(item.draft_token_ids), len(input_ids)))
-        padded_tables = [item.block_table + [0] * (max_blocks - len(item.block_table)) for item in scheduled]
+            if seq.num_samples:
+                sampled_rows.extend(range(len(input_ids) - 1 - seq.num_drafts, len(input_ids)))
+        padded_tables = [seq.block_table + [0] * (max_blocks - len(seq.block_table)) for seq in sequences]
         block_tables = torch.tensor(padded_tables, dtype=torch.int32)
         lowest, highest = block_tables.aminmax()
         if lowest < 0 or highest >= num_blocks:
             wrong = int(lowest if lowest < 0 else highest)
             raise KernelError(f"A block table names block {wrong}, but the cache has {num_blocks} blocks.")
         metadata = AttentionMetadata(
-            is_decode=len(input_ids) == len(scheduled),
+            is_decode=len(input_ids) == len(sequences),
             slot_mapping=self._tensor(slot_mapping),
             block_tables=block_tables.to(self.device),
             context_lens=self._tensor(context_lens, torch.int32),
@@ -116,50 +109,50 @@ class ModelRunner:
         return DecodeGraphs(self.model, kv_caches, max_num_seqs, max_blocks, self.device)
 
     @torch.inference_mode()
-    def execute_model(self, scheduled: list[ScheduledSequence], kv_caches: list[KVCache]) -> list[SequenceOutput]:
-        """Compute a step: one output for each scheduled sequence, in order."""
-        inputs = self.prepare_inputs(scheduled, num_blocks=kv_caches[0][0].shape[0])
+    def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
+        """Run a step: one output for each sequence, in order."""
+        inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
         else:
-            with checks.trusted(shapes=self.trusts_backend):  # prepare_inputs has checked the numbers
-                hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+            hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
         logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
-        outputs = self._sample(scheduled, logits)
+        outputs = self._sample(sequences, logits)
         start = 0
-        for item, output in zip(scheduled, outputs, strict=True):
-            if item.seq.request.sampling_params.prompt_logprobs is not None:
-                output.prompt_logprobs = self._prompt_logprobs(item, hidden[start : start + item.num_tokens])
-            start += item.num_tokens
+        for seq, output in zip(sequences, outputs, strict=True):
+            if seq.request.sampling_params.prompt_logprobs is not None:
+                output.prompt_logprobs = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
+            start += seq.num_tokens
         return outputs
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
-        """Compute a prefill of that many tokens, split evenly over `num_seqs`, and sample from all of them.
+        """Run a prefill of `num_tokens` tokens, split evenly over `num_seqs`, and sample from all of them.
 
         `kv_caches` needs only one block; what is written to it means nothing.
         """
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        scheduled = []
+        request = RequestData("profile", [], SamplingParams(temperature=1.0, top_p=0.9), seed=0, stop_token_ids=())
+        sequences = []
         for i in range(num_seqs):
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
-            request = Request(f"profile-{i}", [0] * length, params, max_num_tokens=length + 1)
-            num_blocks = -(-length // self.block_size)
-            scheduled.append(ScheduledSequence(Sequence(i, request), length, [0] * num_blocks))
-        self.execute_model(scheduled, kv_caches)
+            table = [0] * -(-length // self.block_size)
+            sequences.append(
+                SequenceData(request, i, 0, [0] * length, 0, table, 0, [], num_samples=1, num_drafts=0, is_decode=False)
+            )
+        self.execute_model(sequences, kv_caches)
 
-    def _sample(self, scheduled: list[ScheduledSequence], logits: Tensor | None) -> list[SequenceOutput]:
-        """Draw a token for every sequence that needs one, and one more for each sibling forked from it now, or each draft."""
-        outputs = [SequenceOutput() for _ in scheduled]
+    def _sample(self, sequences: list[SequenceData], logits: Tensor | None) -> list[SequenceOutput]:
+        """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft."""
+        outputs = [SequenceOutput() for _ in sequences]
         if logits is None:
             return outputs
         rows: list[SamplingRow] = []
         logit_rows: list[int] = []
         owners: list[SequenceOutput] = []
-        sampled = [(item, output) for item, output in zip(scheduled, outputs, strict=True) if item.needs_sampling]
-        predictions = [(item.seq, i, output) for item, output in sampled for i in range(1 + len(item.draft_token_ids))]
+        sampled = [(seq, output) for seq, output in zip(sequences, outputs, strict=True) if seq.num_samples]
+        predictions = [(seq, i, output) for seq, output in sampled for i in range(1 + seq.num_drafts)]
         for logit_row, (seq, num_drafts, output) in enumerate(predictions):
-            for sibling in range(1 + seq.num_unforked_siblings):
+            for sibling in range(seq.num_samples):
                 rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
                 logit_rows.append(logit_row)
                 owners.append(output)
@@ -171,12 +164,11 @@ class ModelRunner:
                 owner.logprobs = [*(owner.logprobs or []), token.logprobs]
         return outputs
 
-    def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
+    def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""
-        seq = item.seq
         num_logprobs = seq.request.sampling_params.prompt_logprobs or 0
         first = seq.num_computed_tokens + 1
-        following = seq.request.prompt_token_ids[first : first + item.num_tokens]
+        following = seq.request.prompt_token_ids[first : first + seq.num_tokens]
         result: dict[int, dict[int, Logprob]] = {}
         for i in range(0, len(following), PROMPT_LOGPROB_ROWS):
             token_ids = following[i : i + PROMPT_LOGPROB_ROWS]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from minivllm.outputs import Logprob
-from minivllm.request import Sequence
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SequenceData
 
 MIN_LOGIT = float("-inf")
 TOP_P_CANDIDATES = 1024
@@ -25,22 +25,26 @@ TOP_P_CANDIDATES = 1024
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One token to draw: for which sequence, as which of the siblings that are about to be forked from it, and after how
-    many draft tokens.
+    """One token to sample.
+
+    Attributes:
+        seq: The sequence that it continues.
+        index: The sibling that gets it: the sequence itself, or one that is about to be forked from it.
+        num_drafts: Draft tokens that come before it.
     """
 
-    seq: Sequence
+    seq: SequenceData
     index: int
     num_drafts: int = 0
 
     @property
     def params(self) -> SamplingParams:
-        """The request's wishes."""
+        """The request's sampling parameters."""
         return self.seq.request.sampling_params
 
     @property
     def position(self) -> int:
-        """How many output tokens come before this one."""
+        """Output tokens that come before this one."""
         return self.seq.num_output_tokens + self.num_drafts
 
 
@@ -92,8 +96,8 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if params.logit_bias:
             token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
             adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        if too_short and row.seq.request.stop_reasons:
-            adjusted[i, list(row.seq.request.stop_reasons)] = MIN_LOGIT
+        if too_short and row.seq.request.stop_token_ids:
+            adjusted[i, list(row.seq.request.stop_token_ids)] = MIN_LOGIT
         if params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],

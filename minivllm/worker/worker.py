@@ -1,4 +1,4 @@
-"""A worker owns a device: it loads the model there, finds out how many cache blocks fit, and runs steps.
+"""A worker owns a device: it loads the model, finds out how many cache blocks fit, and runs steps.
 
 Mirrors `vllm/v1/worker/gpu_worker.py`.
 """
@@ -9,34 +9,33 @@ import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.errors import ConfigError
-from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
-from minivllm.layers.quantization import choose_product
-from minivllm.models.weights import load_model, pack_weights
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.layers.platform import Platform
+from minivllm.models.weights import load_model
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
 
 CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
-"""Size of the profiling runs on a CPU: the prompt of the one, the sequences of the other."""
+"""Sizes of the two profiling runs on a CPU: the tokens of a prompt, and the sequences to sample from."""
 
 CPU_CACHE_LIMIT = 4 * 2**30
-"""Bytes that the cache takes on a CPU at most, unless told otherwise: a laptop has other things to do."""
+"""The most bytes that the cache takes on a CPU unless it is told otherwise: a laptop has other things to do."""
 
 
 class Worker:
     """Runs a model on one device.
 
-    Start-up has a fixed order, because each step needs what the one before found out: load the model, measure how
-    much memory the largest step needs, give the cache what is left.
+    Start-up has a fixed order, because each step needs the result of the one before: load the model, measure how much
+    memory the largest step needs, give the cache what is left.
 
     Args:
-        model_config, cache_config, scheduler_config: What to run and within which limits.
-        worker_config: What to compute on, and with.
+        model_config, cache_config, scheduler_config: What to run, and within which limits.
+        worker_config: The device, and how to compute there.
 
     Raises:
-        ConfigError: The device, dtype, backend or quantization is not to be had.
+        ConfigError: The device, dtype, backend or quantization is not available.
     """
 
     def __init__(
@@ -51,24 +50,22 @@ class Worker:
         self.scheduler_config = scheduler_config
         self.device = resolve_device(worker_config.device)
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
-        self.attention_backend = get_attention_backend(worker_config.attention_backend, self.device)
         self.enforce_eager = worker_config.enforce_eager
-        self.make_product = choose_product(worker_config.quantization, worker_config.low_memory, self.device, self.dtype)
+        self.platform = Platform(
+            self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, worker_config.low_memory
+        )
         self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
 
     def load_model(self) -> None:
-        """Put the weights on the device."""
-        model = load_model(self.model_config, self.dtype, self.device, self.attention_backend)
-        if self.make_product is not None:
-            pack_weights(model, self.make_product)
+        """Build the model on the device and load its weights."""
+        model = load_model(self.model_config, self.platform)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
-        trusts_backend = self.attention_backend in BACKENDS.values()
-        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, trusts_backend)
+        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """How many blocks fit: on the device, and in the swap space on the host.
+        """How many blocks fit on the device, and how many in the swap space on the host.
 
         Raises:
             ConfigError: Not even one fits.
@@ -91,38 +88,32 @@ class Worker:
         return num_gpu_blocks, num_cpu_blocks
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate the cache.
+        """Allocate the KV cache, and capture CUDA graphs if decode steps use them.
 
         Raises:
-            ConfigError: The memory does not hold so many blocks.
+            ConfigError: There is not enough memory.
         """
         on_cpu = num_cpu_blocks + (num_gpu_blocks if self.device.type == "cpu" else 0)
         self._check_memory(on_cpu, "the machine", available_cpu_memory())
         if self.device.type == "cuda":
             self._check_memory(num_gpu_blocks, "the GPU", torch.cuda.mem_get_info(self.device)[0])
         self.cache_engine = CacheEngine(
-            self.model_config,
-            self.cache_config.block_size,
-            num_gpu_blocks,
-            num_cpu_blocks,
-            self.dtype,
-            self.device,
-            self.attention_backend.load_ops(),
+            self.model_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.platform
         )
         if self._uses_graphs():
             self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        """Move blocks as the scheduler says, then compute the step."""
-        self.cache_engine.swap_out(output.blocks_to_swap_out)
-        self.cache_engine.swap_in(output.blocks_to_swap_in)
-        self.cache_engine.copy(output.blocks_to_copy)
-        if not output.scheduled:
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """Move blocks as the scheduler says, then run the step."""
+        self.cache_engine.swap_out(request.blocks_to_swap_out)
+        self.cache_engine.swap_in(request.blocks_to_swap_in)
+        self.cache_engine.copy(request.blocks_to_copy)
+        if not request.sequences:
             return []
-        return self.model_runner.execute_model(output.scheduled, self.cache_engine.gpu_cache)
+        return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def _uses_graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.enforce_eager and self.attention_backend.supports_cuda_graphs()
+        return self.device.type == "cuda" and not self.enforce_eager and self.platform.attention_backend.supports_cuda_graphs()
 
     def _check_memory(self, num_blocks: int, place: str, free: int) -> None:
         if num_blocks * self.block_bytes > free:
@@ -132,16 +123,15 @@ class Worker:
             )
 
     def _memory_left_for_cache(self) -> int:
-        """Bytes that weights and the largest step leave of the memory that may be used."""
+        """Bytes of the usable memory that are left beside the weights and the largest step."""
         self._check_memory(1, "the machine", available_cpu_memory())
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
         max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits
-        # More blocks than all sequences together could fill are of no use.
+        # More blocks than all sequences together can fill would be useless.
         useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
         runner = self.model_runner
-        block_size, ops = self.cache_config.block_size, self.attention_backend.load_ops()
-        one_block = CacheEngine(self.model_config, block_size, 1, 0, self.dtype, self.device, ops).gpu_cache
+        one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.platform).gpu_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -153,7 +143,7 @@ class Worker:
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return min(int(total * self.cache_config.gpu_memory_utilization) - others - peak, useful)
-        if getattr(ops, "INTERPRETED", False):  # a profiling run would take minutes
+        if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
             return min(int(available_cpu_memory() * self.cache_config.gpu_memory_utilization), CPU_CACHE_LIMIT, useful)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
@@ -166,7 +156,7 @@ class Worker:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of that name; "auto" is the GPU if there is one."""
+    """The device with this name; "auto" is the GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -175,7 +165,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, config: ModelConfig) -> torch.dtype:
-    """The dtype of that name; "auto" is float32 on a CPU, else what the model was saved in."""
+    """The dtype with this name; "auto" is float32 on a CPU, else what the model was saved in."""
     if dtype == "auto":
         saved = config.hf_config.get("dtype") or config.hf_config.get("torch_dtype") or "float32"
         dtype = "float32" if device.type == "cpu" else str(saved).removeprefix("torch.")

@@ -6,15 +6,14 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompts import mixed_prompts
 
 import minivllm
-from minivllm.bench.offline import percentile
 from minivllm.bench.scheduler import measure_scheduler
-from minivllm.bench.workloads import load_workload, make_workload, mixed_prompts
+from minivllm.bench.workloads import load_workload, make_workload
 from minivllm.engine.trace import EngineTrace, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
 from minivllm.viz.engine_map import ARROWS, LAYERS, PARTS, draw_engine_map
@@ -61,11 +60,6 @@ def test_mixed_prompts_go_from_one_token_to_the_longest(tokenizer):
     lengths = sorted(map(len, prompts))
     assert (lengths[0], lengths[-1]) == (1, 300)
     assert prompts == mixed_prompts(tokenizer, 40, max_len=300)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0.1, 100))
-def test_percentiles_are_the_nearest_rank(values, percent):
-    assert percentile(values, percent) == np.percentile(values, percent, method="inverted_cdf")
 
 
 def test_the_cost_of_scheduling_is_measured_on_a_full_batch():

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import engine_comparison
+import engine_script
 import psutil
 import pytest
+from engine_comparison import ENGINE_NAMES, Comparison, EngineResult, compare, count_equal, format_comparison, make_specs
+from engine_process import SCRIPT, EngineProcess, EngineSpec, find_versions, start_all
 
-from minivllm.bench import engine_script
-from minivllm.bench.engine_process import SCRIPT, EngineProcess, EngineSpec, find_versions, start_all
-from minivllm.bench.peers import ENGINE_NAMES, Comparison, EngineResult, compare, count_equal, format_table, make_specs
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.entrypoints import cli
 from minivllm.errors import ConfigError
 from minivllm.models.registry import load_model_config
 
@@ -154,13 +155,14 @@ def test_closing_ends_what_the_engine_has_started(make_spec):
 def test_engines_do_not_outlive_a_process_that_is_terminated(make_spec):
     code = """
 import os, signal, sys
-from minivllm.bench.engine_process import EngineSpec, start_all
+from engine_process import EngineSpec, start_all
 with start_all([EngineSpec(**eval(sys.argv[1]))]) as (engine,):
     engine.load()
     os.kill(os.getpid(), signal.SIGTERM)
 """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *filter(None, sys.path)])}
     spec = vars(make_spec(child=True)) | {"script": str(make_spec().script)}
-    done = subprocess.run([sys.executable, "-c", code, repr(spec)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, repr(spec)], capture_output=True, text=True, env=environment)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     started = [int(note.split()[2]) for note in make_spec.notes() if "pid" in note]
     assert len(started) == 2
@@ -206,7 +208,7 @@ def make_comparison() -> Comparison:
 
 
 def test_the_table_shows_medians_extremes_and_ratios():
-    header, _, first, second, *_, note = format_table(make_comparison()).split("\n")
+    header, _, first, second, *_, note = format_comparison(make_comparison()).split("\n")
     assert header.split()[:6] == ["engine", "tokens/s", "min", "max", "x", "vllm"]
     assert first.split() == ["minivllm", "120.0", "90.0", "150.0", "2.00", "2.5", "s", "1234", "MB", "2/3", "15/16"]
     assert second.split()[1:5] == ["60.0", "50.0", "61.0", "1.00"]
@@ -244,25 +246,24 @@ NAMES = ["device", "max_model_len", "kv_cache_memory_bytes", "quantization"]
 @pytest.mark.parametrize(
     "options,sentence",
     [
-        (["--engine", "minivllm", "--plot", "x.png"], "--scheduler and --plot compare policies of this engine"),
-        (["--rounds", "2"], "--rounds, --vllm-python and --llama-python are for a comparison of engines"),
-        (["--engine", "minivllm", "--rounds", "0"], "The number of rounds is 0"),
-        (["--engine", "minivllm", "minivllm"], "The engine minivllm is named more than once"),
-        (["--engine", "minivllm", "--device", "cuda"], "is made on the CPU"),
-        (["--engine", "minivllm", "vllm", "--vllm-python", "no-python"], "no-python is not a Python that runs"),
-        (["--engine", "minivllm", "--max-model-len", "14"], "Request 0 of the workload grows beyond the 14 tokens"),
+        (["--engines", "minivllm", "--quantization", "int8"], "Engines are compared in float32"),
+        (["--engines", "minivllm", "--rounds", "0"], "The number of rounds is 0"),
+        (["--engines", "minivllm", "minivllm"], "The engine minivllm is named more than once"),
+        (["--engines", "minivllm", "--device", "cuda"], "is made on the CPU"),
+        (["--engines", "minivllm", "vllm", "--vllm-python", "no-python"], "no-python is not a Python that runs"),
+        (["--engines", "minivllm", "--max-model-len", "14"], "Request 0 of the workload grows beyond the 14 tokens"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_at_the_door(capsys, tmp_path, options, sentence):
+def test_what_cannot_be_compared_is_refused_in_a_sentence(capsys, tmp_path, options, sentence):
     workload = write_workload(tmp_path)
-    assert cli.main(["bench", "offline", "--workload", str(workload), *options]) == 2
+    assert engine_comparison.main(["--workload", str(workload), *options]) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
 
 
 def test_a_comparison_needs_one_workload(capsys):
-    assert cli.main(["bench", "offline", "--engine", "minivllm"]) == 2
+    assert engine_comparison.main(["--engines", "minivllm"]) == 2
     assert "takes one workload: give --workload FILE, or one --distribution" in capsys.readouterr().err
 
 
@@ -272,7 +273,7 @@ def test_a_comparison_needs_one_workload(capsys):
 def test_a_peer_that_is_not_installed_is_told_with_what_to_do(capsys, tmp_path, engine, module, hint):
     if "missing" not in engine_script.find_versions(engine):
         pytest.skip(f"{module} is installed here")
-    assert cli.main(["bench", "offline", "--workload", str(write_workload(tmp_path)), "--engine", engine]) == 2
+    assert engine_comparison.main(["--workload", str(write_workload(tmp_path)), "--engines", engine]) == 2
     error = capsys.readouterr().err
     assert f"has no package {module}" in error
     assert hint in error
@@ -284,15 +285,13 @@ def write_workload(folder):
     return file
 
 
+@pytest.mark.slow
 def test_minivllm_and_transformers_agree_through_their_processes(capsys, tmp_path):
     report = tmp_path / "report.json"
     options = ["--workload", str(write_workload(tmp_path)), "--max-num-seqs", "3", "--rounds", "1", "--json", str(report)]
-    assert cli.main(["bench", "offline", "--engine", "minivllm", "transformers-static", "transformers-continuous", *options]) == 0
+    assert engine_comparison.main(["--engines", "minivllm", "transformers-static", "transformers-continuous", *options]) == 0
     assert "x minivllm" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    assert content["command"].startswith(
-        "minivllm bench offline --engine minivllm transformers-static transformers-continuous --w"
-    )
     comparison = content["comparison"]
     assert (comparison["output_tokens"], comparison["token_reference"]) == (14, "transformers-static")
     for engine in comparison["engines"]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
 
 from minivllm.bench import latency, sweep
-from minivllm.bench.offline import OfflineResult
+from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints import cli
 from minivllm.errors import ConfigError
@@ -18,24 +17,39 @@ SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
 def test_the_times_of_tokens_become_ttft_and_itl():
-    result = latency.summarize(2, [[0.010, 0.030, 0.040], [0.020, 0.050, 0.090]], 12.5)
+    times = [[0.010, 0.030, 0.040], [0.020, 0.050, 0.090]]
+    result = latency.summarize([[RequestLatency.from_token_times("r", 5, of_request) for of_request in times]])
     assert result.batch_size == 2
-    assert result.ttft_median == pytest.approx(15)
-    assert result.itl_median == pytest.approx(25)  # of 20, 10, 30 and 40
-    assert result.itl_p95 == result.itl_p99 == pytest.approx(40)
-    assert "15.0 ms" in latency.format_table([result])
+    assert result.ttft.p50 == pytest.approx(0.010)
+    assert result.itl.p50 == pytest.approx(0.020)  # of 10, 20, 30 and 40 ms
+    assert result.itl.p95 == result.itl.p99 == pytest.approx(0.040)
+    assert result.rounds == [pytest.approx(6 / 0.090)]
+    assert latency.format_batches([result]).split("\n")[-1].split() == [
+        "2",
+        "10.0",
+        "ms",
+        "20.0",
+        "ms",
+        "40.0",
+        "ms",
+        "40.0",
+        "ms",
+        "66.7",
+    ]
 
 
+@pytest.mark.slow
 def test_every_token_of_every_request_gets_a_time(llm):
-    times = latency.run_batch(llm.llm_engine, [WorkloadRequest([5, 6, 7], 4), WorkloadRequest([8], 2)])
-    assert [len(request) for request in times] == [4, 2]
-    assert all(0 < a < b for request in times for a, b in itertools.pairwise(request))
+    requests = latency.run_batch(llm.llm_engine, [WorkloadRequest([5, 6, 7], 4), WorkloadRequest([8], 2)])
+    assert [(request.prompt_tokens, request.output_tokens, len(request.itls)) for request in requests] == [(3, 4, 3), (1, 2, 1)]
+    assert all(request.ttft > 0 and min(request.itls) > 0 for request in requests)
 
 
+@pytest.mark.slow
 def test_latency_is_measured_for_each_batch_size(llm):
     results = latency.measure_latency(llm.llm_engine, [1, 3], prompt_len=5, output_len=3, rounds=1, use_tqdm=False)
     assert [result.batch_size for result in results] == [1, 3]
-    assert all(0 < result.itl_median <= result.itl_p95 <= result.itl_p99 for result in results)
+    assert all(0 < result.itl.p50 <= result.itl.p95 <= result.itl.p99 for result in results)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +66,7 @@ def test_numbers_that_cannot_be_measured_are_refused(llm, numbers, sentence):
         latency.measure_latency(llm.llm_engine, **({"batch_sizes": [1], "use_tqdm": False} | numbers))
 
 
+@pytest.mark.slow
 def test_bench_latency_writes_its_results(capsys, tmp_path):
     report = tmp_path / "latency.json"
     options = ["--batch-sizes", "1", "2", "--prompt-len", "4", "--output-len", "2", "--rounds", "1", "--json", str(report)]
@@ -67,23 +82,20 @@ def test_a_batch_that_would_not_run_at_once_is_refused(capsys):
     assert "max_num_seqs is 4, so a batch of 8 would not run at once" in capsys.readouterr().err
 
 
-def make_result(speed, wait):
-    zeros = dict.fromkeys(("requests_per_second", "p95_latency", "mean_ttft", "mean_cache_use", "peak_cache_use"), 0.0)
-    return OfflineResult(
-        "w", "continuous", 4, 40, seconds=1.0, output_tokens_per_second=speed, mean_latency=wait, mean_running=2.0,
-        num_preemptions=0, trace=None, **zeros,
-    )  # fmt: skip
+def make_run(speed, wait):
+    request = RequestLatency.from_token_times("r", 1, [wait] * round(speed))
+    return EngineRun.of([request], 1.0, scheduler="continuous", mean_running=2.0)
 
 
 def test_a_value_is_summarized_by_the_medians_of_its_rounds():
-    point = sweep.summarize(8, [make_result(10.0, 3.0), make_result(30.0, 1.0), make_result(20.0, 2.5)])
+    point = sweep.summarize(8, [make_run(10.0, 3.0), make_run(30.0, 1.0), make_run(20.0, 2.5)])
     assert (point.max_num_seqs, point.output_tokens_per_second, point.mean_latency) == (8, 20.0, 2.5)
     assert point.rounds == [10.0, 30.0, 20.0]
 
 
 def test_the_sweeps_table_tells_the_gain_over_the_first_value():
-    points = [sweep.summarize(n, [make_result(speed, 2.0)]) for n, speed in ((1, 10.0), (4, 25.0))]
-    assert sweep.format_table(points).split("\n")[-1].split() == ["4", "25.0", "2.0", "s", "2.0", "2.50"]
+    points = [sweep.summarize(n, [make_run(speed, 2.0)]) for n, speed in ((1, 10.0), (4, 25.0))]
+    assert sweep.format_points(points).split("\n")[-1].split() == ["4", "25.0", "2.0", "s", "2.0", "2.50"]
 
 
 def test_a_sweep_of_nothing_is_refused():
@@ -91,6 +103,7 @@ def test_a_sweep_of_nothing_is_refused():
         sweep.sweep_max_num_seqs(lambda value: None, [0], "w", [WorkloadRequest([1], 1)])
 
 
+@pytest.mark.slow
 def test_bench_sweep_runs_every_value_and_draws(capsys, tmp_path):
     report, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"
     options = ["--num-requests", "4", "--mean-prompt-len", "4", "--mean-output-len", "4", "--values", "1", "4"]

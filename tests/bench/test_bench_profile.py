@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
+import cpu_kernels
+import decode_attention
+import linear_layers
 import pytest
 import torch
+from linear_layers import Floor, measure_floor
+from quality import measure_quality
+from step_profile import PARTS, Stopwatch, format_profile, profile_offline
 
 from minivllm import LLM
-from minivllm.bench import linear
-from minivllm.bench.linear import Floor, measure_floor
-from minivllm.bench.profile import PARTS, Stopwatch, format_profile, profile_offline
-from minivllm.bench.quality import measure_quality
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.errors import ConfigError
 from minivllm.layers.linear import Linear
+
+RESULTS = Path(cpu_kernels.__file__).parent / "results" / "kernels_2026-11-21.json"
 
 
 def test_time_within_a_part_counts_for_the_inner_one():
@@ -50,6 +56,7 @@ def engine():
     return LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80).llm_engine
 
 
+@pytest.mark.slow
 def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     requests = [WorkloadRequest(list(range(100, 120)), 6) for _ in range(6)]
     linear = next(module for module in engine.executor.worker.model_runner.model.modules() if isinstance(module, Linear))
@@ -73,6 +80,7 @@ def test_the_floor_is_of_this_machine():
     assert 0.1 < floor.read_gigabytes_per_second < 10_000 and 0.1 < floor.gigaflops < 1e6
 
 
+@pytest.mark.slow
 def test_quality_needs_a_text_that_is_long_enough(engine):
     for positions, text in ((10, "Too short."), (0, "Any.")):
         with pytest.raises(ConfigError, match=f"number of positions is {positions}, but must be from 1 to"):
@@ -82,11 +90,25 @@ def test_quality_needs_a_text_that_is_long_enough(engine):
     assert torch.is_inference_mode_enabled() is False
 
 
+@pytest.mark.slow
 def test_all_ways_to_compute_linear_layers_are_measured(monkeypatch):
-    monkeypatch.setattr(linear, "SHAPES", [(96, 576), (64, 1536)])
-    monkeypatch.setattr(linear, "ROWS", (1, 32))
-    times = linear.measure_linear(repeats=1)
+    monkeypatch.setattr(linear_layers, "SHAPES", [(96, 576), (64, 1536)])
+    monkeypatch.setattr(linear_layers, "ROWS", (1, 32))
+    times = linear_layers.measure_linear(repeats=1)
     assert {"F.linear", "minivllm", "minivllm int8", "minivllm int4"} <= times.keys()
     assert all(set(by_rows) == ({1} if name == "minivllm int4" else {1, 32}) for name, by_rows in times.items())
-    table = linear.format_table(times, Floor(10.0, 100.0))
+    table = linear_layers.format_layers(times, Floor(10.0, 100.0))
     assert "reading once" in table and "0.00 GB at 10.0 GB/s" in table
+
+
+def test_the_kernels_benchmark_draws_the_roofline(capsys, monkeypatch, tmp_path):
+    results = json.loads(RESULTS.read_text())
+    by_rows = {way: {int(rows): ms for rows, ms in times.items()} for way, times in results["linear"].items()}
+    monkeypatch.setattr(linear_layers, "measure_floor", lambda: Floor(**results["floor"]))
+    monkeypatch.setattr(linear_layers, "measure_linear", lambda: by_rows)
+    monkeypatch.setattr(decode_attention, "measure_attention", lambda: results["attention"])
+    path, saved = tmp_path / "roofline.png", tmp_path / "kernels.json"
+    cpu_kernels.main(["--plot", str(path), "--json", str(saved)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"The roofline: {path}" in capsys.readouterr().out
+    assert cpu_kernels.peaks(json.loads(saved.read_text())) == cpu_kernels.peaks(results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ import minivllm
 from minivllm.bench import openai_client
 from minivllm.bench.load_generator import Load, generate_load
 from minivllm.bench.openai_client import OpenAIClient, read_events
-from minivllm.bench.served_request import Goals, ServedRequest, format_table, peak_concurrency, summarize
+from minivllm.bench.served_request import ServedRequest, format_serving, peak_concurrency, summarize
+from minivllm.bench.summary import Distribution, Goals
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints import cli
 from minivllm.errors import ConfigError
@@ -167,6 +169,7 @@ def test_a_server_that_is_not_there_is_a_failure():
     assert send(stub).error == "no connection"
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(min_size=1).filter(lambda text: not set(text) & set("\r\n")), min_size=1), st.data())
 def test_events_are_read_however_their_bytes_are_cut(texts, data):
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
@@ -306,12 +309,12 @@ def test_a_worked_example():
     result = summarize(WORKED_EXAMPLE, Load(request_rate=2), Goals(ttft=1500))
     assert (result.num_requests, result.completed, result.failures) == (3, 2, {"status 429": 1})
     assert result.seconds == 4.0
-    assert (result.input_tokens, result.output_tokens) == (20, 5)
+    assert (result.prompt_tokens, result.output_tokens) == (20, 5)
     assert (result.requests_per_second, result.output_tokens_per_second) == (0.5, 1.25)
-    assert result.ttft == pytest.approx((1500, 1000, 2000, 2000))
-    assert result.itl == pytest.approx((2000 / 3, 500, 1000, 1000))
-    assert result.tpot == pytest.approx((750, 500, 1000, 1000))
-    assert result.e2e == pytest.approx((2500, 2000, 3000, 3000))
+    assert result.ttft == pytest.approx((1.5, 1, 2, 2))
+    assert result.itl == pytest.approx((2 / 3, 0.5, 1, 1))
+    assert result.tpot == pytest.approx((0.75, 0.5, 1, 1))
+    assert result.latency == pytest.approx((2.5, 2, 3, 3))
     assert result.goodput == 0.25, "one request in four seconds had its first token within 1.5 s"
     assert result.peak_concurrency == 2
     assert (result.asked_rate, result.sent_rate) == (2, pytest.approx(2 / 3))
@@ -320,7 +323,7 @@ def test_a_worked_example():
 
 def test_the_table_says_what_went_wrong():
     goals = Goals(ttft=1500, e2e=9000)
-    table = format_table(summarize(WORKED_EXAMPLE, Load(request_rate=2), goals), goals, WORKED_EXAMPLE)
+    table = format_serving(summarize(WORKED_EXAMPLE, Load(request_rate=2), goals), goals, WORKED_EXAMPLE)
     assert "2 of 3, in 4.00 s" in table
     assert "(1 with TTFT up to 1500 ms, end to end up to 9000 ms)" in table
     assert "Failed, status 429: 1, the first with: Come back later." in table
@@ -344,8 +347,9 @@ def test_a_goal_that_cannot_be_is_refused(name, goal):
 
 def test_a_run_in_which_all_failed_has_no_distributions():
     result = summarize([WORKED_EXAMPLE[2]], Load(), Goals())
-    assert (result.completed, result.ttft, result.goodput, result.output_tokens_per_second) == (0, None, None, 0.0)
-    assert "–" in format_table(result, Goals(), [WORKED_EXAMPLE[2]])
+    assert (result.completed, result.goodput, result.output_tokens_per_second) == (0, None, 0.0)
+    assert all(map(math.isnan, result.ttft))
+    assert "–" in format_serving(result, Goals(), [WORKED_EXAMPLE[2]])
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.001, 10)), min_size=1, max_size=20))
@@ -362,6 +366,7 @@ def run_cli(server: StubServer, *options: str) -> int:
     return cli.main(["bench", "serve", "--base-url", server.base_url, *SMALL, *options])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_saves_what_it_takes_to_draw_it_again(server, capsys, tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     server.handler = steady(0.02, 0.01)
@@ -379,9 +384,8 @@ def test_the_command_prints_a_table_and_saves_what_it_takes_to_draw_it_again(ser
         and {"start", "ttft", "itls", "end", "output_tokens", "error"} <= content["requests"][0].keys()
     )
     again = [ServedRequest(**request) for request in content["requests"]]
-    assert summarize(again, Load(concurrency=2), Goals(e2e=5000)).ttft == pytest.approx(
-        tuple(content["result"]["ttft"].values()), abs=0.01
-    )
+    ttft = Distribution(*(milliseconds / 1e3 for milliseconds in content["result"]["ttft_ms"].values()))
+    assert summarize(again, Load(concurrency=2), Goals(e2e=5000)).ttft == pytest.approx(ttft, abs=1e-5)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len(server.bodies) == 6, "two of them to warm up"
     warm_up, measured = server.bodies[:2], server.bodies[2:]
@@ -476,6 +480,7 @@ def test_without_a_server_it_says_how_to_start_one(capsys):
     assert "No server can be reached at http://127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is(server):
     async def first_quickly_then_never(request: web.Request, body: dict) -> web.StreamResponse:
         return await (steady() if len(server.bodies) <= 2 else steady(60))(request, body)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from shadow import VOCAB_SIZE, check_blocks, expected_tokens, shadow_engine
@@ -134,6 +135,7 @@ def describe(executor) -> None:
         event(f"{name} > 0: {getattr(executor, name) > 0}")
 
 
+@pytest.mark.slow
 @given(workloads())
 def test_a_request_depends_on_itself_alone(workload):
     """Invariants 1, 2, 3 and 5: right tokens whatever the batch, preemption, chunking and cache; no block is lost."""
@@ -153,6 +155,7 @@ def test_a_request_depends_on_itself_alone(workload):
     assert engine.scheduler.num_running == 0
 
 
+@pytest.mark.slow
 @given(workloads(with_failures=True))
 def test_a_failing_step_ends_its_own_requests_only(workload):
     """Invariants 1 and 6: a failure is an error of the requests in the step, and of no other; all blocks come back."""
@@ -178,6 +181,7 @@ def test_a_failing_step_ends_its_own_requests_only(workload):
     assert engine.block_manager.get_num_free_cpu_blocks() == engine.block_manager.num_cpu_blocks
 
 
+@pytest.mark.slow
 @given(workloads(), st.integers(1, 30))
 def test_an_interrupted_step_ends_its_own_requests_only(workload, interrupted_step):
     """Ctrl-C in the middle of a step: its requests end, the next step says so, the others are right."""
@@ -230,6 +234,7 @@ def test_nobody_is_overtaken_for_admission(workload):
     assert admitted == [name for name in arrived if name in admitted]
 
 
+@pytest.mark.slow
 @given(workloads(scheduler_cls=Scheduler))
 def test_the_latest_arrival_is_preempted(workload):
     """When blocks run out, nobody who came earlier than a running sequence loses its blocks."""
@@ -243,6 +248,7 @@ def test_the_latest_arrival_is_preempted(workload):
     run(engine, jobs_)
 
 
+@pytest.mark.slow
 @given(workloads(scheduler_cls=StaticBatchScheduler))
 def test_nobody_joins_a_static_batch(workload):
     """Until all that have begun are done, only requests begin that had come before the first of them, and in all no
@@ -266,6 +272,7 @@ def test_nobody_joins_a_static_batch(workload):
     run(engine, jobs_)
 
 
+@pytest.mark.slow
 @given(workloads(), st.integers(0, 10**6))
 def test_a_refused_request_costs_nobody_a_block(workload, bad_token):
     """Invariant 6: what is refused at the door leaves queues, blocks and the other requests as they were."""

@@ -89,6 +89,7 @@ def engine_arguments(draw):
     return args
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
 @given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8))
 def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload):
@@ -103,6 +104,7 @@ def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone
             assert result.tokens == tokens_alone(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alone, backend):
     """One decodes, another verifies drafts, a third is in its prompt: all in one step."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from shadow import shadow_engine
@@ -132,8 +134,9 @@ def test_priority_goes_before_arrival():
 def test_when_blocks_run_out_the_latest_arrival_is_preempted_and_comes_back(mode):
     engine, executor = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=4, watermark=0, preemption_mode=mode)
     steps = record_steps(engine, executor)
-    first = engine.add_request("a", [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
-    second = engine.add_request("b", [2] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    engine.add_request("a", [1] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    engine.add_request("b", [2] * 7, SamplingParams(max_tokens=6, **GREEDY))
+    first, second = engine.scheduler.requests.values()
     assert run_all(engine) == ["a", "b"]
     assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (0, 1)
     recomputed = [tokens["b"] for phase, tokens in steps if phase == "prefill" and "b" in tokens]
@@ -151,8 +154,9 @@ def test_swap_falls_back_to_recompute_when_the_host_is_full():
 
 def test_siblings_share_the_prompt_and_copy_on_write():
     engine, executor = shadow_engine(100, block_size=4, max_num_seqs=3)
-    request = engine.add_request("a", [1] * 6, SamplingParams(n=3, seed=0, max_tokens=3, ignore_eos=True))
+    engine.add_request("a", [1] * 6, SamplingParams(n=3, seed=0, max_tokens=3, ignore_eos=True))
     engine.step()
+    request = engine.scheduler.requests["a"]
     tables = [engine.block_manager.get_block_table(seq) for seq in request.sequences]
     assert len(tables) == 3
     assert tables[0] == tables[1] == tables[2]
@@ -204,7 +208,8 @@ def test_a_later_prompt_reuses_the_blocks_of_an_earlier_one():
     steps = record_steps(engine, executor)
     engine.add_request("a", list(range(1, 13)), SamplingParams(max_tokens=1))
     run_all(engine)
-    request = engine.add_request("b", list(range(1, 13)), SamplingParams(max_tokens=1))
+    engine.add_request("b", list(range(1, 13)), SamplingParams(max_tokens=1))
+    request = engine.scheduler.requests["b"]
     run_all(engine)
     assert steps == [("prefill", {"a": 12}), ("prefill", {"b": 4})]
     assert request.metrics.num_cached_tokens == 8
@@ -212,8 +217,9 @@ def test_a_later_prompt_reuses_the_blocks_of_an_earlier_one():
 
 def test_times_of_a_request_are_kept():
     engine, _ = shadow_engine(100, max_num_seqs=1)
-    first = engine.add_request("a", [1], SamplingParams(max_tokens=3, **GREEDY))
-    second = engine.add_request("b", [1], SamplingParams(max_tokens=2, **GREEDY))
+    engine.add_request("a", [1], SamplingParams(max_tokens=3, **GREEDY))
+    engine.add_request("b", [1], SamplingParams(max_tokens=2, **GREEDY))
+    first, second = engine.scheduler.requests.values()
     run_all(engine)
     times = first.metrics
     assert (times.arrival_time, times.first_scheduled_time, times.first_token_time, times.finished_time) == (0, 0, 1, 3)
@@ -223,8 +229,9 @@ def test_times_of_a_request_are_kept():
 
 def test_a_queue_keeps_order_and_forgets_what_is_removed():
     engine, _ = shadow_engine(10, max_num_seqs=1)
-    requests = [engine.add_request(str(i), [1], SamplingParams()) for i in range(4)]
-    sequences = [request.sequences[0] for request in requests]
+    for i in range(4):
+        engine.add_request(str(i), [1], SamplingParams())
+    sequences = [request.sequences[0] for request in engine.scheduler.requests.values()]
     queue = SequenceQueue()
     for i in (2, 0, 3, 1):
         queue.add(sequences[i])
@@ -312,7 +319,7 @@ def test_a_scheduler_that_schedules_nothing_is_named_instead_of_running_for_ever
 
 def test_an_executor_with_too_few_results_fails_the_step_and_not_the_engine():
     engine, executor = shadow_engine(10)
-    executor._execute = lambda output: []
+    executor.execute_model = lambda request: []
     engine.add_request("a", [1], SamplingParams())
     (output,) = engine.step()
     assert "0 results for 1 sequences" in output.error
@@ -339,10 +346,13 @@ def test_a_place_in_the_queue_that_cannot_be_compared_is_refused(kwargs):
     assert run_all(engine) == ["a"]
 
 
-def test_the_queue_lets_go_of_what_is_removed():
+def test_the_queue_lets_go_of_aborted_requests():
     engine, _ = shadow_engine(10, max_num_seqs=1)
+    requests = []
     for i in range(1000):
         engine.add_request(str(i), [1], SamplingParams())
+        requests.append(weakref.ref(engine.scheduler.requests[str(i)]))
         if i:
             engine.abort_request(str(i))
-    assert len(engine.scheduler.waiting._heap) < 40
+    gc.collect()
+    assert sum(request() is not None for request in requests) < 40

@@ -5,6 +5,8 @@ The invariants over random workloads, with speculation too, are in test_invarian
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import shadow
 from hypothesis import given
@@ -94,7 +96,7 @@ def test_siblings_have_indexes_of_their_own_and_ended_sequences_none():
     assert (lookup.propose(parent, 2), lookup.propose(child, 2)) == ([2, 3], [3, 2])
     lookup.forget(parent)
     lookup.forget(child)
-    assert not lookup._indexes
+    assert pickle.dumps(lookup) == pickle.dumps(PromptLookup(1, 2)), "nothing is kept"
 
 
 # -- verifying -----------------------------------------------------------------------------------------------------------
@@ -300,9 +302,9 @@ def test_an_abort_while_drafts_are_verified_frees_everything(only_habit):
     engine, executor = shadow_engine(100, num_speculative_tokens=8, max_num_seqs=4)
     execute, drafted = executor.execute_model, []
 
-    def execute_and_abort(output):
-        results = execute(output)
-        drafted.extend(output.scheduled[0].draft_token_ids)
+    def execute_and_abort(request):
+        results = execute(request)
+        drafted.extend(range(request.sequences[0].num_drafts))
         if drafted:
             engine.abort_request("a")
         return results
@@ -352,6 +354,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMS)
 def test_tokens_and_logprobs_are_those_without_speculation(llm, speculative, name):
     params = PARAMS[name]
@@ -371,6 +374,7 @@ def test_tokens_and_logprobs_are_those_without_speculation(llm, speculative, nam
     assert num_accepted == 0 if params.has_penalties else num_accepted > 10
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_with_chunks_cache_and_swapping(llm, smollm2_path):
     crowded = LLM(
         str(smollm2_path), num_gpu_blocks_override=7, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=128,
@@ -385,6 +389,7 @@ def test_tokens_are_the_same_with_chunks_cache_and_swapping(llm, smollm2_path):
     assert crowded.llm_engine.block_manager.get_num_free_gpu_blocks() == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["stop string", "stop token", "max_tokens"])
 def test_nothing_comes_after_an_end_in_the_middle_of_accepted_drafts(llm, speculative, ending):
     prompt = PROMPTS[0]
@@ -408,6 +413,7 @@ def test_nothing_comes_after_an_end_in_the_middle_of_accepted_drafts(llm, specul
     assert num_dropped == 0 if ending == "max_tokens" else num_dropped > 0
 
 
+@pytest.mark.slow
 def test_streamed_text_grows_by_several_tokens_and_an_abort_leaves_the_others_alone(llm, speculative):
     engine = speculative.llm_engine
     params = SamplingParams(max_tokens=30, **GREEDY)

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from course_notebooks import ADD, CHECK_ADD, cell, solved_notebook
 
-from minivllm.course.cells import find_problems, graded_cells, is_answer, is_check, read_notebook
+from minivllm.course.exercise_cells import find_problems, graded_cells, is_answer, is_check, read_notebook
 from minivllm.course.exercises import generate_exercises, main, make_exercise, write_exercises
 from minivllm.errors import CourseError
 
@@ -99,17 +99,17 @@ WRONG_MARKERS = {
     "no begin": ADD.replace("    ### BEGIN SOLUTION\n", "", 1),
     "begun twice": ADD.replace("    ### END SOLUTION\n", "", 1),
     "not Python": "if True:\n    ### BEGIN SOLUTION\n    pass\n    ### END SOLUTION\n  else:\n    pass",
-    "outside of a function": "### BEGIN SOLUTION\nx = 1\n### END SOLUTION",
+    "outside a function": "### BEGIN SOLUTION\nx = 1\n### END SOLUTION",
     "in an if": "if True:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION",
     "in a class body": "class A:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION",
     "no marker": "def add(a, b):\n    return a + b",
 }
 SAYS = {
-    "no end": "line 2 has no ### END SOLUTION after it",
-    "no begin": "line 3 has no ### BEGIN SOLUTION before it",
-    "begun twice": "line 8 comes before the ### END SOLUTION of the one in line 2",
-    "not Python": "it is not Python any more",
-    "no marker": "it is an answer, but has no ### BEGIN SOLUTION",
+    "no end": "line 2 lacks an ### END SOLUTION after it",
+    "no begin": "line 3 lacks a ### BEGIN SOLUTION before it",
+    "begun twice": "line 8 comes before the ### END SOLUTION for line 2",
+    "not Python": "it is not valid Python",
+    "no marker": "it is an answer, but lacks ### BEGIN SOLUTION",
 }
 
 
@@ -118,7 +118,7 @@ def test_wrong_markers_are_told_in_one_sentence_that_names_the_cell(name):
     with pytest.raises(CourseError) as caught:
         make_exercise(solved_notebook(answer=WRONG_MARKERS[name]))
     assert str(caught.value).startswith("Cell 'answer': ")
-    assert SAYS.get(name, "outside of a function") in str(caught.value)
+    assert SAYS.get(name, "outside a function") in str(caught.value)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
 
@@ -192,7 +192,7 @@ def test_work_in_an_exercise_is_not_written_over(solutions, tmp_path, capsys):
     mine = path.read_text()
     arguments = ["--solutions", str(solutions), "--exercises", str(folder)]
     assert main(arguments) == 2
-    assert "was run, so there may be work in it" in capsys.readouterr().err
+    assert "was run, so it may contain work" in capsys.readouterr().err
     assert path.read_text() == mine
     assert main([*arguments, "--force"]) == 0
     assert path.read_text() != mine
@@ -253,6 +253,7 @@ def test_every_solution_is_marked_as_an_exercise_needs_it():
         assert any(map(is_check, notebook.cells)), path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb")))
 def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
     exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)

@@ -17,6 +17,7 @@ from submissions import cases
 
 from minivllm.entrypoints.cli import main
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(cases(Path("/solutions"), Path("/project")))
 

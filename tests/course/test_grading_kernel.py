@@ -1,4 +1,4 @@
-"""The kernel of a submission: receipts come from inside of checks, modules are put back, and time for the whole is limited."""
+"""The kernel of a submission: receipts come from inside checks, modules are restored, and the total time is limited."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import ModuleType
 
 import pytest
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.fence import Pristine
-from minivllm.course.grading import surroundings_of
-from minivllm.course.grading_kernel import find_imports, with_receipt
-from minivllm.course.limits import Limits
-from minivllm.course.runner import KernelDidNotStart, run_cells
-from minivllm.course.submissions import Cell, Lesson
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.grader import surroundings_of
+from minivllm.course.grading.kernel import find_imports, with_receipt
+from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
+from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.sandbox import Pristine
+from minivllm.course.grading.submissions import Cell, Lesson
 
 LESSON = """
 import math
@@ -67,7 +67,7 @@ def test_a_receipt_is_given_inside_of_the_check_even_when_that_swallows_errors(s
 
 def test_the_lesson_s_imports_of_the_course_are_found():
     sources = [
-        "from minivllm.course import check, lesson_04\nimport torch\nx = 1",
+        "from minivllm.course.lessons import lesson_04\nimport torch\nx = 1",
         "%matplotlib inline\nfrom minivllm.course import show_source as show\n!ls",
         "def",
         "if True:\n    import minivllm.course.checks as c",
@@ -76,7 +76,7 @@ def test_the_lesson_s_imports_of_the_course_are_found():
     ]
     found = find_imports(sources, "minivllm.course")
     assert found == [
-        "from minivllm.course import check, lesson_04",
+        "from minivllm.course.lessons import lesson_04",
         "from minivllm.course import show_source as show",
         "import minivllm.course.checks as c",
     ]
@@ -152,9 +152,9 @@ def run(made, limits=None, stopped=None):
 def test_functions_behind_checks_are_put_back_before_each_check():
     text = '{"cell_type": "markdown", "metadata": {}}'
     made = cells(
-        "from minivllm.course import check\nfrom minivllm.course.cells import is_check",
+        "from minivllm.course import check\nfrom minivllm.course.exercise_cells import is_check",
         f"with check('a'):\n    assert not is_check({text})",
-        "import minivllm.course.cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True",
+        "import minivllm.course.exercise_cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True",
         f"with check('b'):\n    assert not is_check({text})",
         f"with check('c'):\n    assert is_check({text})",
     )
@@ -162,6 +162,7 @@ def test_functions_behind_checks_are_put_back_before_each_check():
     assert [runs[index].passed for index in (1, 3, 4)] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_time_for_the_whole_notebook_is_limited():
     made = cells(
         "from minivllm.course import check", "import time; time.sleep(1)", "while True: pass", "with check('a'):\n    pass"
@@ -170,12 +171,14 @@ def test_time_for_the_whole_notebook_is_limited():
     assert [run.status for run in runs.values()] == ["ok", "ok", "late"]
 
 
+@pytest.mark.slow
 def test_a_notebook_that_always_ends_python_is_given_up():
     made = cells(*["import os; os._exit(1)"] * 6, "from minivllm.course import check", "with check('a'):\n    pass")
     runs = run(made)
     assert [run.status for run in runs.values()] == ["dead"] * 4
 
 
+@pytest.mark.slow
 def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     stopped = threading.Event()
     threading.Timer(3, stopped.set).start()
@@ -185,6 +188,7 @@ def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     assert time.monotonic() - start < 120
 
 
+@pytest.mark.slow
 def test_files_of_a_notebook_are_limited():
     made = cells("import time\nfor i in range(600):\n    open(str(i), 'wb').write(b'x' * 5_000_000)\n    time.sleep(0.05)")
     assert run(made, Limits(written_bytes=30_000_000))[0].status == "disk"

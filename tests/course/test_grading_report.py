@@ -6,13 +6,14 @@ import csv
 from pathlib import Path
 from xml.etree import ElementTree
 
+import nbconvert
 import pytest
 
-from minivllm.course.cells import GradedCell
-from minivllm.course.grading import CheckResult, Grade
-from minivllm.course.limits import CellRun
-from minivllm.course.report import FeedbackWriter, format_summary, write_csv, write_junit
-from minivllm.course.submissions import Cell, Lesson, Submission
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.grader import CheckResult, Grade
+from minivllm.course.grading.limits import CellRun
+from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
+from minivllm.course.grading.submissions import Cell, Lesson, Submission
 
 CHECKS = (GradedCell("a", "first", 2, True), GradedCell("b", "=second", 1.5, True))
 LESSON = Lesson("04_x", tuple(Cell(check.cell_id, "check", "code", "pass", check) for check in CHECKS))
@@ -113,8 +114,7 @@ def test_a_page_shows_what_was_shown_without_what_runs_or_loads(tmp_path):
 
 
 def test_a_notebook_that_cannot_be_shown_still_has_its_table(tmp_path, monkeypatch):
-    writer = FeedbackWriter(tmp_path)
-    monkeypatch.setattr(writer._exporter, "from_notebook_node", lambda notebook: 1 / 0)
-    page = writer.write(make_grade(reason="Wrong.")).read_text(encoding="utf-8")
+    monkeypatch.setattr(nbconvert.HTMLExporter, "from_notebook_node", lambda self, notebook: 1 / 0)
+    page = FeedbackWriter(tmp_path).write(make_grade(reason="Wrong.")).read_text(encoding="utf-8")
     assert "cannot be shown (ZeroDivisionError)" in page
     assert "Wrong." in page

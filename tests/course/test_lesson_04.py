@@ -75,6 +75,7 @@ WRONG = {
 """What was written instead, by what is wrong with it: a passage of the solution, its replacement, and the first check to fail."""
 
 
+@pytest.mark.slow
 def test_the_solution_gets_all_points():
     outcome = run_cells(CELLS, with_model=True)
     assert (outcome.failed, outcome.broken, outcome.points, outcome.most_points) == ([], {}, 20, 20)
@@ -88,14 +89,16 @@ def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else():
     assert len(outcome.failed) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new, first", WRONG.values(), ids=WRONG)
 def test_a_mistake_fails_where_it_was_made(old, new, first):
-    outcome = run_cells(edited(CELLS, old, new))
-    assert outcome.failed[:1] == [first]
+    outcome = run_cells(edited(CELLS, old, new), stop_at_failure=True)
+    assert outcome.failed == [first]
     assert str(outcome.checks[first]), "it is said in words"
     assert outcome.broken == {}
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_read_through_the_table_change_the_text():
     wrong = edited(CELLS, "self.block_tables[child.seq_id] = list(table)", "self.block_tables[child.seq_id] = table[::-1]")
     assert TEXT in run_cells(wrong, with_model=True).failed

@@ -12,7 +12,7 @@ import time
 import pytest
 from browser import ROOT, SCREENSHOTS, launch, needs_chromium, serve, sync_api
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 PATIENCE = 180
 """Seconds until a lesson must have run, on a busy machine."""

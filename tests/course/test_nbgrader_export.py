@@ -14,12 +14,14 @@ import pytest
 from course_notebooks import cell, solved_notebook
 
 import minivllm
-from minivllm.course.cells import read_notebook
+from minivllm.course.exercise_cells import read_notebook
 from minivllm.course.exercises import generate_exercises
+from minivllm.course.first_cells import renew_first_cells
 from minivllm.course.nbgrader_export import export_course
 from minivllm.entrypoints.cli import main
 from minivllm.errors import CourseError
 
+pytestmark = pytest.mark.slow
 ROOT = Path(minivllm.__file__).parents[1]
 NAME = "99_adding"
 
@@ -106,7 +108,7 @@ def test_the_export_says_what_it_wrote_and_what_comes_next(solutions, tmp_path, 
 def test_a_folder_in_use_is_left_alone(solutions, tmp_path, capsys):
     (tmp_path / "thesis.txt").touch()
     assert main(["course", "export", str(tmp_path), "--solutions", str(solutions)]) == 2
-    assert capsys.readouterr().err == f"minivllm: {tmp_path} is in use: a course is written to a new or an empty folder.\n"
+    assert capsys.readouterr().err == f"minivllm: {tmp_path} is not empty: a course must be written to a new or empty folder.\n"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -122,13 +124,17 @@ def test_a_solution_that_is_marked_wrong_is_named(solutions, tmp_path):
     notebook = solved_notebook()
     notebook.cells.append(cell("more", "assert True", "check", 2))
     nbformat.write(notebook, broken / "98_more.ipynb")
-    with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell calls check"):
+    with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell must call check"):
         export_course(broken, tmp_path / "course")
     assert not (tmp_path / "course").exists()
 
 
 def test_the_badges_open_the_exercises(tmp_path):
-    for source in export_course(Path(__file__).parents[2] / "solutions", tmp_path / "course"):
-        text = next(cell.source for cell in nbformat.read(source, as_version=4).cells if cell.id == "badges")
-        assert f"/exercises/{source.name}" in text
-        assert "/solutions/" not in text
+    notebook = solved_notebook()
+    renew_first_cells(notebook, f"solutions/{NAME}.ipynb", "https://github.com/someone/course")
+    (tmp_path / "solutions").mkdir()
+    nbformat.write(notebook, tmp_path / "solutions" / f"{NAME}.ipynb")
+    (source,) = export_course(tmp_path / "solutions", tmp_path / "course")
+    text = "\n".join(cell.source for cell in nbformat.read(source, as_version=4).cells)
+    assert f"/blob/main/exercises/{NAME}.ipynb" in text
+    assert "/solutions/" not in text

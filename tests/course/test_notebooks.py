@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from minivllm.course.places import INSTALL, badges
+from minivllm.course.first_cells import renew_first_cells, repository_address
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
@@ -80,9 +80,10 @@ def test_it_names_no_place_on_the_machine_that_ran_it(path):
 
 
 @notebooks_of(*FOLDERS)
-def test_it_opens_on_the_web_and_installs_what_is_missing(path):
-    cells = {cell.id: cell.source for cell in read(path).cells}
-    assert (cells["badges"], cells["install"]) == (badges(f"{path.parent.name}/{path.name}"), INSTALL)
+def test_its_badges_and_install_cell_are_those_of_the_repositorys_address(path):
+    stored, renewed = read(path), read(path)
+    renew_first_cells(renewed, f"{path.parent.name}/{path.name}", repository_address(ROOT / "pyproject.toml"))
+    assert renewed == stored
 
 
 @notebooks_of(*FOLDERS)
@@ -171,7 +172,7 @@ def test_words_are_spelled_right(tmp_path):
     for path in [
         ROOT / "README.md",
         *ROOT.glob("docs/*.md"),
-        *ROOT.glob("minivllm/course/*.py"),
+        *ROOT.glob("minivllm/course/**/*.py"),
         *ROOT.glob("minivllm/errors.py"),
     ]:
         copy = tmp_path / path.relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""What was handed in: whose it is, for which lesson, and the lesson's own cells put back at their place."""
+"""What was handed in: whose it is, for which lesson, and the lesson's own cells restored in their place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from course_notebooks import ADD, CHECK_ADD, solved_notebook
 
-from minivllm.course.submissions import (
+from minivllm.course.grading.submissions import (
     DamagedNotebook,
     find_lesson,
     find_submissions,
@@ -101,7 +101,7 @@ def test_of_two_files_of_one_learner_the_newest_is_graded_and_the_learner_is_tol
     os.utime(old, (1, 1))
     submissions, _ = find_submissions([tmp_path / "class", old], load_lessons(solutions))
     assert [item.path for item in submissions] == [new]
-    assert "the newest one, 07_the_scheduler (1).ipynb, was graded" in submissions[0].notes[0]
+    assert "the newest, 07_the_scheduler (1).ipynb, was graded" in submissions[0].notes[0]
 
 
 def test_checkpoints_are_no_submissions_and_other_notebooks_are_told(tmp_path, solutions):
@@ -110,7 +110,7 @@ def test_checkpoints_are_no_submissions_and_other_notebooks_are_told(tmp_path, s
     other = hand_in(tmp_path / "class" / "notes.ipynb")
     submissions, remarks = find_submissions([tmp_path / "class"], load_lessons(solutions))
     assert [item.path for item in submissions] == [kept]
-    assert remarks == [f"{other} is left out: no lesson has that name."]
+    assert remarks == [f"{other} is skipped: it belongs to no lesson."]
 
 
 def test_an_untouched_notebook_is_restored_to_itself(tmp_path, lesson):
@@ -182,7 +182,7 @@ def test_ids_that_an_editor_gave_anew_do_not_matter(tmp_path, lesson):
 
 def test_a_notebook_of_something_else_is_told_so(tmp_path, lesson):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
-    assert "No cell of the lesson 07_the_scheduler is in this notebook" in restored(tmp_path, lesson, notebook).notes[0]
+    assert "This notebook has no cell of lesson 07_the_scheduler" in restored(tmp_path, lesson, notebook).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_a_notebook_of_something_else_is_told_so(tmp_path, lesson):
         (b" \n", "empty"),
         (b"{", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
-        (b"\xff\xfe", "not text in UTF-8"),
+        (b"\xff\xfe", "it is not UTF-8 text"),
         (b"[]", "no cells"),
         (b'{"cells": 3}', "no cells"),
-        (b'{"worksheets": [], "nbformat": 3}', "format of before 2015"),
+        (b'{"worksheets": [], "nbformat": 3}', "format from before 2015"),
     ],
 )
 def test_a_file_that_is_no_notebook_is_refused_in_a_sentence(tmp_path, lesson, content, reason):
@@ -212,7 +212,7 @@ def test_damaged_cells_are_left_out_and_the_others_kept(tmp_path, lesson):
     notebook["cells"] += [None, {}, {"cell_type": "code", "metadata": [], "id": ["x"], "source": ["a = '\ud800'\n", "b"]}]
     result = restored(tmp_path, lesson, notebook)
     assert ids(result.cells) == [*ids(lesson.cells), "a = '?'\nb"]
-    assert sum("is damaged and was left out" in note for note in result.notes) == 4
+    assert sum("is damaged and was skipped" in note for note in result.notes) == 4
 
 
 def test_a_folder_without_checks_is_no_folder_of_solutions(tmp_path):
@@ -226,9 +226,9 @@ def test_a_folder_without_checks_is_no_folder_of_solutions(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["missing"], "missing is not there"),
-        (["empty"], "No notebook of a lesson is there"),
-        (["notes.ipynb"], "notes.ipynb is no notebook of a lesson"),
+        (["missing"], "missing does not exist"),
+        (["empty"], "No notebook of a lesson was found"),
+        (["notes.ipynb"], "notes.ipynb belongs to no lesson"),
         (["alice", "--solutions", "empty"], "has a check to grade"),
         (["alice", "--output", "notes.ipynb"], "cannot be written"),
         (["alice", "--output", "notes.ipynb/below"], "cannot be written"),

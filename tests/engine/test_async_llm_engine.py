@@ -9,15 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +26,26 @@ from minivllm.config import EngineArgs
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine import core_messages
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import AbortRequest, AddRequest, EngineStats, RequestDelta, SetTracing, Shutdown, StepDone
-from minivllm.engine.engine_core_proc import pack_engine_args, unpack_engine_args
+from minivllm.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    NewTokens,
+    SchedulerStats,
+    SetTracing,
+    Shutdown,
+    StoppedSequence,
+    StopSequences,
+)
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.metrics import Metrics
-from minivllm.engine.process_per_request import ProcessPerRequestEngine
+from minivllm.engine.output_processor import RequestState
 from minivllm.engine.request_stream import RequestStream
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
-from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics
+from minivllm.outputs import Logprob, RequestMetrics
+from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.scheduler_output import SchedulerOutput
 
@@ -92,6 +104,7 @@ VARIED = [
 ]
 
 
+@pytest.mark.slow
 def test_all_kinds_of_output_say_what_generate_says(llm):
     expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
 
@@ -145,37 +158,45 @@ def test_a_slow_reader_gets_several_tokens_at_once(engine):
     assert len(outputs) < 6
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=4), st.booleans()), min_size=1, max_size=12), st.data())
-def test_what_a_stream_joins_is_what_was_put_into_it(pieces, data):
-    """Whenever it is read, and in whichever pieces."""
-    taken, expected, ended = {}, {}, set()
+def make_state(params: SamplingParams, tokenizer=None, arrival_time=0.0) -> RequestState:
+    return RequestState(
+        ProcessedRequest(None, EngineCoreRequest("r", 0, [1, 2, 3], params, 100, arrival_time=arrival_time)), tokenizer
+    )
+
+
+def make_core_output(*sequences: NewTokens, finished=False, metrics=None) -> EngineCoreOutput:
+    return EngineCoreOutput("r", 0, list(sequences), finished, metrics or RequestMetrics(0.0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(300, 400), max_size=3)), min_size=1, max_size=12), st.data())
+def test_whenever_a_stream_is_read_its_pieces_join_to_the_whole(tokenizer, pieces, data):
+    """For each kind of output, and in whichever pieces."""
 
     async def run(kind):
-        params = SamplingParams(n=3, output_kind=kind)
-        stream = RequestStream("r", 0, None, [1], params, 0.0)
-        last = None
-        for position, (index, text, ends) in enumerate(pieces):
-            if index in ended:
-                continue
-            expected[index] = expected.get(index, "") + text
-            ended.update([index] if ends else [])
-            new = CompletionOutput(index, text, [position], finish_reason="stop" if ends else None)
-            stream.put(RequestDelta("r", 0, [new], finished=position == len(pieces) - 1))
-            if data.draw(st.booleans()):
-                last = await stream.get()
-                if kind is DELTA:
-                    for output in last.outputs:
-                        taken[output.index] = taken.get(output.index, "") + output.text
-        return last, stream
+        state = make_state(SamplingParams(n=3, output_kind=kind), tokenizer)
+        stream, texts, tokens = RequestStream(state), {}, {}
+        for position, (index, token_ids) in enumerate(pieces):
+            finished = position == len(pieces) - 1
+            state.add(
+                make_core_output(NewTokens(index, token_ids, finish_reason="length" if finished else None), finished=finished),
+                1.0,
+            )
+            stream.notify()
+            if (kind is not FINAL_ONLY and data.draw(st.booleans())) or finished:
+                for output in (await stream.get()).outputs:
+                    is_delta = kind is DELTA
+                    texts[output.index] = texts.get(output.index, "") * is_delta + output.text
+                    tokens[output.index] = tokens.get(output.index, []) * is_delta + output.token_ids
+        return texts, tokens
 
-    last, stream = asyncio.run(run(DELTA))
-    rest = {output.index: output.text for output in stream._outputs.values()}
-    assert {index: taken.get(index, "") + rest.get(index, "") for index in expected} == expected
-    taken, expected, ended = {}, {}, set()
-    last, stream = asyncio.run(run(CUMULATIVE))
-    assert {output.index: output.text for output in stream._outputs.values()} == expected
-    if last is not None:
-        assert all(expected[output.index].startswith(output.text) for output in last.outputs)
+    expected = {}
+    for index, token_ids in pieces:
+        expected[index] = expected.get(index, []) + token_ids
+    for kind in (DELTA, CUMULATIVE, FINAL_ONLY):
+        texts, tokens = asyncio.run(run(kind))
+        assert {index: ids for index, ids in tokens.items() if ids} == {index: ids for index, ids in expected.items() if ids}
+        ended = pieces[-1][0]  # the others may hold back the beginning of a character
+        assert texts.get(ended, "") == tokenizer.decode(expected[ended])
 
 
 # -- giving up ------------------------------------------------------------------------------------------------------
@@ -207,7 +228,9 @@ def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
         tasks[2].cancel()
         outputs = await tasks[1]
         assert outputs[-1].outputs[0].token_ids == alone
-        await becomes(lambda: engine.stats == EngineStats(num_gpu_blocks=engine.num_gpu_blocks, num_steps=engine.stats.num_steps))
+        await becomes(
+            lambda: engine.stats == SchedulerStats(num_gpu_blocks=engine.num_gpu_blocks, num_steps=engine.stats.num_steps)
+        )
 
     asyncio.run(run())
 
@@ -226,6 +249,7 @@ def test_abort_ends_the_stream_with_a_reason(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=12))
 def test_whoever_leaves_whenever_everything_is_free_in_the_end(llm, workload):
@@ -278,13 +302,14 @@ def test_two_requests_cannot_have_one_id(engine):
     async def run():
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), "mine")) as stream:
             await anext(stream)
-            with pytest.raises(RequestError, match="There is a request 'mine' already"):
+            with pytest.raises(RequestError, match="There is already a request 'mine'"):
                 await collect(engine, PROMPT, SamplingParams(), request_id="mine")
             assert not (await anext(stream)).finished
 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_id_may_be_used_again_at_once(engine):
     """What the last step brings to the first owner of the id is not the second one's."""
 
@@ -349,6 +374,7 @@ class BrokenScheduler(Scheduler):
         raise ZeroDivisionError("a scheduler in error")
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_ends_every_stream_with_the_cause():
     engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=BrokenScheduler), in_process=True)
 
@@ -429,6 +455,7 @@ def test_a_loop_that_stands_still_does_not_hide_the_end_of_the_engine(llm):
     second.close()
 
 
+@pytest.mark.slow
 def test_the_event_loop_is_free_while_the_model_computes(engine):
     async def run():
         task = asyncio.create_task(collect(engine, [100] * 2000, SamplingParams(max_tokens=2)))
@@ -445,6 +472,7 @@ def test_the_event_loop_is_free_while_the_model_computes(engine):
 # -- watching -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
     async def run():
         params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -506,11 +534,13 @@ def test_metrics_count_what_was_done(in_a_process):
 
 def test_each_of_n_answers_has_its_own_length_and_pace():
     metrics = Metrics("model")
-    stream = RequestStream("r", 0, None, [1, 2, 3], SamplingParams(n=2), 10.0)
+    state = make_state(SamplingParams(n=2), arrival_time=10.0)
     for moment, lengths in ((11.0, (1, 1)), (12.0, (1, 1)), (14.0, (0, 2))):
-        outputs = [CompletionOutput(i, "", [5] * length, finish_reason="stop") for i, length in enumerate(lengths) if length]
-        delta = RequestDelta("r", 0, outputs, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5))
-        metrics.take_delta(stream, delta, moment, has_prefix_cache=False)
+        new = [NewTokens(i, [5] * length) for i, length in enumerate(lengths) if length]
+        if moment == 14.0:
+            new = [NewTokens(i, tokens.token_ids, finish_reason="stop") for i, tokens in enumerate([NewTokens(0, []), *new])]
+        state.add(make_core_output(*new, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5)), moment)
+        metrics.record_output(state, moment, has_prefix_cache=False)
     sums = {
         name: (value("sum"), value("count"))
         for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
@@ -526,7 +556,7 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
 def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
     metrics = Metrics("model")
     for total in (2, 2, 5, 0, 1):  # then another engine, which begins anew
-        metrics.set_stats(EngineStats(num_preemptions=total))
+        metrics.set_stats(SchedulerStats(num_preemptions=total))
     assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model"}) == 5 + 1
 
 
@@ -544,6 +574,7 @@ def test_a_process_generates_what_llm_generates(in_a_process, llm):
     assert in_a_process.process_id != os.getpid()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine = AsyncLLMEngine.from_engine_args(SMALL)
 
@@ -561,7 +592,8 @@ def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine.shutdown()
 
 
-def test_the_process_ends_with_its_frontend():
+@pytest.mark.slow
+def test_the_process_ends_with_its_frontend_and_leaves_no_socket(tmp_path):
     code = """
         import os, sys
         from minivllm.config import EngineArgs
@@ -571,16 +603,16 @@ def test_the_process_ends_with_its_frontend():
         sys.stdin.read()
         """
     frontend = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     process_id = int(frontend.stdout.readline())
-    sockets = set(Path(tempfile.gettempdir()).glob("minivllm-*/to_core"))
+    assert not list(tmp_path.glob("minivllm-*")), "once both are connected, nobody needs the sockets' names"
     frontend.kill()
     frontend.communicate()
 
     async def ends():
         await becomes(lambda: not is_running(process_id))
-        await becomes(lambda: any(not socket.exists() for socket in sockets))
 
     asyncio.run(ends())
 
@@ -593,6 +625,7 @@ def is_running(process_id):
     return "Z" not in open(f"/proc/{process_id}/stat").read().rpartition(")")[2].split()[0]  # noqa: PTH123
 
 
+@pytest.mark.slow
 def test_what_keeps_an_engine_from_starting_is_told_in_its_words(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelLoadError):
@@ -607,13 +640,13 @@ def test_a_class_goes_into_the_process_by_its_name():
     class Local(Scheduler):
         pass
 
-    args = replace(SMALL, scheduler_cls=Scheduler, model="smollm2-135m")
-    packed = pack_engine_args(args)
-    assert unpack_engine_args(msgspec.json.decode(msgspec.json.encode(packed))) == args
+    config = EngineConfig.from_engine_args(replace(SMALL, scheduler_cls=Scheduler, model="smollm2-135m"))
+    assert EngineConfig.unpack(msgspec.json.decode(msgspec.json.encode(config.pack()))) == config
     with pytest.raises(ConfigError, match="put the class into a module, or run the engine in this process"):
-        pack_engine_args(replace(args, scheduler_cls=Local))
+        replace(config, scheduler_cls=Local).pack()
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_has_any_more_ends(llm):
     in_a_thread, in_a_process = AsyncLLMEngine.from_engine(llm.llm_engine), AsyncLLMEngine.from_engine_args(SMALL)
     asyncio.run(collect(in_a_process, PROMPT, SamplingParams(max_tokens=2)))
@@ -628,6 +661,7 @@ def test_an_engine_that_nobody_has_any_more_ends(llm):
     asyncio.run(ends())
 
 
+@pytest.mark.slow
 def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatch, tmp_path):
     (tmp_path / "strange.py").write_text(
         "from minivllm.core.scheduler import Scheduler\n"
@@ -647,6 +681,7 @@ def test_a_core_whose_words_cannot_be_sent_ends_instead_of_going_mute(monkeypatc
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_what_the_process_logs_is_in_the_log_of_its_frontend(caplog):
     engine = AsyncLLMEngine.from_engine_args(replace(SMALL, scheduler_cls=NoisyScheduler))
     asyncio.run(collect(engine, PROMPT, SamplingParams(max_tokens=1)))
@@ -683,13 +718,21 @@ def test_no_thread_stays_behind(llm):
 # -- messages -------------------------------------------------------------------------------------------------------
 
 LOGPROBS = [{5: Logprob(-0.25, 1, "x"), 7: Logprob(-2.5, 3)}]
-COMPLETION = CompletionOutput(1, "né\U0001f600", [5], -0.25, LOGPROBS, "stop", "end")
+PARAMS = SamplingParams(stop="x", stop_token_ids=[3], logit_bias={5: 1.0}, seed=2**62, output_kind=DELTA)
 MESSAGES = [
-    AddRequest("r", 7, [1, 2], {"stop": ["x"], "logit_bias": {"5": 1.0}}, 1.5, -1),
-    AbortRequest("r"),
+    AddRequest(EngineCoreRequest("r", 7, [1, 2], PARAMS, 100, (2,), seed=2**64 - 1, arrival_time=1.5, priority=-1)),
+    AbortRequests(["r"]),
+    StopSequences([StoppedSequence("r", 7, 1, "né\U0001f600")]),
     SetTracing(True),
     Shutdown(),
 ]
+
+
+def test_numpy_numbers_in_parameters_cross_the_line():
+    params = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])
+    message = AddRequest(EngineCoreRequest("r", 7, [1], params, 100))
+    received = core_messages.decode_to_core(core_messages.encode(message)).request.sampling_params
+    assert (received.max_tokens, received.temperature, received.stop_token_ids) == (5, 0.5, (3,))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -703,8 +746,10 @@ def test_messages_from_the_core_come_back_whole(llm):
     llm.generate([PROMPT] * 2, SamplingParams(n=2, max_tokens=2), use_tqdm=False)
     record = engine.trace.steps[-1]
     engine.stop_trace()
-    delta = RequestDelta("r", 7, [COMPLETION], True, RequestMetrics(1.0, 2.0), [None, *LOGPROBS], "an error")
-    message = StepDone([delta], EngineStats(1, 2, 3, 4, 5, 6, 7), record)
+    output = EngineCoreOutput(
+        "r", 7, [NewTokens(1, [5], LOGPROBS, "stop", 2)], True, RequestMetrics(1.0, 2.0), {1: LOGPROBS[0]}, "an error"
+    )
+    message = EngineCoreOutputs([output], 5.0, SchedulerStats(1, 2, 3, 4, 5, 6, 7), record)
     assert core_messages.decode_from_core(core_messages.encode(message)) == message
 
 
@@ -714,9 +759,9 @@ def test_messages_from_the_core_come_back_whole(llm):
         b"",
         b"\x80",
         msgspec.msgpack.encode({"type": "Nothing"}),
-        msgspec.msgpack.encode({"type": "AbortRequest", "request_id": 5}),
-        msgspec.msgpack.encode({"type": "AbortRequest", "request_id": "r", "more": 1}),
-        msgspec.msgpack.encode({"type": "AddRequest", "request_id": "r", "prompt_token_ids": ["1"], "params": {}}),
+        msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": 5}),
+        msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": ["r"], "more": 1}),
+        msgspec.msgpack.encode({"type": "AddRequest", "request": {"request_id": "r", "number": 1, "prompt_token_ids": ["1"]}}),
     ],
 )
 def test_a_message_that_is_none_is_refused(data):
@@ -726,40 +771,16 @@ def test_a_message_that_is_none_is_refused(data):
 
 def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_a_process):
     client = in_a_process._client
-    with client._lock:
-        client._input.send(b"nonsense")
+    with client._supervisor.core._lock:
+        client._supervisor.core._input.send(b"nonsense")
 
     async def run():
         task = asyncio.create_task(collect(in_a_process, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), request_id="r"))
         await becomes(lambda: in_a_process.stats.num_running == 1)
-        client.send(AddRequest("r", in_a_process._streams["r"].number, [1], {}, 0.0))  # the id is taken
+        client.add_request(in_a_process._streams["r"].state.request)  # the id is taken
         outputs = await task
-        assert outputs[-1].error.startswith("There is a request 'r' already")
-        client.send(AbortRequest("r"))
+        assert outputs[-1].error.startswith("There is already a request 'r'")
+        client.abort_requests(["r"])
         return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
 
     assert asyncio.run(run()) == " Paris"
-
-
-# -- a process for each request -------------------------------------------------------------------------------------
-
-
-def test_a_process_for_each_request_answers_the_same(llm):
-    params = SamplingParams(temperature=0, max_tokens=8)
-    expected = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
-    engine = ProcessPerRequestEngine(SMALL, max_processes=1)
-
-    async def run():
-        tasks = [asyncio.create_task(collect(engine, PROMPT, params)) for _ in range(3)]
-        await becomes(lambda: engine.num_unfinished_requests() == 3)
-        tasks[2].cancel()
-        outputs = await asyncio.gather(*tasks[:2])
-        assert [output[-1].outputs[0].text for output in outputs] == [expected, expected]
-        assert engine.num_unfinished_requests() == 0
-        with pytest.raises(RequestError, match="empty"):
-            await collect(engine, "", params)
-        engine.shutdown()
-        with pytest.raises(EngineDeadError):
-            await collect(engine, PROMPT, params)
-
-    asyncio.run(run())

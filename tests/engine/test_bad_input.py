@@ -158,6 +158,7 @@ def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused(tiny_folder):
     llm.generate([[1] * 32], SamplingParams(max_tokens=1), use_tqdm=False)  # the last token needs no place
 
 
+@pytest.mark.slow
 def test_max_tokens_beyond_the_context_are_cut_and_none_means_all(tiny_folder):
     llm = load(tiny_folder)
     for max_tokens in (1000, None):
@@ -360,6 +361,7 @@ def test_an_end_token_outside_the_vocabulary_does_no_harm(broken_folder):
 # -- engine arguments ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs,sentence",
     [

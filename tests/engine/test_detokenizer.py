@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompts import SENTENCES
 from tokenizers import Tokenizer as Rust
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from minivllm import SamplingParams
-from minivllm.bench.workloads import SENTENCES
 from minivllm.engine.output_processor import SequenceText
 from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
-from minivllm.request import Request
 
 TEXTS = [
     *SENTENCES,
@@ -116,8 +115,7 @@ def test_pieces_join_with_byte_fallback(items):
 
 def generate_text(tokenizer, text: str, **params) -> tuple[list[str], str, str | None]:
     """The text after each token of a sequence that spells `text`, at the end, and the stop string found."""
-    request = Request("r", [1], SamplingParams(max_tokens=1000, **params), max_num_tokens=1000)
-    sequence = SequenceText(request, 0, tokenizer)
+    sequence = SequenceText([1], SamplingParams(max_tokens=1000, **params), 0, tokenizer)
     texts, stop = [], None
     for token_id in tokenizer.encode(text):
         stop = sequence.add(token_id, None)

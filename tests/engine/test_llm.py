@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from prompts import mixed_prompts
 
 from minivllm import LLM, EngineArgs, LLMEngine, SamplingParams, StaticBatchScheduler
-from minivllm.bench.workloads import mixed_prompts
 from minivllm.engine.llm_engine import LLMEngine as Engine
 from minivllm.errors import RequestError
 
@@ -59,6 +59,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_equal_transformers(way, prompts, judge):
     """benchmarks/agreement.py is the large version: 200 prompts of up to 900 tokens."""
@@ -90,6 +91,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_any_batch(llm):
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids, "siblings have streams of their own"
 
 
+@pytest.mark.slow
 def test_an_engine_seed_makes_unseeded_requests_repeatable(smollm2_path):
     texts = [
         LLM(str(smollm2_path), num_gpu_blocks_override=40, seed=seed).generate(
@@ -102,6 +104,7 @@ def test_an_engine_seed_makes_unseeded_requests_repeatable(smollm2_path):
     assert first != other
 
 
+@pytest.mark.slow
 def test_prompts_may_be_text_token_ids_or_dicts(llm, tokenizer):
     text = FOUR_PROMPTS[0]
     token_ids = tokenizer.encode(text)
@@ -132,6 +135,7 @@ def test_chat_applies_the_template(llm, hf_smollm2, tokenizer):
     assert [o.outputs[0].text for o in both] == [output.outputs[0].text] * 2
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_a_stop_string_a_stop_token_or_the_end_of_sequence(llm):
     prompt = FOUR_PROMPTS[2]
     full = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
@@ -227,6 +231,7 @@ def test_engine_args_make_an_engine(smollm2_path):
     assert all(record.end > record.start for record in engine.trace)
 
 
+@pytest.mark.slow
 def test_the_profiling_run_leaves_room_for_a_cache(smollm2_path):
     engine = LLM(str(smollm2_path), max_num_seqs=2, max_model_len=64).llm_engine
     assert engine.block_manager.num_gpu_blocks == 2 * 64 // 16, "no more than two sequences of 64 tokens can use"
@@ -235,12 +240,14 @@ def test_the_profiling_run_leaves_room_for_a_cache(smollm2_path):
     assert engine.block_manager.num_gpu_blocks == 10 * 2**20 // block_bytes
 
 
+@pytest.mark.slow
 def test_half_precision_runs(smollm2_path):
     llm = LLM(str(smollm2_path), dtype="bfloat16", num_gpu_blocks_override=10)
     text = llm.generate(FOUR_PROMPTS[2], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0].outputs[0].text
     assert text.startswith(" Paris")
 
 
+@pytest.mark.slow
 def test_the_token_that_ended_a_text_is_not_in_it(llm):
     prompt = FOUR_PROMPTS[2]
     full = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
@@ -292,6 +299,7 @@ def test_after_ctrl_c_the_next_step_tells_which_requests_ended(llm, monkeypatch)
     assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_and_tensors_are_token_ids_too(llm):
     token_ids = llm.get_tokenizer().encode(FOUR_PROMPTS[0])
     expected = llm.generate(token_ids, GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -14,7 +14,6 @@ from test_models import engine_logits, random_prompts, tiny  # noqa: F401 (a fix
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, KernelError
-from minivllm.layers import attention_backends
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import Request, Sequence
@@ -58,13 +57,12 @@ def test_a_missing_library_leaves_the_torch_backend(missing, caplog):
     assert get_attention_backend("auto", CPU) is TorchAttentionBackend
     assert not caplog.records
     assert get_attention_backend("cpu", CPU) is TorchAttentionBackend
-    assert "Numba is not installed, so attention_backend 'torch' stands in for 'cpu'" in caplog.text
+    assert "Numba is not installed, so attention_backend is 'torch' instead of 'cpu'" in caplog.text
 
 
 @pytest.mark.parametrize(("capability", "name"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
 def test_a_gpu_that_is_too_old_for_the_tiles_gets_the_torch_backend(monkeypatch, missing, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention_backends, "_check_triton", lambda device: None)
     assert get_attention_backend("auto", CUDA) is BACKENDS[name]
     missing("triton")
     assert get_attention_backend("auto", CUDA) is TorchAttentionBackend
@@ -95,6 +93,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @without_gpu
 def test_triton_on_a_cpu_says_once_that_it_is_interpreted():
     said = run_python(ASK_FOR_TRITON)
@@ -102,6 +101,7 @@ def test_triton_on_a_cpu_says_once_that_it_is_interpreted():
     assert "refused" not in said
 
 
+@pytest.mark.slow
 @without_gpu
 def test_triton_that_was_imported_for_compiling_is_refused_with_a_way_out():
     said = run_python("import triton\n" + ASK_FOR_TRITON)
@@ -110,6 +110,7 @@ def test_triton_that_was_imported_for_compiling_is_refused_with_a_way_out():
     assert "refused" not in run_python("import triton\n" + ASK_FOR_TRITON, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
 def test_triton_that_is_not_installed_is_refused():
     hide = """
 import importlib.util
@@ -129,6 +130,7 @@ def device_of(backend: str) -> str:
 # -- the engine on each ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
     """test_models.py holds the default backend against transformers, for the same architectures."""
@@ -141,6 +143,7 @@ def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
         assert (one - two).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 @without_gpu
 def test_interpreted_triton_generates_the_reference_tokens():
     """The default model as anybody would ask for it, all its kernels interpreted."""
@@ -151,9 +154,10 @@ def test_interpreted_triton_generates_the_reference_tokens():
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_tiny_requests_get_the_same_tokens_with_every_backend(tiny_folder, backend):  # noqa: F811
-    """With few blocks and swapping, forks and chunks, so that every kernel that moves blocks has its turn."""
+    """With few blocks and swapping, forks and chunks, so that blocks are moved in every way."""
     params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=8, ignore_eos=True)
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 9, 9], list(range(1, 20))]
     options = {"skip_tokenizer_init": True, "max_model_len": 40, "block_size": 4, "max_num_seqs": 6}
@@ -198,10 +202,10 @@ def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):
     seq = Sequence(0, Request("a", [1, 2, 3, 4, 5], SamplingParams(), max_num_tokens=9))
     for table, message in (([0, 4], "names block 4, but the cache has 4"), ([0, -1], "names block -1"), ([0], "is too short")):
         with pytest.raises(KernelError, match=message):
-            worker.model_runner.execute_model([ScheduledSequence(seq, 5, table)], worker.cache_engine.gpu_cache)
+            worker.model_runner.execute_model([ScheduledSequence(seq, 5, table).to_data()], worker.cache_engine.gpu_cache)
     too_long = Sequence(0, Request("b", [1] * 65, SamplingParams(), max_num_tokens=70))
     with pytest.raises(KernelError, match="has 65 tokens, but the model runs with positions for 64"):
-        worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17)], worker.cache_engine.gpu_cache)
+        worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17).to_data()], worker.cache_engine.gpu_cache)
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
@@ -230,7 +234,7 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
         for i, length in enumerate(lens):
             seq = Sequence(i, Request(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40))
             seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]))
+            scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=20)
         before = [tensor.clone() for pair in caches for tensor in pair]
         expected = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
@@ -252,7 +256,7 @@ def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
 
     def step(num_seqs, num_tokens, num_blocks):
         seq = Sequence(0, Request("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40))
-        item = ScheduledSequence(seq, num_tokens, list(range(num_blocks)))
+        item = ScheduledSequence(seq, num_tokens, list(range(num_blocks))).to_data()
         return worker.model_runner.prepare_inputs([item] * num_seqs, num_blocks=20)
 
     assert graphs.can_run(step(1, 1, 1))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this system")
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """Attention on the matrix units (wgmma) of a Hopper GPU, nothing beyond its shared memory."""

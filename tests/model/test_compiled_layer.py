@@ -1,4 +1,4 @@
-"""Decode steps of a Llama layer in one compiled call: the same numbers, to the last bit, as the same kernels called one by one."""
+"""The compiled halves of a Llama layer: the same numbers, to the last bit, as the same kernels called one by one."""
 
 from __future__ import annotations
 
@@ -43,32 +43,77 @@ def outputs(llm):
     return [(c.token_ids, [next(iter(entry.values())).logprob for entry in c.logprobs]) for c in completions]
 
 
+def count_calls(llm):
+    """Rows of each call of a compiled half from now on."""
+    calls = {"compiled_attention": [], "compiled_mlp": []}
+    for layer in layers_of(llm):
+        for half, rows in calls.items():
+            compiled = getattr(layer, half)
+            if compiled is not None:
+                setattr(layer, half, lambda *args, rows=rows, compiled=compiled: rows.append(len(args[0])) or compiled(*args))
+    return calls
+
+
+def halves(llm):
+    """Which halves are compiled, alike in all layers."""
+    found = {(layer.compiled_attention is not None, layer.compiled_mlp is not None) for layer in layers_of(llm)}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_tokens_and_logprobs_are_the_same(folder, quantization):
     """With biases, grouped heads, and sequences that end one after the other."""
     llm = load(folder, quantization=quantization)
-    if quantization and layers_of(llm)[0].compiled is None:
+    if quantization and layers_of(llm)[0].compiled_mlp is None:
         pytest.skip("this processor lacks the instruction for 8-bit products")
-    calls = []
-    for layer in layers_of(llm):
-        layer.compiled.kernel = lambda *args, kernel=layer.compiled.kernel: calls.append(len(args[1])) or kernel(*args)
+    calls = count_calls(llm)
     compiled = outputs(llm)
-    assert calls.count(5) == 2 * 7, "seven decode steps of five sequences; the first layer has no residual yet"
+    assert calls["compiled_attention"].count(5) == 3 * 7, "seven decode steps of five sequences through three layers"
+    assert calls["compiled_mlp"].count(5) == 3 * 7
     for layer in layers_of(llm):
-        layer.compiled = None
+        layer.compiled_attention = layer.compiled_mlp = None
     assert outputs(llm) == compiled
 
 
-class OwnBackend(CPUAttentionBackend):
+class OwnForward(CPUAttentionBackend):
     """What a learner may plug in."""
 
+    def forward(self, *args):
+        return super().forward(*args)
 
+
+class OwnScale(CPUAttentionBackend):
+    """Changes something else than `forward`."""
+
+    def __init__(self, num_heads, num_kv_heads, head_dim, scale):
+        super().__init__(num_heads, num_kv_heads, head_dim, 2 * scale)
+
+
+def test_a_backend_with_a_forward_of_its_own_is_called_and_told_why_it_is_slower(folder, caplog):
+    llm = load(folder, attention_backend=OwnForward)
+    assert halves(llm) == (False, True)
+    assert "OwnForward has a forward of its own, which decode steps call" in caplog.text
+    assert outputs(llm) == outputs(load(folder))
+
+
+def test_another_subclass_of_the_cpu_backend_is_compiled(folder):
+    llm = load(folder, attention_backend=OwnScale)
+    assert halves(llm) == (True, True)
+    compiled = outputs(llm)
+    assert compiled != outputs(load(folder)), "the scale is that of the subclass"
+    for layer in layers_of(llm):
+        layer.compiled_attention = None
+    assert outputs(llm) == compiled
+
+
+@pytest.mark.slow
 def test_where_it_cannot_be_compiled_it_is_not(folder, tmp_path):
-    assert all(layer.compiled is None for layer in layers_of(load(folder, attention_backend=OwnBackend)))
-    assert all(layer.compiled is None for layer in layers_of(load(folder, attention_backend="torch")))
-    assert all(layer.compiled is None for layer in layers_of(load(folder, low_memory=True)))
-    assert all(layer.compiled is None for layer in layers_of(load(folder, quantization="int4")))
+    assert halves(load(folder, attention_backend="torch")) == (False, True)
+    assert halves(load(folder, low_memory=True)) == (False, False)
+    assert halves(load(folder, quantization="int4")) == (False, False)
     odd = save_llama(tmp_path, hidden_size=40, intermediate_size=60)
     llm = load(odd)
-    assert all(layer.compiled is None for layer in layers_of(llm)), "panels of 16 do not fill rows of 40"
+    assert halves(llm) == (False, False), "panels of 16 do not fill rows of 40"
     assert all(len(token_ids) == 8 for token_ids, _ in outputs(llm))

@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from minivllm import LLM, SamplingParams
+from minivllm.layers.linear import Linear
+from minivllm.layers.platform import Platform
+from minivllm.models.weights import iterate_weights, load_weights
 from minivllm.request import Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 
@@ -54,7 +57,7 @@ def engine_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     for i, prompt in enumerate(prompts):
         num_blocks = -(-len(prompt) // block_size)
         seq = Sequence(i, Request(str(i), prompt, SamplingParams(), max_num_tokens=1000))
-        scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]))
+        scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]).to_data())
         next_block += num_blocks
     inputs = runner.prepare_inputs(scheduled, worker.cache_engine.gpu_cache[0][0].shape[0])
     with torch.inference_mode():
@@ -116,6 +119,54 @@ def test_torch_checkpoints_load_like_safetensors(tiny, tmp_path):
         for path in (folder, tmp_path)
     )
     assert torch.equal(one, other)
+
+
+class HalfColumns(Linear):
+    """What one of two tensor-parallel ranks holds of a fused layer: half of the rows of each."""
+
+    def load_weight(self, parameter, tensor, shard_id=0):
+        size = self.out_features[shard_id]
+        start = sum(self.out_features[:shard_id])
+        parameter.data[start : start + size] = tensor.read((2 * size, *parameter.shape[1:]), slice(size, 2 * size))
+
+
+class HalfRows(Linear):
+    """Half of the columns of a layer."""
+
+    def load_weight(self, parameter, tensor, shard_id=0):
+        size = self.in_features
+        parameter.data.copy_(tensor.read((parameter.shape[0], 2 * size), (slice(None), slice(size, 2 * size))))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_a_rank_can_load_its_part_alone(tmp_path, suffix, low_memory):
+    """Column- and row-parallel layers sit on the weight loader and the linear method; only their slices are read."""
+
+    class Rank(torch.nn.Module):
+        fused_layers = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+        ignored_weights = ()
+        tie_word_embeddings = False
+
+        def __init__(self, platform):
+            super().__init__()
+            self.gate_up_proj = HalfColumns(8, [16, 16], False, platform)
+            self.down_proj = HalfRows(16, 8, False, platform)
+
+    weights = {
+        f"{name}_proj.weight": torch.randn(shape) for name, shape in (("gate", (32, 8)), ("up", (32, 8)), ("down", (8, 32)))
+    }
+    if suffix == ".safetensors":
+        save_file(weights, tmp_path / "model.safetensors")
+    else:
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+    rank = Rank(Platform(torch.device("cpu"), torch.float32, low_memory=low_memory))
+    load_weights(rank, iterate_weights(tmp_path), "a rank")
+    x = torch.randn(3, 8)
+    expected = torch.cat([x @ weights["gate_proj.weight"][16:].t(), x @ weights["up_proj.weight"][16:].t()], dim=1)
+    torch.testing.assert_close(rank.gate_up_proj(x), expected)
+    y = torch.randn(3, 16)
+    torch.testing.assert_close(rank.down_proj(y), y @ weights["down_proj.weight"][:, 16:].t())
 
 
 @torch.inference_mode()

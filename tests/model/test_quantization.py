@@ -7,19 +7,30 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from quality import compute_logits, measure_quality
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.quality import compute_logits, measure_quality
 from minivllm.errors import ConfigError
-from minivllm.layers.linear import Linear
-from minivllm.layers.quantization import HEAD, Int4Product, Int8Product, choose_product
+from minivllm.layers.linear import Linear, LMHead, PackedLinearMethod, UnquantizedLinearMethod
+from minivllm.layers.platform import Platform
+from minivllm.layers.quantization import Int4LinearMethod, Int8LinearMethod
 
-PRODUCTS = {"int8": Int8Product, "int4": Int4Product}
 CPU = torch.device("cpu")
 
 
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_linear(weight, bias=None, quantization=None, **options):
+    """A layer with these weights, as a model has it after loading."""
+    platform = Platform(CPU, torch.float32, quantization=quantization, **options)
+    layer = Linear(weight.shape[1], weight.shape[0], bias is not None, platform)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            layer.get_parameter(name).data.copy_(value)
+    layer.process_weights_after_loading()
+    return layer
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -33,7 +44,7 @@ def test_int8_is_near(bias, rows, in_features, seed):
     bound = 0.51 * (
         weight.abs().amax(1) / 127 * x.abs().sum(1, keepdim=True) + x.abs().amax(1, keepdim=True) / 4063 * weight.abs().sum(1)
     )
-    assert ((Int8Product(weight, b)(x) - expected).abs() <= bound + 1e-4).all()
+    assert ((make_linear(weight, b, "int8")(x) - expected).abs() <= bound + 1e-4).all()
 
 
 def test_int8_of_numbers_that_have_8_bits_is_exact():
@@ -41,7 +52,7 @@ def test_int8_of_numbers_that_have_8_bits_is_exact():
     weight[:, 0] = 127
     x = torch.randint(-4063, 4064, (5, 64), generator=torch.Generator().manual_seed(1)).float()
     x[:, 0] = 4063
-    torch.testing.assert_close(Int8Product(weight, None)(x), x @ weight.t(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(make_linear(weight, None, "int8")(x), x @ weight.t(), rtol=1e-6, atol=0)
 
 
 def test_int4_of_numbers_on_16_steps_is_exact_but_for_bfloat16():
@@ -54,41 +65,44 @@ def test_int4_of_numbers_on_16_steps_is_exact_but_for_bfloat16():
     numbers = torch.randint(0, 16, (32, 3, 32), generator=generator)
     numbers[..., 0], numbers[..., 1] = 0, 15
     weight = (lowest + steps * numbers).flatten(1)
-    product = Int4Product(weight, None)(torch.eye(96))  # the weight itself, as the operator sees it
+    product = make_linear(weight, None, "int4")(torch.eye(96))  # the weight itself, as the operator sees it
     spread = (steps * 15).squeeze(-1).repeat_interleave(32, dim=1)
     assert ((product.t() - weight).abs() <= 0.01 * (spread + weight.abs())).all()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @given(rows=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_a_row_does_not_depend_on_its_batch(name, rows, seed):
-    product = PRODUCTS[name](random(48, 64, seed=seed), None)
+    product = make_linear(random(48, 64, seed=seed), None, name)
     x = random(rows, 64, seed=seed + 1)
     x[0] *= 1000
     together = product(x)
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(rows))
 
 
-def test_what_is_packed_into_what():
-    weight = random(32, 64)
-    for quantization, name, kind in (
-        ("int8", "model.layers.0.mlp.down_proj", Int8Product),
-        ("int4", "model.layers.0.mlp.down_proj", Int4Product),
-        ("int4", HEAD, Int8Product),
-    ):
-        assert isinstance(choose_product(quantization, False, CPU, torch.float32)(name, weight, None), kind)
-    make = choose_product("int4", False, CPU, torch.float32)
-    assert isinstance(make("x", random(32, 40), None), Int8Product), "40 inputs are no whole groups of 32"
-    assert isinstance(make("x", random(20, 64), None), Int8Product), "20 outputs are no multiple of 16"
-    assert choose_product(None, True, CPU, torch.float32) is None
-    assert choose_product(None, False, CPU, torch.bfloat16) is None, "packed weights are float32"
-    layer = Linear(64, 32, bias=True)
-    layer.weight.data, layer.bias.data = weight, random(32, seed=1)
-    x = random(3, 64, seed=2)
-    before = layer(x)
-    layer.pack(lambda w, b: choose_product(None, False, CPU, torch.float32)("x", w, b))
-    torch.testing.assert_close(layer(x), before)
-    assert layer.weight is None and not list(layer.parameters()), "the weight is there once"
+def test_which_layer_is_computed_how():
+    def method(quantization, out_features=32, in_features=64, layer_cls=None, dtype=torch.float32, low_memory=False):
+        platform = Platform(CPU, dtype, quantization=quantization, low_memory=low_memory)
+        if layer_cls is LMHead:
+            return type(LMHead(in_features, out_features, platform).method)
+        return type(Linear(in_features, out_features, False, platform).method)
+
+    assert method("int8") is Int8LinearMethod
+    assert method("int4") is Int4LinearMethod
+    assert method("int4", layer_cls=LMHead) is Int8LinearMethod, "the head chooses between many tokens"
+    assert method("int4", in_features=40) is Int8LinearMethod, "40 inputs are no whole groups of 32"
+    assert method("int4", out_features=20) is Int8LinearMethod, "20 outputs are no multiple of 16"
+    assert method(None) is PackedLinearMethod
+    assert method(None, low_memory=True) is UnquantizedLinearMethod
+    assert method(None, dtype=torch.bfloat16) is UnquantizedLinearMethod, "packed weights are float32"
+
+
+@pytest.mark.parametrize("rows", [3, 10])
+def test_a_packed_layer_computes_the_same_and_keeps_its_weight_once(rows):
+    weight, bias, x = random(32, 64), random(32, seed=1), random(rows, 64, seed=2)
+    packed, unpacked = make_linear(weight, bias), make_linear(weight, bias, low_memory=True)
+    torch.testing.assert_close(packed(x), unpacked(x))
+    assert packed.weight is None and not list(packed.parameters())
 
 
 def test_what_cannot_be_quantized_is_told():

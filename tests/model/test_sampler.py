@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 
 from minivllm import SamplingParams
 from minivllm.request import Request, Sequence
+from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
 from minivllm.worker.sampler import SamplingRow, random_number, sample
 
@@ -38,7 +39,7 @@ def make_row(params: SamplingParams, prompt=(1,), output=(), seed=0, index=0, eo
     request = Request("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
     seq = Sequence(0, request)
     seq.token_ids += list(output)
-    return SamplingRow(seq, index)
+    return SamplingRow(ScheduledSequence(seq, seq.num_tokens, []).to_data(), index)
 
 
 seeds = st.integers(0, 2**31)

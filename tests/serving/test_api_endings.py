@@ -20,13 +20,16 @@ from scripted_server import (
     events,
     post,
     read_to_the_end,
+    restarting_engine,
     running_server,
+    scripted_core,
     scripted_engine,
     wait_until,
 )
 from starlette.responses import StreamingResponse
 
-from minivllm.entrypoints.engine_keeper import EngineKeeper
+from minivllm.engine.core_client import AsyncMPClient, CoreSupervisor
+from minivllm.engine.core_messages import Shutdown
 from minivllm.entrypoints.server import make_server
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
@@ -202,7 +205,7 @@ def test_the_end_does_not_wait_for_a_client_that_does_not_read(smollm2_path, mon
 def test_a_third_signal_waits_for_nothing(server, monkeypatch):
     statuses = []
     monkeypatch.setattr("minivllm.entrypoints.server.os._exit", statuses.append)
-    not_running = make_server(ServerState(server.state.keeper, ServerSettings()), ("127.0.0.1", 1))
+    not_running = make_server(ServerState(server.engine, ServerSettings()), ("127.0.0.1", 1))
     for _ in range(3):
         assert statuses == []
         not_running.handle_exit(2, None)
@@ -231,18 +234,36 @@ def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2
     assert server.server.exit_status == 1
 
 
-def test_a_dead_engine_is_replaced_if_told_so(smollm2_path, monkeypatch):
+class Cores:
+    """Starts cores, and ends the latest one as if it had died."""
+
+    def __init__(self, smollm2_path, before_start=lambda number: None, after_start=lambda number: None):
+        self.smollm2_path, self.started = smollm2_path, []
+        self._before_start, self._after_start = before_start, after_start
+
+    def start(self):
+        number = len(self.started)
+        self.started.append(None)
+        self._before_start(number)
+        self.started[number] = scripted_core(self.smollm2_path)
+        self._after_start(number)
+        return self.started[number]
+
+    def kill(self, number=0):
+        self.started[number].send(Shutdown())
+
+    def engine(self):
+        return restarting_engine(self.smollm2_path, self.start)
+
+
+def test_a_dead_core_is_replaced_under_a_server_that_goes_on(smollm2_path):
     may_start = threading.Event()
     may_start.set()
-
-    def start_engine():
-        assert may_start.wait(timeout=10)
-        return scripted_engine(smollm2_path)
-
-    with running_server(start_engine, restart=True) as server:
+    cores = Cores(smollm2_path, lambda number: may_start.wait(timeout=10))
+    with running_server(cores.engine) as server:
         may_start.clear()
         assert server.complete(max_tokens=5).status_code == 200
-        server.engine.shutdown()
+        cores.kill()
         wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
         assert 'generation_tokens_total{model_name="scripted"} 5.0' in server.client.get("/metrics").text
         assert server.client.get("/v1/models").status_code == 200
@@ -253,51 +274,58 @@ def test_a_dead_engine_is_replaced_if_told_so(smollm2_path, monkeypatch):
         wait_until(lambda: server.client.get("/health").status_code == 200)
         assert server.complete(max_tokens=1).status_code == 200
         counted = server.client.get("/metrics").text
-        assert 'generation_tokens_total{model_name="scripted"} 6.0' in counted, "the next engine goes on counting"
+        assert 'generation_tokens_total{model_name="scripted"} 6.0' in counted, "it goes on counting"
 
 
-def test_engines_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.engine_keeper.EngineKeeper.PAUSE", 0.05)
-    engines = []
+def test_streams_of_a_core_that_died_fail_and_new_ones_are_served(smollm2_path):
+    cores = Cores(smollm2_path)
+    with running_server(cores.engine) as server:
+        cores.started[0].scripted.seconds_per_step = 0.05
+        readers = [StreamReader(server, max_tokens=200) for _ in range(3)]
+        wait_until(lambda: server.engine.stats.num_running == 3)
+        cores.kill()
+        for reader in readers:
+            reader.join()
+            assert reader.status == 503 or reader.chunks[-1]["error"]["code"] == "engine_dead"
+        wait_until(lambda: server.client.get("/health").status_code == 200 and len(cores.started) == 2)
+        assert server.complete(max_tokens=3).status_code == 200
+        wait_until(server.is_idle)
 
-    def start_engine():
-        engines.append(scripted_engine(smollm2_path))
-        if len(engines) > 1:
-            threading.Timer(0.1, engines[-1].shutdown).start()
-        return engines[-1]
 
-    with running_server(start_engine, restart=True) as server:
-        engines[0].shutdown()
+def test_cores_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
+    monkeypatch.setattr(CoreSupervisor, "PAUSE_SECONDS", 0.05)
+    cores = Cores(smollm2_path, after_start=lambda number: number and cores.kill(number))
+    with running_server(cores.engine) as server:
+        cores.kill()
         wait_until(lambda: server.server.should_exit)
-    assert (len(engines), server.server.exit_status) == (4, 1)
+    assert (len(cores.started), server.server.exit_status) == (4, 1)
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["and is there", "and is not there yet"])
-def test_an_engine_that_starts_while_the_server_ends_is_ended(smollm2_path, is_there):
-    first, second = scripted_engine(smollm2_path), scripted_engine(smollm2_path)
-    engines, is_starting, may_start = iter([first, second]), threading.Event(), threading.Event()
+def test_a_core_that_is_being_started_when_the_client_shuts_down_is_ended(smollm2_path):
+    is_starting, may_start = threading.Event(), threading.Event()
 
-    def start_engine():
-        engine = next(engines)
-        if engine is second:
+    def wait_to_start(number):
+        if number == 1:
             is_starting.set()
             may_start.wait(timeout=10)
-        return engine
 
-    async def end_while_it_starts():
-        keeper = EngineKeeper(start_engine, restart=True, on_end=lambda: None)
-        keeper.watch()
-        first.shutdown()
-        while not is_starting.is_set():
-            await asyncio.sleep(0.01)
-        if is_there:
-            may_start.set()
-            time.sleep(0.2)  # the event loop has no time to hear of it before the end
-        await keeper.close()
-        may_start.set()
+    cores = Cores(smollm2_path, wait_to_start)
+    client = AsyncMPClient(cores.start, restart=True)
+    messages = MessageList()
+    client.start(messages.append)
+    cores.kill()
+    assert is_starting.wait(timeout=10)
+    client.shutdown()
+    may_start.set()
+    wait_until(lambda: cores.started[1] is not None and not cores.started[1]._thread.is_alive())
 
-    asyncio.run(end_while_it_starts())
-    wait_until(lambda: second.dead_error is not None)
+
+class MessageList:
+    def __init__(self):
+        self.messages = []
+
+    def append(self, message):
+        self.messages.append(message)
 
 
 def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
@@ -309,26 +337,24 @@ def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
         engine.wait_dead = fail
         return engine
 
-    with running_server(start_engine, restart=True) as server:
+    with running_server(start_engine) as server:
         wait_until(lambda: server.server.should_exit)
     assert server.server.exit_status == 1
     assert "nobody foresaw this" in caplog.text
 
 
 def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.engine_keeper.EngineKeeper.PAUSE", 0.05)
-    starts = []
+    monkeypatch.setattr(CoreSupervisor, "PAUSE_SECONDS", 0.05)
 
-    def start_engine():
-        starts.append(time.monotonic())
-        if len(starts) > 1:
+    def fail(number):
+        if number:
             raise ConfigError("There is no memory.")
-        return scripted_engine(smollm2_path)
 
-    with running_server(start_engine, restart=True) as server:
-        server.engine.shutdown()
+    cores = Cores(smollm2_path, fail)
+    with running_server(cores.engine) as server:
+        cores.kill()
         wait_until(lambda: server.server.should_exit)
-    assert (len(starts), server.server.exit_status) == (4, 1)
+    assert (len(cores.started), server.server.exit_status) == (4, 1)
 
 
 def test_who_only_watches_is_not_waited_for(smollm2_path):

@@ -13,8 +13,8 @@ import pytest
 from fastapi import FastAPI
 from watched_engine import MODEL, make_engine
 
-from minivllm.config import SchedulerConfig
-from minivllm.engine.core_messages import EngineStats
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.engine.core_messages import SchedulerStats
 from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard import _FILES, HEADERS, add_dashboard
 from minivllm.entrypoints.dashboard import live as live_module
@@ -37,9 +37,9 @@ class ScriptedEngine:
     def __init__(self):
         self.model_config = SimpleNamespace(name=MODEL, max_model_len=64)
         self.scheduler_config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
-        self.args = SimpleNamespace(block_size=16, enable_prefix_caching=False)
+        self.cache_config = CacheConfig(block_size=16)
         self.num_gpu_blocks = 20
-        self.stats = EngineStats(num_gpu_blocks=20)
+        self.stats = SchedulerStats(num_gpu_blocks=20)
         self.num_unfinished = 0
         self.script = asyncio.Queue()
         self.num_watchers = 0
@@ -155,7 +155,7 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
     async def main():
         engine = ScriptedEngine()
         engine.num_unfinished = 3
-        engine.stats = EngineStats(num_running=3, num_gpu_blocks=20)
+        engine.stats = SchedulerStats(num_running=3, num_gpu_blocks=20)
         async with aclosing(live_events(engine)) as events:
             await anext(events)
             busy = parse(await anext(events))
@@ -332,7 +332,7 @@ def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
     events, sent, watchers, num_tasks = asyncio.run(main())
     assert sum(len(content["curve"]["end"]) for name, content in events if name == "steps") == 300
     assert len(sent) == 2, "the headers, and the event that it took"
-    assert (watchers, num_tasks) == ({}, 1)
+    assert (watchers, num_tasks) == (set(), 1)
 
 
 def test_each_page_gets_the_engine_of_the_moment():

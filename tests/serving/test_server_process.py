@@ -6,8 +6,8 @@ import time
 
 import psutil
 import pytest
+from server_process import HealthProbe, start_server
 
-from minivllm.bench.server_process import HealthProbe, start_server
 from minivllm.errors import ConfigError
 
 SERVER = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,19 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import soak
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "soak.py"
-
-
-@pytest.fixture(scope="module")
-def soak():
-    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["soak"]
 
 
 class Health:
@@ -30,18 +20,18 @@ class Health:
     failures = 0
 
 
-def judge(soak, *, tally=None, health=Health, after=None, memory=None, same_processes=True) -> list[str]:
+def judge(*, tally=None, health=Health, after=None, memory=None, same_processes=True) -> list[str]:
     """The names of the checks that are missed, of a run that is good but for what is given."""
     good = soak.Tally()
     good.counts.update({"accepted": 9, "completed": 6, "left": 3, "too many": 1, "bad refused": 5})
     before = soak.Footprint(tasks=5, file_descriptors=30, sequences=0, cache_use=0.0)
     checks = soak.judge(tally or good, health, before, after or before, memory or {1: [100] * 20, 2: [500] * 20}, same_processes)
-    assert soak.format_table(checks, good)
+    assert soak.format_checks(checks, good)
     return [check.name for check in checks if not check.good]
 
 
-def test_a_run_after_which_all_is_as_before_is_good(soak):
-    assert judge(soak) == []
+def test_a_run_after_which_all_is_as_before_is_good():
+    assert judge() == []
 
 
 @pytest.mark.parametrize(
@@ -53,16 +43,16 @@ def test_a_run_after_which_all_is_as_before_is_good(soak):
         ({"cache_use": 0.01}, "KV cache left in use"),
     ],
 )
-def test_what_is_left_is_a_leak(soak, left, name):
+def test_what_is_left_is_a_leak(left, name):
     footprint = {"tasks": 5, "file_descriptors": 30, "sequences": 0, "cache_use": 0.0} | left
-    assert judge(soak, after=soak.Footprint(**footprint)) == [name]
+    assert judge(after=soak.Footprint(**footprint)) == [name]
 
 
-def test_memory_may_grow_while_the_server_warms_up_but_not_after(soak):
+def test_memory_may_grow_while_the_server_warms_up_but_not_after():
     warming_up = [100, 150, 190, 195, 199, 200, 200] + [200] * 13
     leaking = [200 + 2 * i for i in range(20)]
-    assert judge(soak, memory={1: warming_up, 2: warming_up}) == []
-    assert judge(soak, memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
+    assert judge(memory={1: warming_up, 2: warming_up}) == []
+    assert judge(memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
 
 
 @pytest.mark.parametrize(
@@ -73,23 +63,23 @@ def test_memory_may_grow_while_the_server_warms_up_but_not_after(soak):
         ("bad taken", "bad requests not refused"),
     ],
 )
-def test_a_surprise_is_a_failure(soak, kind, name):
+def test_a_surprise_is_a_failure(kind, name):
     tally = soak.Tally()
     tally.counts.update({"left": 3, "too many": 1})
     tally.surprise(kind, "why")
-    assert judge(soak, tally=tally) == [name]
+    assert judge(tally=tally) == [name]
 
 
-def test_an_ill_or_new_server_is_a_failure(soak):
+def test_an_ill_or_new_server_is_a_failure():
     class Ill(Health):
         failures = 1
 
-    assert judge(soak, health=Ill) == ["/health not true"]
-    assert judge(soak, same_processes=False) == ["processes afterwards"]
+    assert judge(health=Ill) == ["/health not true"]
+    assert judge(same_processes=False) == ["processes afterwards"]
 
 
-def test_users_who_were_too_kind_show_nothing(soak):
-    assert judge(soak, tally=soak.Tally()) == ["refused in bursts", "left in mid-stream"]
+def test_users_who_were_too_kind_show_nothing():
+    assert judge(tally=soak.Tally()) == ["refused in bursts", "left in mid-stream"]
 
 
 def test_thirty_seconds_of_rough_users(tmp_path):

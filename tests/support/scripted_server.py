@@ -21,15 +21,17 @@ from pydantic import TypeAdapter
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_client import AsyncMPClient
+from minivllm.engine.core_handle import CoreThread
+from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.entrypoints.engine_keeper import EngineKeeper
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.server import ApiServer, bind, make_server
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.executor.base import Executor
 from minivllm.outputs import Logprob
-from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
 
 SENTENCE = " The quick brown fox jumps over the lazy dog."
 MODEL = "scripted"
@@ -53,23 +55,22 @@ class ScriptedExecutor(Executor):
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         pass
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         time.sleep(self.seconds_per_step)
         if self.failure is not None:
             raise self.failure
-        return [self._speak(item) for item in output.scheduled]
+        return [self._speak(seq) for seq in request.sequences]
 
-    def _speak(self, item: ScheduledSequence) -> SequenceOutput:
-        seq, params = item.seq, item.seq.request.sampling_params
+    def _speak(self, seq: SequenceData) -> SequenceOutput:
+        params, end = seq.request.sampling_params, seq.num_computed_tokens + seq.num_tokens
         result = SequenceOutput()
-        if item.needs_sampling:
-            for index in range(seq.index, seq.index + 1 + seq.num_unforked_siblings):
-                result.token_ids.append(self.script[(seq.num_output_tokens + index) % len(self.script)])
-            if params.logprobs is not None:
-                result.logprobs = [candidates(t, seq.num_tokens, params.logprobs) for t in result.token_ids]
+        for index in range(seq.index, seq.index + seq.num_samples):
+            result.token_ids.append(self.script[(seq.num_output_tokens + index) % len(self.script)])
+        if seq.num_samples and params.logprobs is not None:
+            result.logprobs = [candidates(t, end, params.logprobs) for t in result.token_ids]
         if params.prompt_logprobs is not None and not seq.num_output_tokens:
             prompt = seq.request.prompt_token_ids
-            positions = range(max(1, seq.num_computed_tokens), seq.num_computed_tokens + item.num_tokens)
+            positions = range(max(1, seq.num_computed_tokens), end)
             result.prompt_logprobs = {p: candidates(prompt[p], p, params.prompt_logprobs) for p in positions}
         return result
 
@@ -82,15 +83,32 @@ def candidates(token_id: int, place: int, num_logprobs: int) -> dict[int, Logpro
     return entry
 
 
+def scripted_configs(smollm2_path: Path) -> tuple[ModelConfig, CacheConfig, SchedulerConfig]:
+    model = ModelConfig(MODEL, smollm2_path, "none", {}, 1, 1, 1, 8, 49152, MAX_MODEL_LEN, (2,))
+    return model, CacheConfig(block_size=8), SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=1024)
+
+
 def scripted_engine(smollm2_path: Path) -> AsyncLLMEngine:
     """An engine whose `scripted` attribute is its executor."""
     tokenizer = Tokenizer(smollm2_path)
-    model = ModelConfig(MODEL, smollm2_path, "none", {}, 1, 1, 1, 8, 49152, MAX_MODEL_LEN, (2,))
     executor = ScriptedExecutor(tokenizer)
-    scheduler = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=1024)
-    engine = AsyncLLMEngine.from_engine(LLMEngine(model, CacheConfig(block_size=8), scheduler, executor, tokenizer))
+    engine = AsyncLLMEngine.from_engine(LLMEngine.from_executor(*scripted_configs(smollm2_path), executor, tokenizer))
     engine.scripted = executor
     return engine
+
+
+def scripted_core(smollm2_path: Path) -> CoreThread:
+    """A running core with its executor as `scripted`. Sent a `Shutdown`, it ends as if it had died."""
+    executor = ScriptedExecutor(Tokenizer(smollm2_path))
+    core = CoreThread(EngineCore(*scripted_configs(smollm2_path), executor))
+    core.scripted = executor
+    return core
+
+
+def restarting_engine(smollm2_path: Path, start_core: Callable[[], CoreThread]) -> AsyncLLMEngine:
+    """An engine that starts another core when one dies."""
+    client = AsyncMPClient(start_core, restart=True)
+    return AsyncLLMEngine(client, *scripted_configs(smollm2_path), Tokenizer(smollm2_path))
 
 
 @dataclass
@@ -104,7 +122,7 @@ class RunningServer:
 
     @property
     def engine(self) -> AsyncLLMEngine:
-        return self.state.keeper.engine
+        return self.state.engine
 
     def complete(self, **body) -> httpx.Response:
         return self.client.post("/v1/completions", json={"prompt": "Once", **body})
@@ -128,14 +146,12 @@ async def _count_tasks() -> int:
 
 
 @contextlib.contextmanager
-def running_server(
-    start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings | None = None, *, restart: bool = False
-) -> Iterator[RunningServer]:
+def running_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings | None = None) -> Iterator[RunningServer]:
     """Serve in a thread for as long as the block lasts."""
     settings = settings or ServerSettings(shutdown_timeout=1)
     listener = bind("127.0.0.1", 0)
-    keeper = EngineKeeper(start_engine, restart=restart, on_end=lambda: server.end(1))
-    state = ServerState(keeper, settings)
+    engine = start_engine()
+    state = ServerState(engine, settings)
     server = make_server(state, listener.getsockname())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -146,7 +162,7 @@ def running_server(
         finally:
             server.should_exit = True
             thread.join(timeout=20)
-            keeper.close_at_once()
+            engine.shutdown()
     assert not thread.is_alive(), "the server did not end"
 
 

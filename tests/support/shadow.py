@@ -9,6 +9,7 @@ one right answer, which `expected_tokens` computes without any engine.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -16,7 +17,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SchedulerOutput, SequenceData, SequenceOutput
 from minivllm.worker.sampler import random_number
 
 VOCAB_SIZE = 50
@@ -83,33 +84,43 @@ class ShadowExecutor(Executor):
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         assert (num_gpu_blocks, num_cpu_blocks) == self.num_blocks
 
-    def execute_model(self, output: SchedulerOutput) -> list[SequenceOutput]:
+    def watch(self, scheduler: Scheduler) -> None:
+        """Look at each step as the scheduler decides it, too."""
+        schedule = scheduler.schedule
+
+        def watched_schedule() -> SchedulerOutput:
+            self.output = schedule()
+            return self.output
+
+        self.scheduler, scheduler.schedule = scheduler, watched_schedule
+
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         try:
-            self.observe(output)
-            return self._execute(output)
+            self.observe(self.output)
+            return self._execute(request, self.output)
         except AssertionError as error:
             raise Violation(str(error)) from error
 
     def observe(self, output: SchedulerOutput) -> None:
         """Called with each step before it is executed; tests put their own assertions here."""
 
-    def _execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
+    def _execute(self, request: ExecuteModelRequest, output: SchedulerOutput) -> list[SequenceOutput]:
         self.num_steps += 1
         self.check_limits(output)
         if self.num_steps in self.fail_at:
             raise RuntimeError("planned failure")
-        for block, host in output.blocks_to_swap_out:
+        for block, host in request.blocks_to_swap_out:
             self.cpu[host] = list(self.gpu[block])
-        for host, block in output.blocks_to_swap_in:
+        for host, block in request.blocks_to_swap_in:
             self.gpu[block] = list(self.cpu[host])
-        copies = [(list(self.gpu[source]), destination) for source, destination in output.blocks_to_copy]
+        copies = [(list(self.gpu[source]), destination) for source, destination in request.blocks_to_copy]
         for content, destination in copies:
             self.gpu[destination] = content
         self.num_swapped += len(output.blocks_to_swap_out)
         self.num_copied += len(copies)
         self.num_preempted += len(output.preempted)
         self.num_mixed += output.phase == "mixed"
-        return [self.compute(item) for item in output.scheduled]
+        return [self.compute(seq) for seq in request.sequences]
 
     def check_limits(self, output: SchedulerOutput) -> None:
         assert len(output.scheduled) <= self.config.max_num_seqs
@@ -137,11 +148,12 @@ class ShadowExecutor(Executor):
                 if manager.gpu_allocator._hash_of[block] is not None:
                     assert (i + 1) * self.block_size <= seq.num_computed_tokens, "the prefix cache offers what is not computed"
 
-    def compute(self, item) -> SequenceOutput:
-        seq, table = item.seq, item.block_table
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + item.num_tokens
-        request, token_ids = seq.request, [*seq.token_ids, *item.draft_token_ids]
-        siblings = range(seq.index, seq.index + 1 + seq.num_unforked_siblings)
+    def compute(self, seq: SequenceData) -> SequenceOutput:
+        request, table, start = seq.request, seq.block_table, seq.num_computed_tokens
+        num_drafts, end = seq.num_drafts, start + seq.num_tokens
+        siblings = range(seq.index, seq.index + seq.num_samples)
+        live = next(item.seq for item in self.output.scheduled if item.seq.seq_id == seq.seq_id)
+        token_ids = [*live.token_ids[:start], *seq.token_ids]  # what a worker reads from the cache, and what it is given
         context, chosen = "", []
         for position in range(end):
             block, offset = table[position // self.block_size], position % self.block_size
@@ -149,12 +161,13 @@ class ShadowExecutor(Executor):
             if position >= start:
                 assert self.scheduler.block_manager.gpu_allocator.ref_counts[block] == 1, "write into a shared block"
                 self.gpu[block][offset] = context
-            assert self.gpu[block][offset] == context, f"{seq}: position {position} holds something else"
-            if position >= seq.num_tokens - 1:
-                number = position + 1 - seq.num_prompt_tokens
+            assert self.gpu[block][offset] == context, f"{live}: position {position} holds something else"
+            if position >= end - 1 - num_drafts:
+                number = seq.num_output_tokens + position - (end - 1 - num_drafts)
                 args = (context, token_ids[position], request.sampling_params, request.seed)
                 chosen += [next_token(*args, index, number) for index in siblings]
-        self.num_accepted += chosen[: len(item.draft_token_ids)] == list(item.draft_token_ids) != []
+        drafts = seq.token_ids[seq.num_tokens - num_drafts :]
+        self.num_accepted += chosen[:num_drafts] == drafts != []
         return SequenceOutput(chosen)
 
 
@@ -189,7 +202,7 @@ def shadow_engine(
     model_config = ModelConfig("shadow", Path(), "Shadow", {}, 1, 1, 1, 1, VOCAB_SIZE, max_model_len, (EOS,))
     scheduler_config = SchedulerConfig(**scheduler_args)
     executor = ShadowExecutor(num_gpu_blocks, num_cpu_blocks, block_size)
-    engine = LLMEngine(
+    engine = LLMEngine.from_executor(
         model_config,
         CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, watermark=watermark),
         scheduler_config,
@@ -198,6 +211,11 @@ def shadow_engine(
         scheduler_cls=scheduler_cls,
         clock=lambda: float(executor.num_steps),
     )
-    executor.scheduler = engine.scheduler
+    executor.watch(engine.scheduler)
     executor.config = scheduler_config
     return engine, executor
+
+
+def set_clock(engine: LLMEngine, clock: Callable[[], float]) -> None:
+    """Give an engine another clock."""
+    engine.core.clock = engine.input_processor.clock = clock

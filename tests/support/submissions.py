@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import nbformat
 from course_notebooks import ADD, solved_notebook
 
-from minivllm.course.cells import STUB as WRITE_THIS
+from minivllm.course.exercise_cells import STUB as WRITE_THIS
 
 GOOD = ADD
 STUB = re.sub("### BEGIN SOLUTION.*?### END SOLUTION", WRITE_THIS, ADD, flags=re.DOTALL)
@@ -69,7 +69,7 @@ def cases(solutions, project):
         "good": case(5),
         "partial": case(2, "Expected 16, but got 12", answer=in_check("result = a + 4")),
         "untouched": case(0, "Not written yet", answer=STUB),
-        "syntax_error": case(0, "Your cell 2 ended with an error, SyntaxError", answer="def add(a, b:\n"),
+        "syntax_error": case(0, "Your cell 2 raised an error, SyntaxError", answer="def add(a, b:\n"),
         "endless_loop": case(5, "Your cell 2 ran longer than 6 s and was stopped.", own="while True: pass"),
         "endless_loop_in_check": case(
             2, "called by the check in cell 5, ran longer than 6 s", answer=in_check("while True: pass")
@@ -81,32 +81,32 @@ def cases(solutions, project):
         ),
         "sys_exit": case(5, "Your cell 2 called exit or sys.exit", own="import sys\nsys.exit()"),
         "exit": case(5, "Your cell 2 called exit or sys.exit", own="exit()"),
-        "os_exit": case(5, "Your cell 2 ended Python", own="import os\nos._exit(0)"),
+        "os_exit": case(5, "Your cell 2 made Python exit", own="import os\nos._exit(0)"),
         "os_exit_in_check": case(
-            2, "called by the check in cell 5, ended Python", answer="import os\n" + in_check("os._exit(0)")
+            2, "called by the check in cell 5, made Python exit", answer="import os\n" + in_check("os._exit(0)")
         ),
         "sys_exit_in_check": case(2, answer="import sys\n" + in_check("sys.exit(0)")),
         "crash": case(
-            5, "Your cell 2 ended Python", own="import ctypes, faulthandler\nfaulthandler.disable()\nctypes.string_at(0)"
+            5, "Your cell 2 made Python exit", own="import ctypes, faulthandler\nfaulthandler.disable()\nctypes.string_at(0)"
         ),
         "edited_checks": case(0, "This check was changed; the original was graded.", answer=STUB, **FAKE_CHECKS),
         "edited_checks_good": case(5, answer=GOOD, check_add="1 / 0", check_twice="### nothing"),
-        "deleted_checks": Case(written(without(notebook(STUB), *checks)), 0, "the original was put back"),
+        "deleted_checks": Case(written(without(notebook(STUB), *checks)), 0, "the original was restored"),
         "deleted_checks_good": Case(written(without(notebook(), "imports", *checks)), 5, "were changed or deleted"),
         "deleted_answer": Case(written(without(notebook(), "answer")), 0, "The answer above was deleted."),
-        "duplicated_checks": Case(written(twice(notebook(), *checks)), 5, "there twice was graded once"),
+        "duplicated_checks": Case(written(twice(notebook(), *checks)), 5, "duplicated check was graded once"),
         "duplicated_checks_bad": Case(written(twice(notebook(in_check("result = 0")), *checks)), 2, "Expected 16"),
         "broken_json": Case(written(notebook())[:500], 0, "it is not valid JSON"),
         "deep_json": Case("[" * 200_000, 0, "it is not valid JSON"),
         "not_a_notebook": Case(json.dumps([1, 2]), 0, "it has no cells"),
-        "binary": Case(b"\x89PNG\r\n\xff\xfe", 0, "not text in UTF-8"),
+        "binary": Case(b"\x89PNG\r\n\xff\xfe", 0, "it is not UTF-8 text"),
         "empty": Case("", 0, "The file is empty."),
         "prints_100_mb": case(5, "Your cell 2 printed more than 8 MB and was stopped.", own="print('x' * 100_000_000)"),
         "prints_for_ever": case(5, "Your cell 2 printed more than 8 MB", own="while True: print('y' * 1000)"),
         "prints_past_python": case(5, own="import os\nfor _ in range(100): os.write(1, b'z' * 1_000_000)"),
         "shows_100_mb": case(5, own="from IPython.display import HTML, display\ndisplay(HTML('x' * 100_000_000))"),
         "memory_hog": case(
-            5, "Your cell 2 took more than 0.5 GiB", own="import time\nhog = []\nwhile True: hog.append(b'x' * 30_000_000)"
+            5, "Your cell 2 used more than 0.5 GiB", own="import time\nhog = []\nwhile True: hog.append(b'x' * 30_000_000)"
         ),
         "writes_files": case(5, own="open('mine.txt', 'w').write('x')\nassert open('mine.txt').read() == 'x'"),
         "empties_what_is_parsed": case(
@@ -178,7 +178,7 @@ def cases(solutions, project):
             "display(HTML('<script>alert(2)</script><b onclick=\"alert(3)\">bold</b>'))\n"
             "print('\\x00\\x08 </pre><script>alert(4)</script>')\nraise ValueError('\\x00 <script>alert(5)</script> \\ud800')",
         ),
-        "odd_source": case(5, "Your cell 2 ended with an error", own="print('\x00\x1b </pre><script>alert(6)</script>')"),
+        "odd_source": case(5, "Your cell 2 raised an error", own="print('\x00\x1b </pre><script>alert(6)</script>')"),
         "odd_text": Case(written(notebook()).replace("Write two functions.", "<script>alert(7)</script>"), 5),
         "=cmd|'calc'!A0": case(5),
         "<script>alert(0)<": case(0, "Not written yet", answer=STUB),

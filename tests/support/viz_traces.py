@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shadow import VOCAB_SIZE, shadow_engine
+from shadow import VOCAB_SIZE, set_clock, shadow_engine
 
 from minivllm import SamplingParams, StaticBatchScheduler
 from minivllm.engine.trace import EngineTrace
@@ -28,7 +28,7 @@ def record(requests, *, failures=(), aborts=None, **engine_args) -> EngineTrace:
         now += 0.01 + 0.0005 * output.num_batched_tokens + 0.001 * len(output.scheduled)
 
     executor.observe = observe
-    engine.clock = lambda: now
+    set_clock(engine, lambda: now)
     trace = engine.start_trace()
     pending, aborts = list(requests), dict(aborts or {})
     while pending or engine.has_unfinished_requests():

@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.dashboard import add_dashboard
@@ -35,13 +35,9 @@ class WaitingExecutor(Executor):
     def initialize_cache(self, num_gpu_blocks, num_cpu_blocks):
         pass
 
-    def execute_model(self, output):
-        time.sleep(self.seconds + 1e-5 * sum(item.num_tokens for item in output.scheduled))
-        tokens = itertools.repeat(7)
-        return [
-            SequenceOutput([next(tokens)] * (1 + item.seq.num_unforked_siblings) if item.needs_sampling else [])
-            for item in output.scheduled
-        ]
+    def execute_model(self, request):
+        time.sleep(self.seconds + 1e-5 * sum(seq.num_tokens for seq in request.sequences))
+        return [SequenceOutput([7] * seq.num_samples) for seq in request.sequences]
 
 
 def model_config():
@@ -52,8 +48,9 @@ def make_engine(num_blocks=128, seconds=0.01, max_num_seqs=16, enable_prefix_cac
     """An `AsyncLLMEngine` in a thread of this process."""
     cache = CacheConfig(enable_prefix_caching=enable_prefix_caching)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
-    engine = LLMEngine(model_config(), cache, scheduler, WaitingExecutor(num_blocks, seconds), None)
-    return AsyncLLMEngine.from_engine(engine, EngineArgs(enable_prefix_caching=enable_prefix_caching))
+    return AsyncLLMEngine.from_engine(
+        LLMEngine.from_executor(model_config(), cache, scheduler, WaitingExecutor(num_blocks, seconds))
+    )
 
 
 def make_app(get_engine):

@@ -21,9 +21,9 @@ from minivllm.bench.calibrate import (
     unseen_settings,
 )
 from minivllm.bench.costs import load_costs
+from minivllm.bench.report import to_json
 from minivllm.bench.simulation import make_simulated_engine, simulate
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.entrypoints.bench_cli import to_text
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, StepWork
 
@@ -90,7 +90,7 @@ def test_runs_that_were_not_seen_are_predicted():
     """Here the real engine is a simulated one: nothing but the fit and the settings can be wrong."""
     engine = engine_with(TRUE_COSTS)
     report = calibrate(engine, rounds=1)
-    assert engine.scheduler_config.max_num_seqs == 12
+    assert engine.core.scheduler_config.max_num_seqs == 12
     assert report.r_squared > 0.9999
     assert {(p.scheduler, p.workload) for p in report.predictions} == {
         (scheduler, workload) for scheduler in ("static", "continuous") for workload in ("uniform", "longtail")
@@ -110,7 +110,7 @@ def test_what_is_predicted_was_not_fitted_to():
 def test_a_calibration_is_read_as_a_cost_model(tmp_path):
     file = tmp_path / "costs.json"
     costs = CostModel(0.5, per_decode_seq=0.25, decode_curve=((1, 0.125), (2, 0.25)))
-    file.write_text(to_text({"calibration": Calibration(costs, 10, 0.9, 0.1, []).to_json()}))
+    file.write_text(to_json({"calibration": Calibration(costs, 10, 0.9, 0.1, []).to_json()}))
     assert load_costs(file) == costs
 
 
@@ -145,11 +145,11 @@ def test_the_calibrated_engine_keeps_its_config_when_a_run_fails(monkeypatch):
     run, calls = calibration.run_offline, []
 
     def fail_at_the_third(*args):
-        calls.append(engine.scheduler_config.max_num_seqs)
+        calls.append(engine.core.scheduler_config.max_num_seqs)
         return 1 / 0 if len(calls) == 3 else run(*args)
 
     monkeypatch.setattr(calibration, "run_offline", fail_at_the_third)
     with pytest.raises(ZeroDivisionError):
         calibrate(engine, rounds=1)
     assert calls == [12, 1, 2]
-    assert engine.scheduler_config.max_num_seqs == 12
+    assert engine.core.scheduler_config.max_num_seqs == 12

@@ -8,7 +8,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shadow import shadow_engine
+from shadow import set_clock, shadow_engine
 
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ def record(
         now[0] += passing
         return now[0]
 
-    engine.clock = clock
+    set_clock(engine, clock)
     trace = engine.start_trace()
     todo = list(enumerate(requests))
     for number in itertools.count():

@@ -6,24 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
-from shadow import shadow_engine
+from shadow import set_clock, shadow_engine
 
-from minivllm.bench import attention, linear
-from minivllm.bench.offline import percentile
+from minivllm.bench.summary import count_output_tokens, percentile
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints import cli
-from minivllm.entrypoints.trace_cli import count_output_tokens, format_summary, with_trace_command
+from minivllm.entrypoints.trace_cli import format_summary, with_trace_command
 from minivllm.sampling_params import SamplingParams
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json"
 PNG = b"\x89PNG"
 
 
 def make_trace(num_blocks: int = 12, num_requests: int = 6) -> EngineTrace:
     """Requests that preempt each other, one of which is given up."""
     engine, executor = shadow_engine(num_blocks)
-    engine.clock = lambda: 50.0 + executor.num_steps * 0.1
+    set_clock(engine, lambda: 50.0 + executor.num_steps * 0.1)
     trace = engine.start_trace()
     for i in range(num_requests):
         engine.add_request(f"r{i}", [1 + i] * (4 + i), SamplingParams(n=1 + i % 2, max_tokens=10, ignore_eos=True, seed=i))
@@ -206,26 +204,10 @@ def test_bench_offline_saves_a_trace_of_each_run(capsys, tmp_path):
     [
         (["generate", "hi", "--save-trace", "no/folder.json"], "no/folder.json cannot be written"),
         (["bench", "offline", "--save-trace", "no/folder.json"], "no/folder.json cannot be written"),
-        (["bench", "offline", "--profile", "--save-trace", "x.json"], "--save-trace records runs"),
-        (["bench", "offline", "--engine", "minivllm", "--save-trace", "x.json"], "--save-trace records runs"),
-        (["bench", "kernels", "--plot", "no/folder.png"], "no/folder.png cannot be written"),
     ],
 )
 def test_what_cannot_be_saved_is_said_before_the_work(capsys, monkeypatch, tmp_path, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("minivllm.entrypoints.llm.LLM.__init__", lambda *args, **kwargs: pytest.fail("the work has begun"))
-    monkeypatch.setattr(linear, "measure_floor", lambda: pytest.fail("the work has begun"))
     assert cli.main(arguments) == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_bench_kernels_draws_the_roofline(capsys, monkeypatch, tmp_path):
-    results = json.loads(RESULTS.read_text())
-    by_rows = {way: {int(rows): ms for rows, ms in times.items()} for way, times in results["linear"].items()}
-    monkeypatch.setattr(linear, "measure_floor", lambda: linear.Floor(**results["floor"]))
-    monkeypatch.setattr(linear, "measure_linear", lambda: by_rows)
-    monkeypatch.setattr(attention, "measure_attention", lambda: results["attention"])
-    path = tmp_path / "roofline.png"
-    assert cli.main(["bench", "kernels", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(PNG)
-    assert f"The roofline: {path}" in capsys.readouterr().out

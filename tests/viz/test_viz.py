@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_kernels import kernel_points, peaks
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex, to_rgb
@@ -20,7 +21,6 @@ from matplotlib.figure import Figure
 from test_invariants import run, workloads
 from viz_traces import TRACES, forking, params, preempting, prompt, record, tiny
 
-from minivllm.bench.roofline import kernel_points, peaks
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
 from minivllm.viz.batches import draw_batches
@@ -31,7 +31,7 @@ from minivllm.viz.curves import draw_curves
 from minivllm.viz.drawing import Labels, short_name
 from minivllm.viz.latency import draw_latencies
 from minivllm.viz.palette import REQUEST_COLORS, STATE_LOOKS, request_color, request_colors, tint
-from minivllm.viz.roofline import RooflinePoint, draw_roofline
+from minivllm.viz.roofline import draw_roofline
 from minivllm.viz.run import draw_run
 from minivllm.viz.spans import STATES, Span, find_context_lens, find_spans, step_times, time_origin
 from minivllm.viz.step import draw_step
@@ -432,7 +432,7 @@ def test_continuations_lie_above_each_other_in_the_row_of_their_request():
 
 def test_what_was_given_up_ends_with_a_cross(traces):
     trace = traces["troubled"]
-    (marks,) = [line for line in draw_requests(trace).axes[0].lines if line.get_label() == "lost"]
+    (marks,) = [line for line in draw_requests(trace).axes[0].lines if line.get_label() == "aborted or failed"]
     lost = [r for r in trace.requests.values() if {"abort", "error"} & set(r.finish_reasons)]
     assert sorted(marks.get_xdata()) == pytest.approx(sorted(r.finished_time - time_origin(trace) for r in lost))
     assert {"r1", "r5"} < {r.request_id for r in lost}
@@ -502,10 +502,14 @@ UNITS = ("(s)", "(tokens", "(number)", "(per step)", "(%", "tokens)", "request",
 
 @settings(max_examples=20)
 @given(random_traces())
-def test_every_trace_can_be_drawn(trace):
+def test_every_trace_is_drawn_with_all_its_requests_and_spans(trace):
     for name, figure_of in FIGURES.items():
         if len(trace) or name != "block map":
             render(figure_of(trace))
+    (axes,) = draw_requests(trace).axes
+    assert {text for _, _, text in texts_of(axes)} == {short_name(request_id) for request_id in request_colors(trace)}
+    for state in STATES:
+        assert len(boxes_of(axes, state)) == sum(span.state == state for span in find_spans(trace))
 
 
 def test_a_trace_without_steps_gives_figures_that_say_so():
@@ -557,11 +561,12 @@ def test_states_differ_without_their_colours():
     assert min(light) > 2.1, "black numbers must be readable on the light part of every block"
 
 
-def test_names_may_have_what_a_formula_has(traces):
-    requests = [("$x_1$ and $\\frac", 0.0, prompt(5, 1), params(4, n=2)), ("<b>é日", 0.0, prompt(5, 2), params(4))]
-    trace = record(requests, num_gpu_blocks=20)
+def test_names_that_look_like_a_formula_are_written_as_they_are():
+    names = ["$x_1$ \\frac", "<b>é日"]
+    trace = record([(name, 0.0, prompt(5, i), params(4, n=2)) for i, name in enumerate(names, start=1)], num_gpu_blocks=20)
     for figure_of in FIGURES.values():
         render(figure_of(trace))
+    assert {text for _, _, text in texts_of(draw_requests(trace).axes[0])} == set(names)
 
 
 HASHES = {
@@ -569,43 +574,43 @@ HASHES = {
     "tiny, batches": "0cd147591c",
     "tiny, curves": "5bcf5aec39",
     "tiny, cache use": "e469fe3751",
-    "tiny, block map": "91573b880f",
+    "tiny, block map": "c3a884ce7e",
     "tiny, latencies": "2dffe37558",
     "tiny, timelines": "fe3c564f4b",
     "tiny, run": "f30e5a360c",
-    "tiny, step": "54ea7fd840",
+    "tiny, step": "6d48939c5a",
     "swap, requests": "8431f8a5f9",
     "swap, batches": "25673ef9f5",
     "swap, curves": "9a6509c6b9",
     "swap, cache use": "70a00c2444",
-    "swap, block map": "9b15381492",
+    "swap, block map": "4ec431edd0",
     "swap, latencies": "a83731128f",
     "swap, timelines": "11d7db06b7",
     "swap, run": "c1b290e5dd",
-    "swap, step": "1624a06a62",
+    "swap, step": "6b765751f0",
     "forks, requests": "eb19839e99",
     "forks, batches": "8c3b060339",
     "forks, curves": "d758429e20",
     "forks, cache use": "900feafeef",
-    "forks, block map": "4276af33a5",
+    "forks, block map": "803624a613",
     "forks, latencies": "348dffdf14",
     "forks, timelines": "f73f00b6e9",
     "forks, run": "2aea2aa2fa",
-    "forks, step": "849a559b00",
+    "forks, step": "04d3df9b84",
     "prefixes, requests": "3c2ecbec86",
     "prefixes, batches": "b19c85871e",
     "prefixes, curves": "edbb5b7210",
     "prefixes, cache use": "8e70fb35c7",
-    "prefixes, block map": "d7377fde56",
+    "prefixes, block map": "e4504cf08a",
     "prefixes, latencies": "9205e31b5b",
     "prefixes, timelines": "6bb285211f",
     "prefixes, run": "8ea5774de1",
-    "prefixes, step": "959e49968a",
+    "prefixes, step": "0c03eafaad",
     "roofline": "21c47f0f4b",
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts.
 
-To renew them, `PYTHONPATH=tests/support python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
+To renew them, `PYTHONPATH=tests/support:tests/core python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
 """
 
 
@@ -639,7 +644,7 @@ def guarded_figures():
         for figure, draw in (FIGURES | COMPOSED).items():
             yield f"{name}, {figure}", lambda draw=draw, trace=trace: draw(trace)
     results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
-    points = [RooflinePoint(**point) for point in kernel_points(results)]
+    points = kernel_points(results)
     yield "roofline", lambda: draw_roofline(points, *peaks(results), "kernels")
 
 

@@ -6,27 +6,29 @@ import itertools
 import json
 import math
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_kernels import kernel_points, peaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
-from shadow import ShadowExecutor, shadow_engine
+from matplotlib.transforms import Bbox
+from shadow import ShadowExecutor, set_clock, shadow_engine
 
-from minivllm.bench.offline import percentile as bench_percentile
-from minivllm.bench.roofline import kernel_points, peaks
+from minivllm.bench.summary import percentile, request_latencies
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
-from minivllm.viz.latency import draw_latencies, percentile, request_latencies
-from minivllm.viz.roofline import RooflinePoint, _spread, draw_roofline
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.viz.latency import draw_latencies
+from minivllm.viz.roofline import RooflinePoint, draw_roofline
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json"
 
@@ -35,12 +37,12 @@ def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[
     """A shadow engine on a virtual clock: a step takes `seconds`, and as much again for every eight of its tokens."""
     engine, executor = shadow_engine(*args, **options)
     now = [100.0]
-    engine.clock = lambda: now[0]
+    set_clock(engine, lambda: now[0])
     execute = executor.execute_model
 
-    def execute_and_wait(output: SchedulerOutput) -> list[SequenceOutput]:
-        now[0] += seconds * (1 + output.num_batched_tokens / 8)
-        return execute(output)
+    def execute_and_wait(request: ExecuteModelRequest) -> list[SequenceOutput]:
+        now[0] += seconds * (1 + sum(seq.num_tokens for seq in request.sequences) / 8)
+        return execute(request)
 
     executor.execute_model = execute_and_wait
     return engine, executor
@@ -152,16 +154,6 @@ def test_a_request_older_than_the_trace_keeps_its_times():
     assert len(latency.itls) == 4, "of the five tokens that the trace saw"
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.sampled_from([50, 95, 99]))
-def test_percentiles_are_those_of_the_benchmarks(values, percent):
-    assert percentile(values, percent) == bench_percentile(values, percent)
-
-
-def test_there_is_no_percentile_of_nothing():
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-
-
 def two_traces() -> dict[str, EngineTrace]:
     return {
         name: drive(timed_engine(40, seconds=seconds)[0], [(0.0, 5, 9, 1), (-1.0, 9, 3, 2), (-2.0, 3, 12, 1)])[0]
@@ -183,7 +175,7 @@ def test_the_figure_shows_the_shares_and_writes_the_percentiles():
             assert y <= np.mean([value <= x for value in values]) + 1e-9
         assert (line.get_xdata()[-1], line.get_ydata()[-1]) == (values[-1], 1.0)
         written = [float(text.get_text()) for text in tables[2].texts[3 + 3 * number : 6 + 3 * number]]
-        assert written == pytest.approx([bench_percentile(values, percent) for percent in (50, 95, 99)], rel=5e-3)
+        assert written == pytest.approx([percentile(values, percent) for percent in (50, 95, 99)], rel=5e-3)
     styles = [line.get_linestyle() for line in panels[0].lines if len(line.get_xdata()) > 1]
     assert len(set(styles)) == 2, "told apart without colours"
 
@@ -193,11 +185,11 @@ def test_a_long_tail_gets_a_logarithmic_axis():
     execute = executor.execute_model
     tick = engine.clock
     late = [0.0]
-    engine.clock = lambda: tick() + late[0]
+    set_clock(engine, lambda: tick() + late[0])
 
-    def stumble(output: SchedulerOutput) -> list[SequenceOutput]:
+    def stumble(request: ExecuteModelRequest) -> list[SequenceOutput]:
         late[0] += 3.0 if executor.num_steps == 8 else 0.0
-        return execute(output)
+        return execute(request)
 
     executor.execute_model = stumble
     trace, _ = drive(engine, [(0.0, 8, 20, 1)])
@@ -222,15 +214,6 @@ def test_nothing_is_attained_sooner_than_its_bytes_and_operations_take(flops, si
     assert point.rate / point.attainable(peak, bandwidth) == pytest.approx(at_best / seconds)
 
 
-@given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=20).map(lambda values: sorted(values, reverse=True)))
-def test_labels_are_spread_in_order_and_around_where_they_were(heights):
-    spread = _spread(heights, 10.0)
-    assert all(above - below >= 10.0 - 1e-6 for above, below in itertools.pairwise(spread))
-    assert statistics.mean(spread) == pytest.approx(statistics.mean(heights), abs=1e-6)
-    if all(above - below >= 10.0 for above, below in itertools.pairwise(heights)):
-        assert spread == heights
-
-
 def texts_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
@@ -248,7 +231,7 @@ def test_a_roofline_has_the_roof_the_ridge_and_a_percentage_for_each_point():
 
 @pytest.mark.parametrize("flops,size,seconds", [(0, 1, 1), (1, -1, 1), (1, 1, math.nan)])
 def test_a_roofline_refuses_what_is_not_a_measurement(flops, size, seconds):
-    with pytest.raises(ConfigError, match="The numbers of p are"):
+    with pytest.raises(ConfigError, match="The numbers of p must be positive and finite"):
         draw_roofline([RooflinePoint("p", flops, size, seconds)], 1e9, 1e9)
     with pytest.raises(ConfigError, match="at least one point"):
         draw_roofline([], 1e9, 1e9)
@@ -256,7 +239,7 @@ def test_a_roofline_refuses_what_is_not_a_measurement(flops, size, seconds):
 
 def test_points_are_what_was_measured():
     results = json.loads(RESULTS.read_text())
-    points = {(point["series"].split()[0], point["name"]): RooflinePoint(**point) for point in kernel_points(results)}
+    points = {(point.series.split()[0], point.name): point for point in kernel_points(results)}
     assert len(points) == len(results["linear"]["minivllm"]) + len(results["attention"])
     step = points["linear", "16 rows"]
     num_weights = 30 * (960 * 576 + 576 * 576 + 3072 * 576 + 576 * 1536) + 49152 * 576
@@ -273,13 +256,13 @@ def test_points_are_what_was_measured():
 def test_a_machine_without_packed_products_shows_those_of_torch():
     results = json.loads(RESULTS.read_text())
     del results["linear"]["minivllm"]
-    assert "(F.linear)" in kernel_points(results)[0]["series"]
+    assert "(F.linear)" in kernel_points(results)[0].series
 
 
 def test_results_of_something_else_are_refused():
     results = json.loads(RESULTS.read_text())
     for broken in ({}, [], {"linear": {}, "attention": []}, results | {"attention": [{"sequences": 1}]}):
-        with pytest.raises(ConfigError, match="not results of `minivllm bench kernels`"):
+        with pytest.raises(ConfigError, match="not results of `benchmarks/cpu_kernels.py`"):
             kernel_points(broken)
     with pytest.raises(ConfigError, match="not measured"):
         kernel_points(results, ways=("minivllm int8",))
@@ -287,13 +270,31 @@ def test_results_of_something_else_are_refused():
         peaks({"floor": None})
 
 
-def test_no_label_of_the_measured_kernels_lies_on_another():
-    results = json.loads(RESULTS.read_text())
-    figure = draw_roofline([RooflinePoint(**point) for point in kernel_points(results)], *peaks(results))
+def label_boxes(figure: Figure) -> dict[str, Bbox]:
+    """Where the labels of the points are, by their texts."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     for text in figure.axes[0].texts:
         if isinstance(text, Annotation):
             text.update_positions(renderer)
-    boxes = [Text.get_window_extent(text, renderer) for text in figure.axes[0].texts if text.get_text().endswith("%")]
+    labels = [text for text in figure.axes[0].texts if text.get_text().endswith("%")]
+    return {text.get_text(): Text.get_window_extent(text, renderer) for text in labels}
+
+
+def overlapping(boxes: Collection[Bbox]) -> list[tuple[Bbox, Bbox]]:
+    return [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_labels_of_the_measured_kernels_do_not_overlap():
+    results = json.loads(RESULTS.read_text())
+    points = kernel_points(results)
+    boxes = label_boxes(draw_roofline(points, *peaks(results))).values()
     assert len(boxes) == 14
-    assert [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)] == []
+    assert overlapping(boxes) == []
+
+
+def test_labels_of_almost_equal_points_stand_above_each_other_in_order():
+    points = [RooflinePoint(f"{number}", 100e9, 100e9, 2.0 + number / 100) for number in range(5)]
+    boxes = label_boxes(draw_roofline(points, peak_flops=800e9, bandwidth=100e9))
+    assert [text[0] for text in boxes] == [*"01234"]
+    assert sorted(boxes.values(), key=lambda box: -box.y0) == list(boxes.values())
+    assert overlapping(boxes.values()) == []

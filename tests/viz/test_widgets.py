@@ -10,6 +10,7 @@ import threading
 import pytest
 from viz_traces import TRACES
 
+from minivllm.bench.summary import summarize_trace
 from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
@@ -17,7 +18,7 @@ from minivllm.viz import player
 from minivllm.viz.knobs import CHOICES, START, knobs
 from minivllm.viz.notebook import WidgetError, to_png
 from minivllm.viz.player import play
-from minivllm.viz.run import draw_run, summarize
+from minivllm.viz.run import draw_run
 from minivllm.viz.step import draw_step, find_queues
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
@@ -72,10 +73,14 @@ def test_a_step_shows_its_queues_and_its_batch(traces):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_every_kind_of_step_can_be_drawn(traces, name):
+def test_every_kind_of_step_shows_its_numbers(traces, name):
     trace = traces[name]
     for number in {0, len(trace) // 2, len(trace) - 1}:
-        assert to_png(draw_step(trace, number)).startswith(b"\x89PNG")
+        step, figure = trace[number], draw_step(trace, number)
+        assert to_png(figure).startswith(b"\x89PNG")
+        assert {f"running: {step.num_running}", f"waiting: {step.num_waiting}", f"batch: {len(step.scheduled)}"} <= set(
+            texts(figure)
+        )
 
 
 def test_a_step_that_is_not_there_is_told(tiny):
@@ -200,7 +205,7 @@ def test_knobs_can_be_others(tiny):
     box = knobs(run, choices={"drafts": (0, 2, 4), "mode": ("swap", "recompute")}, start={"mode": "recompute"}, draw=draw_run)
     box.knobs["drafts"].value = 4
     assert seen == [{"drafts": 0, "mode": "recompute"}, {"drafts": 4, "mode": "recompute"}]
-    with pytest.raises(ConfigError, match="drafts cannot begin with 3: its choices are 0, 2, 4"):
+    with pytest.raises(ConfigError, match="drafts cannot start at 3: its choices are 0, 2, 4"):
         knobs(run, choices={"drafts": (0, 2, 4)}, start={"drafts": 3})
 
 
@@ -226,7 +231,7 @@ def test_what_goes_wrong_is_told_and_the_picture_stays(traces):
     assert box.message.value == ""
     box.knobs["num_gpu_blocks"].value = 16
     assert "16 blocks are &lt;too&gt; few." in box.message.value
-    assert "The picture is still that of the last run that worked." in box.message.value
+    assert "The picture still shows the last successful run." in box.message.value
     assert box.picture.value == good
     box.knobs["max_num_seqs"].value = 4
     box.knobs["num_gpu_blocks"].value = 64
@@ -259,18 +264,18 @@ def test_pictures_need_no_main_thread(tiny):
 
 def test_the_simulator_answers_to_every_knob():
     assert set(CHOICES) == set(START)
-    default = summarize(what_if())
-    assert default == summarize(what_if(**START))
+    default = summarize_trace(what_if())
+    assert default == summarize_trace(what_if(**START))
     for name, choices in CHOICES.items():
         other = choices[0] if choices[0] != START[name] else choices[-1]
         if name in ("block_size", "num_gpu_blocks"):
             other = choices[-1]
-        assert summarize(what_if(**{name: other})) != default, name
+        assert summarize_trace(what_if(**{name: other})) != default, name
 
 
 def test_more_blocks_mean_fewer_preemptions_and_static_batching_takes_longer():
-    assert summarize(what_if(num_gpu_blocks=256)).num_preemptions == 0 < summarize(what_if()).num_preemptions
-    assert summarize(what_if(scheduler="static")).latency > 2 * summarize(what_if()).latency
+    assert summarize_trace(what_if(num_gpu_blocks=256)).num_preemptions == 0 < summarize_trace(what_if()).num_preemptions
+    assert summarize_trace(what_if(scheduler="static")).latency.mean > 2 * summarize_trace(what_if()).latency.mean
 
 
 def test_a_cache_too_small_is_told_by_the_widget():
@@ -282,9 +287,9 @@ def test_a_cache_too_small_is_told_by_the_widget():
 
 
 def test_the_summary_counts_what_the_requests_got(tiny):
-    summary = summarize(tiny)
-    assert summary.num_requests == 3
-    assert summary.tokens_per_second == pytest.approx((9 + 12 + 5) / summary.seconds)
+    summary = summarize_trace(tiny)
+    assert summary.completed == 3
+    assert summary.output_tokens_per_second == pytest.approx((9 + 12 + 5) / summary.seconds)
     assert str(summary).startswith("3 requests in ")
-    with pytest.raises(ConfigError, match="no request comes to its end"):
-        summarize(EngineTrace(tiny.config))
+    with pytest.raises(ConfigError, match="No request of this trace has finished"):
+        draw_run(EngineTrace(tiny.config))

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import EngineStats
+from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
@@ -69,13 +69,13 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
 
 def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
     """What does not change while an engine lives, with the names of `EngineArgs`."""
-    scheduler, args = engine.scheduler_config, engine.args
+    scheduler, cache = engine.scheduler_config, engine.cache_config
     return {
         "model": engine.model_config.name,
         "max_model_len": engine.model_config.max_model_len,
-        "block_size": args.block_size,
+        "block_size": cache.block_size,
         "num_gpu_blocks": engine.num_gpu_blocks,
-        "enable_prefix_caching": args.enable_prefix_caching,
+        "enable_prefix_caching": cache.enable_prefix_caching,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "scheduling_policy": scheduler.policy,
@@ -84,7 +84,7 @@ def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
     }
 
 
-def _describe_stats(stats: EngineStats) -> dict[str, int]:
+def _describe_stats(stats: SchedulerStats) -> dict[str, int]:
     return {
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,

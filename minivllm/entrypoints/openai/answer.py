@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.llm_engine import Prompt
+from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.entrypoints.openai.responses import Json, Usage
@@ -168,12 +168,15 @@ class Answer(ABC):
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, with the prompt's number. All are read and checked before one is generated from."""
-        prompts = [await self._read(prompt) for prompt in await self.make_prompts()]
-        streams = [
-            self.engine.generate(token_ids, self.params, f"{self.id}-{i}", priority=self.priority, arrival_time=self._begin)
-            for i, token_ids in enumerate(prompts)
+        """Outputs of all prompts as they come, with the prompt's number. All prompts are validated before any is generated from."""
+        self.engine.check_health()
+        requests = [
+            await self.engine.process_inputs(
+                prompt, self.params, f"{self.id}-{i}", priority=self.priority, arrival_time=self._begin
+            )
+            for i, prompt in enumerate(await self.make_prompts())
         ]
+        streams = [self.engine.generate(request) for request in requests]
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
                 if output.error is not None:
@@ -181,12 +184,6 @@ class Answer(ABC):
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The request was ended by the server: try again.")
                 yield number, output
-
-    async def _read(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt that can be served, found in a thread: others want to be served meanwhile."""
-        _, token_ids = await asyncio.to_thread(self.engine.input_processor.read_prompt, prompt)
-        self.engine.input_processor.check(len(token_ids), self.params, priority=self.priority)
-        return token_ids
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

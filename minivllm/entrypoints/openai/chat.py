@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.llm_engine import Prompt
+from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, tokenizer_of
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Message

@@ -1,12 +1,13 @@
-"""What the engine computes on the CPU, in loops that Numba compiles.
+"""The operations as loops that Numba compiles for the CPU.
 
-Attention walks the block tables and gathers nothing; linear layers read packed weights once; what goes on around them is one
-pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head size, dtype
-or small batch size, which takes seconds, and keeps the result on disk.
+Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
+them are one pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head
+size, dtype or small batch size, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from pathlib import Path
@@ -14,8 +15,8 @@ from pathlib import Path
 import numba
 from numba.core import event
 
-# Numba compiles anew when a kernel's own file has changed, not when a function that it calls has. So what it keeps on disk
-# lies in a folder named after all sources of this package.
+# Numba keeps compiled kernels on disk, and compiles anew when a kernel's own file has changed, but not when a function that it
+# calls has. So the folder is named after all sources of this package; the setting applies to these imports alone.
 _folder = Path(__file__).parent
 _sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py")))
 _cache_dir_before = numba.config.CACHE_DIR
@@ -25,43 +26,48 @@ if not _cache_dir_before:
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
-from minivllm.kernels.cpu.decoder_layer import DecoderLayerWeights, decoder_layer  # noqa: E402
+from minivllm.kernels.cpu.decoder_layer import AttentionWeights, MLPWeights, attention_block, mlp_block  # noqa: E402
 from minivllm.kernels.cpu.linear import PANEL, PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.linear_int8 import HAS_INT8_DOT, PackedInt8Weight  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
-from minivllm.kernels.reference import copy_blocks, swap_blocks  # noqa: E402
 
 numba.config.CACHE_DIR = _cache_dir_before
 
 
-class _Announcer(event.Listener):
-    """Says that Numba compiles one of these kernels, because the first call then takes seconds. Says it once."""
+class _CompilationNotice(event.Listener):
+    """Logs once that Numba is compiling one of these kernels, because that call takes seconds."""
 
-    said = False
+    given = False
 
     def on_start(self, event: event.Event) -> None:
-        if not self.said and event.data["dispatcher"].py_func.__module__.startswith(__name__):
-            self.said = True
+        if not self.given and event.data["dispatcher"].py_func.__module__.startswith(__name__):
+            self.given = True
             logging.getLogger(__name__).warning("Compiling the CPU kernels for this model, once; it takes some seconds.")
 
     def on_end(self, event: event.Event) -> None:
         pass
 
 
-event.register("numba:compile", _Announcer())
+@functools.cache
+def give_notice_of_compilation() -> None:
+    """From now on, log a line when these kernels are compiled for the first time."""
+    event.register("numba:compile", _CompilationNotice())
+
 
 __all__ = [
     "HAS_INT8_DOT",
     "MAX_DECODER_ROWS",
     "PANEL",
-    "DecoderLayerWeights",
+    "AttentionWeights",
+    "MLPWeights",
     "PackedInt8Weight",
     "PackedWeight",
     "add_rms_norm",
-    "copy_blocks",
-    "decoder_layer",
+    "attention_block",
+    "give_notice_of_compilation",
     "join_digits",
+    "mlp_block",
     "packed_linear",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -70,5 +76,4 @@ __all__ = [
     "rotary_embedding",
     "silu_and_mul",
     "split_digits",
-    "swap_blocks",
 ]

@@ -9,9 +9,9 @@ from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import as_numpy, check_launch
 
 
+@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
-    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     check_launch(key_cache)
     key, value = key.contiguous(), value.contiguous()  # one layout to compile for
     _write(as_numpy(key), as_numpy(value), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy())

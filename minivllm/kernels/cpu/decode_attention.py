@@ -1,15 +1,14 @@
 """Paged decode attention: one new token per sequence reads its whole context once.
 
-Every cached number is used for one multiplication per query head, so the speed is that of reading memory. What it takes
-to come close to it:
+Every cached number is used for one multiplication per query head, so memory bandwidth is the limit. To come close to it:
 
-- The heads of a token lie side by side, so one thread handles them all and reads straight on.
-- A tile's memory is asked for (`prefetch`) one tile ahead, because the hardware cannot guess the next block.
-- The threads share the cached tokens of the whole batch evenly, in tiles, wherever sequences begin and end. A
-  sequence that several threads have worked on is put together from their parts, as in Flash-Decoding (Dao et al., 2023).
+- The heads of a token are contiguous, so one thread handles them all and reads sequentially.
+- Memory is prefetched one tile ahead, because the hardware cannot predict the next block.
+- The threads share the cached tokens of the whole batch evenly, in tiles, wherever sequences begin and end. The partial
+  results of a sequence that several threads have worked on are combined, as in Flash-Decoding (Dao et al., 2023).
 
 The softmax is computed online (Milakov and Gimelshein, 2018, arXiv:1805.02867): with each tile the largest score so far
-may rise, and what was summed before is scaled down accordingly.
+may rise, and earlier sums are scaled down accordingly.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ from minivllm.kernels.cpu.launch import (
 )
 
 UNROLL = 4
-"""Values that are added to an output at a time, so that it is read and written less often."""
+"""Values that are added to an output at once, so that it is read and written less often."""
 
 
+@checks.checked(checks.check_decode, checks.check_decode_numbers)
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -50,11 +50,8 @@ def paged_decode_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence: see `reference.paged_decode_attention`. `out` is written if given."""
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     check_launch(key_cache)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
     result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
     _decode(
@@ -73,7 +70,7 @@ def tile_size(block_size):
 
 @njit
 def common_tiles(first_tile, thread, num_threads, seq):
-    """Tiles of a sequence that a thread works on, counted within the sequence: the first, and the one after the last."""
+    """The tiles of a sequence that a thread works on, counted within the sequence: the first, and one past the last."""
     num_tiles = first_tile[-1]
     first = max(num_tiles * thread // num_threads, first_tile[seq])
     last = min(num_tiles * (thread + 1) // num_threads, first_tile[seq + 1])

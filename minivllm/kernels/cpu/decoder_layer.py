@@ -1,9 +1,10 @@
-"""A whole Llama layer of a decode step in one call.
+"""The two halves of a Llama layer in a decode step, each one call: attention up to `o_proj`, and the MLP up to `down_proj`.
 
 A small model's decode step is hundreds of short kernels, and between two of them Python prepares the next one: some
 microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
-megabytes of weights through it. On a GPU a CUDA graph takes Python out of the step; on a CPU, this function does. It is
-`LlamaDecoderLayer.forward`, line by line, and calls the same kernels.
+megabytes of weights through it. On a GPU a CUDA graph takes Python out of the step; on a CPU, these functions do. They are
+`LlamaDecoderLayer.forward`, line by line, and call the same kernels. Each half ends where tensor parallelism sums the
+partial results of all ranks.
 """
 
 from __future__ import annotations
@@ -25,22 +26,30 @@ from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 MAX_ROWS = FEW_ROWS[-1]
 """The products of larger batches have no kernel of their own."""
 
+PackedArrays = tuple[np.ndarray, ...]
+"""The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""
 
-class DecoderLayerWeights(NamedTuple):
-    """What a layer computes with: norm weights, rotary tables, and the `arrays` of packed weights, all of one kind."""
 
-    qkv: tuple
-    output: tuple
-    gate_up: tuple
-    down: tuple
-    input_norm: np.ndarray
-    post_attention_norm: np.ndarray
+class AttentionWeights(NamedTuple):
+    """What the attention half computes with."""
+
+    norm: np.ndarray
+    qkv: PackedArrays
+    output: PackedArrays
     cos: np.ndarray
     sin: np.ndarray
 
 
-def decoder_layer(
-    weights: DecoderLayerWeights,
+class MLPWeights(NamedTuple):
+    """What the MLP half computes with."""
+
+    norm: np.ndarray
+    gate_up: PackedArrays
+    down: PackedArrays
+
+
+def attention_block(
+    weights: AttentionWeights,
     x: Tensor,
     residual: Tensor,
     positions: Tensor,
@@ -53,27 +62,46 @@ def decoder_layer(
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """One new token for each sequence through one layer.
+    """Norm, attention and output projection for one new token of each sequence.
 
     Args:
-        weights: The layer's, whose numbers of outputs are multiples of `PANEL`.
-        x, residual: `[num_seqs, hidden_size]`, float32: what the layer before added, and the stream that it is added to.
-        positions, slot_mapping, block_tables, context_lens: As for attention; trusted.
+        weights: The layer's, float32 or int8.
+        x, residual: `[num_seqs, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
+        positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
         key_cache, value_cache: The layer's, float32.
         group: Query heads that share a KV head.
-        scale, eps: Of attention and of the norms.
+        scale, eps: Of attention and of the norm.
 
     Returns:
-        What this layer adds, and the stream that it is to be added to.
+        What attention adds to the residual stream, and the stream, `x` added.
     """
     num_seqs, num_threads = len(x), use_threads_of_torch()
     out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
-    _decoder_layer(
+    _attention_block(
         x.numpy(), residual.numpy(), positions.numpy(), key_cache.numpy(), value_cache.numpy(), slot_mapping.numpy(),
-        block_tables.numpy(), context_lens.numpy(), weights.qkv, weights.output, weights.gate_up, weights.down,
-        weights.input_norm, weights.post_attention_norm, weights.cos, weights.sin, np.float32(scale), np.float32(eps),
-        out.numpy(), total.numpy(), num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        block_tables.numpy(), context_lens.numpy(), *weights, np.float32(scale), np.float32(eps), out.numpy(), total.numpy(),
+        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
         constant(few_rows(num_seqs)), constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+    )  # fmt: skip
+    return out[:num_seqs], total
+
+
+def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Norm, SwiGLU and down projection of a few rows.
+
+    Args:
+        weights: The layer's, float32 or int8.
+        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream.
+        eps: Of the norm.
+
+    Returns:
+        What the MLP adds to the residual stream, and the stream, `x` added.
+    """
+    num_seqs, num_threads = len(x), use_threads_of_torch()
+    out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    _mlp_block(
+        x.numpy(), residual.numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
+        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads, constant(few_rows(num_seqs)),
     )  # fmt: skip
     return out[:num_seqs], total
 
@@ -90,20 +118,19 @@ def _compile_multiply(x, weight, out, num_threads, rows):
 
 
 @njit(error_model="numpy", cache=True)
-def _decoder_layer(
-    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, qkv_weight, output_weight,
-    gate_up_weight, down_weight, input_norm, post_attention_norm, cos, sin, scale, eps, out, total, num_threads, row_threads,
-    rows, channels, half_head, group,
+def _attention_block(
+    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, norm, qkv_weight, output_weight,
+    cos, sin, scale, eps, out, total, num_threads, row_threads, rows, channels, half_head, group,
 ):  # fmt: skip
     num_seqs, hidden_size = x.shape
     num_kv_heads, head_dim = key_cache.shape[2], len(channels)
     num_heads = num_kv_heads * len(group)
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
 
-    normed, middle = np.empty((num_seqs, hidden_size), np.float32), np.empty((num_seqs, hidden_size), np.float32)
+    normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        x.ctypes.data, residual.ctypes.data, input_norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
-        middle.ctypes.data, row_threads,
+        x.ctypes.data, residual.ctypes.data, norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
+        total.ctypes.data, row_threads,
     )  # fmt: skip
     qkv = np.empty((len(rows), q_size + 2 * kv_size), np.float32)
     multiply(normed, qkv_weight, qkv, num_threads, rows)
@@ -118,15 +145,17 @@ def _decoder_layer(
     value = qkv[:num_seqs, q_size + kv_size :].copy().reshape((num_seqs, num_kv_heads, head_dim))
     _write(key, value, key_cache, value_cache, slot_mapping)
     attended = np.empty((num_seqs, num_heads, head_dim), np.float32)
-    _decode(
-        query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group
-    )  # fmt: skip
-    projected = np.empty((len(rows), hidden_size), np.float32)
-    multiply(attended.reshape((num_seqs, q_size)), output_weight, projected, num_threads, rows)
+    _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
+    multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads, rows)
 
+
+@njit(error_model="numpy", cache=True)
+def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads, rows):
+    num_seqs, hidden_size = x.shape
+    normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        projected.ctypes.data, middle.ctypes.data, post_attention_norm.ctypes.data, num_seqs, hidden_size, eps,
-        normed.ctypes.data, total.ctypes.data, row_threads,
+        x.ctypes.data, residual.ctypes.data, norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
+        total.ctypes.data, row_threads,
     )  # fmt: skip
     intermediate_size = gate_up_weight[-1].shape[0] // 2
     gate_up = np.empty((len(rows), 2 * intermediate_size), np.float32)

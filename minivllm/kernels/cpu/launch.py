@@ -17,14 +17,9 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 
-if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
-    # The OpenMP pool that torch has. Threads of a second pool would fight with torch's, which wait spinning, for the cores.
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
 TILE = 32
 """Cached tokens whose scores are computed before their values are read."""
 MAX_HEAD_DIM = 256
-numba.config.PARFOR_MAX_TUPLE_SIZE = max(numba.config.PARFOR_MAX_TUPLE_SIZE, MAX_HEAD_DIM)  # see `constant`
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 """What the compiler may take for granted: sums in any order, so that they fit vector registers. NaN stays NaN."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,11 +60,20 @@ def constant(number: int) -> tuple:
 _threads = threading.local()  # Numba keeps its number of threads for each Python thread
 
 
+def configure_numba() -> None:
+    """What these kernels need of Numba, set when the first of them is about to be compiled."""
+    if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+        # The OpenMP pool that torch has. Threads of a second pool would fight with torch's, which wait spinning, for the cores.
+        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    numba.config.PARFOR_MAX_TUPLE_SIZE = max(numba.config.PARFOR_MAX_TUPLE_SIZE, MAX_HEAD_DIM)  # see `constant`
+
+
 def use_threads_of_torch() -> int:
     """Let Numba use as many threads as torch does."""
     wanted = torch.get_num_threads()
     num_threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
     if num_threads != getattr(_threads, "number", None):  # asked at every launch, so it should cost nothing when all is as it was
+        configure_numba()
         numba.set_num_threads(num_threads)
         if torch.get_num_threads() != wanted:  # Numba has just started the pool that both use, with a number of its own
             torch.set_num_threads(wanted)

@@ -1,22 +1,22 @@
 """Linear layers for the few rows of a decode step: `x @ W.T + b` at the speed of reading `W` once.
 
-A general matrix product, made for large matrices, is far from that with 16 rows. What it takes:
+A general matrix product, made for large matrices, is far from that with 16 rows. Instead:
 
-- The weight is packed once, at load, in panels of 16 output features. A panel holds its 16 numbers for the first input
-  feature, then for the second, and so on, so that a thread reads one straight line of memory.
-- The sums of up to 24 rows of `x`, for the 16 outputs of a panel, stay in vector registers while the panel goes by: one
-  vector is loaded, and used for a multiplication and addition per row.
-- Memory is asked for (`prefetch`) a few thousand bytes ahead.
+- The weight is packed once, when it is loaded, in panels of 16 output features. A panel holds its 16 numbers for the first
+  input feature, then for the second, and so on, so that a thread reads memory sequentially.
+- The sums of up to 24 rows of `x`, for the 16 outputs of a panel, stay in vector registers while the panel is read: one
+  vector is loaded, and used for one multiply-add per row.
+- Memory is prefetched a few thousand bytes ahead.
 
-Compilers do not keep an array of sums in registers. So the innermost loop, `_multiply_panels`, is written in LLVM's own
-language; it is the same loop as its neighbour here in Python:
+Compilers do not keep an array of sums in registers. So the innermost loop, `_multiply_panels`, is written in LLVM
+IR; it is this loop:
 
     for k in range(in_features):
         for row in range(rows):
             sums[row, :] += x[k, row] * panel[k, :]
 
-Each output is summed in the order of the input features, whatever the number of rows: a sequence's numbers are the same to
-the last bit, alone or in a batch. Goto and van de Geijn, 2008, "Anatomy of High-Performance Matrix Multiplication".
+Each output is summed in the order of the input features, whatever the number of rows: the numbers of a sequence are
+bitwise the same, alone or in a batch. Goto and van de Geijn, 2008, "Anatomy of High-Performance Matrix Multiplication".
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ PANEL = 16
 """Output features of a panel: the float32 numbers of one AVX-512 register."""
 _HAS_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
 FEW_ROWS = (1, 2, 4, 8, 12, 16, 20, 24) if _HAS_AVX512 else (1, 2, 4, 6)
-"""So many rows pass by a panel at once, so that memory is read once, in a straight line; a kernel is compiled for each.
-Their sums must fit the vector registers: AVX-512 has 32, AVX2 has 16 of half the size."""
+"""Batch sizes that read each panel once; a kernel is compiled for each. Their sums must fit the vector registers: AVX-512 has
+32, AVX2 has 16 of half the size."""
 MANY_ROWS, MANY_PANELS = (12, 2) if _HAS_AVX512 else (3, 2)
-"""More rows go in tiles of so many, by two panels at once: then a number of `x` that was loaded is used twice."""
+"""Larger batches go in tiles of this many rows and panels: each number of `x` that is loaded is used twice."""
 PREFETCH_DISTANCE = 64
-"""How many vectors ahead memory is asked for: 4 KiB."""
+"""How many vectors ahead memory is prefetched: 4 KiB."""
 GROUP_BYTES = 2**20
-"""Panels that all rows pass by before the next ones, so that they stay in the second-level cache meanwhile."""
+"""Panels that all rows read before the next ones, small enough to stay in the second-level cache meanwhile."""
 
 
 class PackedWeight:
-    """A weight as `packed_linear` takes it.
+    """A weight in the layout of `packed_linear`.
 
     Args:
-        weight: `[out_features, in_features]`, float32 on the CPU; not needed any more afterwards.
+        weight: `[out_features, in_features]`, float32 on the CPU; copied.
         bias: `[out_features]` or None.
     """
 
@@ -77,11 +77,17 @@ class PackedWeight:
             self.bias[: self.out_features] = bias.numpy()
 
     @property
+    def fills_panels(self) -> bool:
+        """Whether the outputs are whole panels, which compiled callers need."""
+        return self.out_features % PANEL == 0
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What the compiled product takes."""
+        """The arguments of the compiled product."""
         return self.panels, self.bias
 
 
+@checks.checked(checks.check_linear)
 def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
@@ -92,7 +98,6 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     Returns:
         `[num_tokens, out_features]`.
     """
-    checks.check_linear(x, weight.in_features)
     num_rows = x.shape[0]
     tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
     out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
@@ -104,7 +109,7 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
 
 
 def few_rows(num_rows: int) -> int:
-    """The number of rows that a kernel is compiled for, and that its output has, for a batch of at most 24."""
+    """The batch size of `FEW_ROWS`, to which the output is padded, for a batch of at most 24."""
     return next(rows for rows in FEW_ROWS if rows >= num_rows)
 
 
@@ -193,7 +198,7 @@ def _multiply_panels(
 
 @njit(parallel=True, error_model="numpy", cache=True)
 def _multiply(x, panels, bias, out, num_threads, rows, width):
-    """Turn the rows of `x` on their side, a tile after the other; then the threads share the panels evenly."""
+    """Transpose `x`, tile by tile; then the threads share the panels evenly."""
     num_panels, in_features, _ = panels.shape
     num_tokens, tile = x.shape[0], len(rows)
     num_tiles = out.shape[0] // tile
@@ -201,7 +206,7 @@ def _multiply(x, panels, bias, out, num_threads, rows, width):
     for thread in prange(num_threads):
         for i in range(num_tiles):
             for row in range(tile):
-                token = min(i * tile + row, num_tokens - 1)  # the last tile is filled up with its last row
+                token = min(i * tile + row, num_tokens - 1)  # the last tile is padded with the last row
                 for k in range(in_features * thread // num_threads, in_features * (thread + 1) // num_threads):
                     columns[i, k, row] = x[token, k]
     group = max(1, GROUP_BYTES // (4 * PANEL * in_features))

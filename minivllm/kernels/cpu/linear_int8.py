@@ -1,8 +1,8 @@
 """The product of a few rows with 8-bit weights, for `decoder_layer`: the loop of `linear`, four input features at a time.
 
 The instruction (VPDPBUSD, of AVX-512 VNNI) multiplies four unsigned 8-bit integers with four signed ones and adds the products to a
-32-bit sum, for 16 outputs at once. Inputs come as the two digits of `split_digits`; the sums of integers are exact, so the
-result is to the last bit that of torch's own operator, which serves larger batches.
+32-bit sum, for 16 outputs at once. Inputs come as the two digits of `split_digits`; sums of integers are exact, so the
+result is bitwise that of torch's operator, which computes larger batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HAS_INT8_DOT = llvmlite.binding.get_host_cpu_features().get("avx512vnni", False)
 
 
 class PackedInt8Weight:
-    """An 8-bit weight in panels, each of its words four input features of one output.
+    """An 8-bit weight in panels; each 32-bit word holds four input features of one output.
 
     Args:
         rounded: `[out_features, in_features]`, int8.
@@ -37,7 +37,7 @@ class PackedInt8Weight:
         padded[: self.out_features, : self.in_features] = rounded
         panels = padded.view(num_panels, PANEL, num_words, 4).transpose(1, 2).contiguous()
         self.panels = panels.view(torch.int32).squeeze(-1).numpy()
-        # Digits are stored plus 64. That adds 64 times the sum of an output's weights, which the sums begin without.
+        # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
         self.corrections = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
         self.scales, self.bias = (np.zeros(num_panels * PANEL, np.float32) for _ in range(2))
         self.scales[: self.out_features] = scales.numpy()
@@ -45,8 +45,13 @@ class PackedInt8Weight:
             self.bias[: self.out_features] = bias.numpy()
 
     @property
+    def fills_panels(self) -> bool:
+        """Whether the outputs are whole panels, which compiled callers need."""
+        return self.out_features % PANEL == 0
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What the compiled product takes."""
+        """The arguments of the compiled product."""
         return self.panels, self.corrections, self.scales, self.bias
 
 
@@ -68,7 +73,7 @@ def multiply_int8(x, weight, out, num_threads, rows):
 
 @njit(error_model="numpy")
 def _scale(sums, scales, bias, row_scales, out, tile):
-    """Rounds after each operation, as torch's operator and `join_digits` do."""
+    """Rounds after each operation, like torch's operator and `join_digits`."""
     for row in range(len(row_scales)):
         for i in range(out.shape[1]):
             high, low = np.float32(sums[row, i]) * scales[i], np.float32(sums[tile + row, i]) * scales[i]

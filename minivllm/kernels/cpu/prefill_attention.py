@@ -1,8 +1,7 @@
 """Paged prefill attention: a ragged batch of prompts, chunks behind a cached prefix, and decodes.
 
-Here arithmetic counts, not memory: a tile of keys and values is brought into the core once for many queries, in float32
-and with the keys turned, so that both products, queries by keys and weights by values, are sums of rows that lie in one
-piece. FlashAttention (Dao et al., 2022, arXiv:2205.14135) does the same in a GPU's shared memory.
+Arithmetic is the limit here, not memory: a tile of keys and values is loaded once for many queries, in float32 and with the
+keys transposed, so that both products, queries by keys and weights by values, are sums of contiguous rows. FlashAttention (Dao et al., 2022, arXiv:2205.14135) does the same in a GPU's shared memory.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from minivllm.kernels.cpu.launch import (
 )
 
 QUERY_TILE = 32
-"""Query tokens that share what is read of the cache; even, because rows are taken two at a time."""
+"""Query tokens that share a tile of the cache; even, because rows are taken two at a time."""
 
 
+@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -43,11 +43,8 @@ def paged_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`. `out` is written if given."""
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
     check_launch(key_cache)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
     starts, lengths = query_start_loc.numpy(), context_lens.numpy()
     tasks = _share_out(starts, lengths, num_threads)
@@ -61,13 +58,13 @@ def paged_prefill_attention(
 
 
 def _share_out(starts: np.ndarray, context_lens: np.ndarray, num_threads: int) -> np.ndarray:
-    """Deal the query tiles of a prefill to the threads, so that all have about as much to do.
+    """Deal the query tiles of a prefill to the threads, so that all have about the same work.
 
-    A tile's work is the context that it sees. The tiles are dealt from the largest to the smallest, there and back
-    again like cards in a snake.
+    A tile's work is the context that it attends to. The tiles are dealt from the largest to the smallest, in alternating
+    order of the threads.
 
     Returns:
-        `[num_threads, tiles, 2]`: sequence and first row in it of each tile; the sequence is -1 where there is none.
+        `[num_threads, tiles, 2]`: sequence and first row of each tile; the sequence is -1 where there is no tile.
     """
     tiles = [
         (context_len - (end - start) + first, seq, first)
@@ -86,7 +83,7 @@ def _share_out(starts: np.ndarray, context_lens: np.ndarray, num_threads: int) -
 def _add_products(results, factors, rows, count):
     """results += factors @ rows for two rows of factors and the first `count` of `rows`, a multiple of 4.
 
-    A number of `rows` that is loaded serves both results; a result that is loaded takes four products.
+    Each loaded number of `rows` is used for both results, and each loaded result takes four products.
     """
     for i in range(0, count, 4):
         a0, a1, a2, a3 = factors[0, i], factors[0, i + 1], factors[0, i + 2], factors[0, i + 3]
@@ -99,7 +96,7 @@ def _add_products(results, factors, rows, count):
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    """One KV head for a tile of query tokens, of which the first stands at `position` of its sequence."""
+    """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
     num_tokens, block_size = query.shape[0], key_cache.shape[1]
     head_dim, group_size = len(channels), len(group)
     num_rows, depth = QUERY_TILE * group_size, (head_dim + 3) // 4 * 4

@@ -1,7 +1,7 @@
-"""What goes on around attention and the linear layers: small loops over rows, in one pass and without copies.
+"""The operations around attention and the linear layers: small loops over rows, in one pass and without copies.
 
-A decode step calls each of them once or twice a layer with a few rows. The work takes microseconds, so what counts is how
-little it takes to call them: they are handed addresses and row lengths, as kernels on a GPU are.
+A decode step calls each of them once or twice a layer with a few rows. The work takes microseconds, so the overhead of a
+call matters: they take addresses and row lengths, as kernels on a GPU do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
 
 PARALLEL_ROWS = 12
-"""So many rows are worth more than one thread."""
+"""The fewest rows that are worth more than one thread."""
 
 
+@checks.checked(checks.check_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square, then scale: see `reference.rms_norm`."""
-    checks.check_rms_norm(x, weight)
     if not _can_run(x):
-        return reference.rms_norm(x, weight, eps)
+        return reference.rms_norm.unchecked(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -36,11 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@checks.checked(checks.check_add_rms_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream, and normalize the sum: see `reference.add_rms_norm`."""
-    checks.check_rms_norm(x, weight, residual)
+    """Add to the residual stream and normalize the sum: see `reference.add_rms_norm`."""
     if not _can_run(x):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return reference.add_rms_norm.unchecked(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     out, total = torch.empty_like(x), torch.empty_like(x)
     size = x.shape[-1]
@@ -52,16 +52,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
+@checks.checked(checks.check_rotary_embedding, checks.check_positions)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
-    checks.check_rotary_embedding(positions, query, key, cos, sin)
     if (
         not _can_run(query)
         or query.shape[2] > MAX_HEAD_DIM
         or positions.dtype != torch.int64
         or not (_has_whole_rows(query) and _has_whole_rows(key))
     ):
-        return reference.rotary_embedding(positions, query, key, cos, sin)
+        return reference.rotary_embedding.unchecked(positions, query, key, cos, sin)
     positions = positions.contiguous()
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -73,11 +73,11 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotated_query, rotated_key
 
 
+@checks.checked(checks.check_silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU: see `reference.silu_and_mul`."""
-    checks.check_silu_and_mul(x)
     if not _can_run(x):
-        return reference.silu_and_mul(x)
+        return reference.silu_and_mul.unchecked(x)
     x = x.contiguous()
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(num_rows, size)
@@ -85,9 +85,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
+@checks.checked(checks.check_digits)
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers of two digits for each row: see `reference.split_digits`."""
-    checks.check_digits(x)
+    """Integers of two digits for each row: see `reference.split_digits`."""
     x = x.contiguous()
     num_rows, size = x.shape
     digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
@@ -95,9 +95,9 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return digits, scales
 
 
+@checks.checked(checks.check_digits)
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
-    """Put together the products of high and low digits: see `reference.join_digits`."""
-    checks.check_digits(products, scales)
+    """Combine the products of the high and the low digits: see `reference.join_digits`."""
     products = products.contiguous()
     num_rows, size = scales.shape[0], products.shape[1]
     out = products.new_empty(num_rows, size)
@@ -115,12 +115,12 @@ def _num_threads(num_rows: int) -> int:
 
 
 def _has_whole_rows(x: Tensor) -> bool:
-    """Whether the heads of a token lie side by side."""
+    """Whether the heads of a token are contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def _pointer_to(dtype: Any) -> Any:
-    """A compiled function that turns an address into what `numba.carray` makes an array of."""
+    """A compiled function that turns an address into a pointer for `numba.carray`."""
 
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
@@ -137,13 +137,13 @@ _floats, _integers, _bytes = _pointer_to(types.float32), _pointer_to(types.int64
 
 @njit
 def _row(address, row, stride, size):
-    """`size` numbers from the beginning of a row on; the rows begin `stride` numbers apart."""
+    """The first `size` numbers of a row; rows are `stride` numbers apart."""
     return numba.carray(_floats(address + 4 * row * stride), (size,))
 
 
 @njit
 def _share(num_rows, thread, num_threads):
-    """The rows that are a thread's."""
+    """The rows of a thread."""
     return range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
 
 
@@ -173,7 +173,7 @@ def _rotate_heads(x, cos, sin, out, num_heads, half_head):
     half = len(half_head)
     for head in range(num_heads):
         start = 2 * half * head
-        for i in range(half):  # two loops, because compilers give up on vectors in one that writes to two places
+        for i in range(half):  # two loops, because compilers do not vectorize one that writes to two places
             out[start + i] = x[start + i] * cos[i] - x[start + half + i] * sin[i]
         for i in range(half):
             out[start + half + i] = x[start + half + i] * cos[i] + x[start + i] * sin[i]
@@ -220,7 +220,7 @@ def _split(x_address, num_rows, size, digits_address, stride, first_low_row, sca
             x = _row(x_address, row, size, size)
             high = numba.carray(_bytes(digits_address + row * stride), (size,))
             low = numba.carray(_bytes(digits_address + (first_low_row + row) * stride), (size,))
-            # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
+            # Without their sign, floats are ordered like their bits as integers, whose maximum is faster to find.
             largest = np.int32(0)
             for i in range(size):
                 largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))

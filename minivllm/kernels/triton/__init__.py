@@ -1,16 +1,16 @@
 """The operations as Triton kernels (Tillet et al., 2019): compiled for the GPU, or interpreted on the CPU.
 
-Without a GPU, importing this package turns on Triton's interpreter, which runs a kernel program by program in numpy:
-very slow, but a kernel can be read, stepped through and tested on any Linux machine. The choice is one
-for the whole process, because Triton makes it when a kernel is defined.
+On a machine without a GPU, `ops.load_triton` imports this package with Triton's interpreter turned on, which runs a kernel
+program by program in numpy: very slow, but a kernel can be read, stepped through and tested on any Linux machine. Triton
+chooses when a kernel is defined, so the choice holds for the whole process.
 """
 
 from __future__ import annotations
 
-from minivllm.kernels.triton.launch import INTERPRETED  # isort: skip (it decides before triton is imported)
 from minivllm.kernels.triton.activation import silu_and_mul
 from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache, swap_blocks
 from minivllm.kernels.triton.decode_attention import paged_decode_attention
+from minivllm.kernels.triton.launch import INTERPRETED
 from minivllm.kernels.triton.norm import add_rms_norm, rms_norm
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rotary import rotary_embedding

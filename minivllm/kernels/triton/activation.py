@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,14 +12,12 @@ from minivllm.kernels.triton.launch import check_launch, on_device
 BLOCK = 1024
 
 
+@checks.checked(checks.check_silu_and_mul)
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """`silu(first half) * second half`: see `reference.silu_and_mul`. `out` is written if given."""
-    checks.check_silu_and_mul(x)
     check_launch(x)
     num_tokens, size = x.shape[0], x.shape[1] // 2
-    if out is None:
-        out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    checks.check_out(out, x, (num_tokens, size))
+    out = checks.prepare_out(out, x, (num_tokens, size))
     if num_tokens > 0:
         with on_device(x):
             _silu_and_mul[(num_tokens, triton.cdiv(size, BLOCK))](out, x, size, out.stride(0), x.stride(0), BLOCK=BLOCK)

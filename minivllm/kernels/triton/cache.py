@@ -15,9 +15,9 @@ COPY_BLOCK = 2048
 """Numbers that a program copies."""
 
 
+@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
-    checks.check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     check_launch(key_cache)
     num_tokens, num_kv_heads, head_dim = key.shape
     check_head_dim(head_dim)

@@ -30,6 +30,7 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs for each multiprocessor that the split aims at."""
 
 
+@checks.checked(checks.check_decode, checks.check_decode_numbers)
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -47,15 +48,12 @@ def paged_decode_attention(
         out: Written if given.
         num_splits: Programs among which each context is split; chosen from the sizes if None.
     """
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens)
     check_launch(query)
     num_seqs, num_heads, head_dim = query.shape
     check_head_dim(head_dim)
     num_kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
     check_group(num_heads // num_kv_heads)
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     if num_seqs == 0:
         return out
     if num_splits is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,25 +15,8 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 
 
-def _use_interpreter() -> bool:
-    """Decide before Triton is imported: it looks at TRITON_INTERPRET when a kernel is defined."""
-    if importlib.util.find_spec("triton") is None:
-        raise KernelError("Triton is not installed (it exists for Linux only): use the attention backend 'cpu' or 'torch'.")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    if torch.cuda.is_available():
-        return False
-    if "triton" in sys.modules:
-        raise KernelError(
-            "Without a GPU, Triton kernels run interpreted, but another package has imported Triton already and made it "
-            "compile: set TRITON_INTERPRET=1 in the environment before Python starts."
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-    return True
-
-
-INTERPRETED = _use_interpreter()
-"""Whether the kernels of this process are interpreted."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the kernels of this process are interpreted: as the environment says when they are defined."""
 
 
 def check_launch(x: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,19 +15,19 @@ NUMBERS_PER_PROGRAM = 2048
 MAX_SIZE = 2**15
 
 
+@checks.checked(checks.check_rms_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Normalize rows: see `reference.rms_norm`. `x` has 2 or 3 dimensions. `out` is written if given."""
-    checks.check_rms_norm(x, weight)
     out = _prepare_out(x, out)
     _launch(x, None, weight, eps, out, None)
     return out
 
 
+@checks.checked(checks.check_add_rms_norm)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, new_residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add, then normalize the sum: see `reference.add_rms_norm`. `out` and `new_residual` are written if given."""
-    checks.check_rms_norm(x, weight, residual)
     out, new_residual = _prepare_out(x, out), _prepare_out(x, new_residual)
     _launch(x, residual, weight, eps, out, new_residual)
     return out, new_residual
@@ -38,10 +37,7 @@ def _prepare_out(x: Tensor, out: Tensor | None) -> Tensor:
     check_launch(x)
     if x.dim() not in (2, 3) or x.shape[-1] > MAX_SIZE:
         raise KernelError(f"x has the shape {tuple(x.shape)}: 2 or 3 dimensions are needed, the last of at most {MAX_SIZE}.")
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    checks.check_out(out, x, tuple(x.shape))
-    return out
+    return checks.prepare_out(out, x)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, new_residual: Tensor | None) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +21,7 @@ from minivllm.kernels import checks
 from minivllm.kernels.triton.launch import check_group, check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
 
 
+@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -33,14 +33,11 @@ def paged_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`. `out` is written if given."""
-    checks.check_attention(query, key_cache, value_cache, block_tables, context_lens, query_start_loc)
     check_launch(query)
     num_tokens, num_heads, head_dim = query.shape
     check_head_dim(head_dim)
     num_kv_heads, num_seqs = key_cache.shape[2], context_lens.shape[0]
-    if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    checks.check_out(out, query, tuple(query.shape))
+    out = checks.prepare_out(out, query)
     out.zero_()  # rows that belong to no sequence
     if num_tokens == 0 or num_seqs == 0:
         return out

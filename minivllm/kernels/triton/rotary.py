@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +10,7 @@ from minivllm.kernels import checks
 from minivllm.kernels.triton.launch import check_head_dim, check_launch, next_power_of_2, on_device
 
 
+@checks.checked(checks.check_rotary_embedding, checks.check_positions)
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -20,12 +20,10 @@ def rotary_embedding(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys: see `reference.rotary_embedding`. `out` (query, key) is written if given."""
-    checks.check_rotary_embedding(positions, query, key, cos, sin)
     check_launch(query)
     check_head_dim(query.shape[2])
-    new_query, new_key = out or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
-    checks.check_out(new_query, query, tuple(query.shape))
-    checks.check_out(new_key, key, tuple(key.shape))
+    out_query, out_key = out or (None, None)
+    new_query, new_key = checks.prepare_out(out_query, query), checks.prepare_out(out_key, key)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     if num_tokens > 0:

@@ -1,0 +1,424 @@
+"""What a run adds up to: throughput, goodput, and how long its users waited. Every benchmark, the simulator and the figures use it.
+
+The terms are those of vLLM's `benchmarks/serve.py`: TTFT is the time to first token, ITL the inter-token latency, TPOT the time per
+output token after the first. A request with several sequences (n > 1) has one TTFT and the ITLs of each sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepRecord
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile: the smallest value that at least `percent` percent of the values do not exceed.
+
+    Raises:
+        ValueError: There are no values.
+    """
+    if not len(values):
+        raise ValueError("There is no percentile of no values.")
+    return _nearest_rank(sorted(values), percent)
+
+
+def _nearest_rank(ordered: Sequence[float], percent: float) -> float:
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+class Distribution(NamedTuple):
+    """Mean and nearest-rank percentiles of some times, in seconds; not a number (nan) if there were none."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution:
+        """The distribution of these values."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls(*[math.nan] * 4)
+        return cls(sum(ordered) / len(ordered), *(_nearest_rank(ordered, percent) for percent in (50, 95, 99)))
+
+
+class Quantiles:
+    """A distribution of any number of positive values in constant memory.
+
+    Values are counted in buckets, each 1 % wider than the one before, so percentiles are right to within half a percent.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = 0.0
+        self._buckets: Counter[int] = Counter()
+
+    def add(self, value: float) -> None:
+        """Count a value. Values below a nanosecond are all counted as one."""
+        self._count += 1
+        self._sum += value
+        self._buckets[math.floor(math.log(max(value, 1e-9), 1.01))] += 1
+
+    def distribution(self) -> Distribution:
+        """The distribution of the values so far."""
+        if not self._count:
+            return Distribution.of(())
+        return Distribution(self._sum / self._count, *(self._percentile(percent) for percent in (50, 95, 99)))
+
+    def _percentile(self, percent: float) -> float:
+        rank = math.ceil(percent / 100 * self._count)
+        ordered = sorted(self._buckets)
+        cumulative = itertools.accumulate(self._buckets[bucket] for bucket in ordered)
+        return 1.01 ** (next(bucket for bucket, count in zip(ordered, cumulative, strict=True) if count >= rank) + 0.5)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+class RequestTimes(Protocol):
+    """What a summary needs of a completed request. Times in seconds, None where they are not known."""
+
+    @property
+    def prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def output_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def ttft(self) -> float | None: ...  # noqa: D102
+    @property
+    def itls(self) -> Sequence[float]: ...  # noqa: D102
+    @property
+    def tpot(self) -> float | None: ...  # noqa: D102
+    @property
+    def latency(self) -> float: ...  # noqa: D102
+
+
+def time_per_output_token(ttft: float, latency: float, num_tokens: int) -> float | None:
+    """TPOT: mean seconds per output token after the first; None if there was only one token."""
+    return (latency - ttft) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class RequestLatency:
+    """What a completed request waited, in seconds.
+
+    Attributes:
+        request_id: The request.
+        ttft: From its arrival to its first token.
+        latency: From its arrival to its last token (end to end).
+        itls: From one output to the next of the same sequence, for all its sequences one after another. Tokens that come together, as
+            speculative decoding gives them, are one output, so that no ITL is 0.
+        num_tokens: Tokens of its longest sequence.
+        prompt_tokens, output_tokens: Tokens of its prompt, and of all its sequences.
+    """
+
+    request_id: str
+    ttft: float
+    latency: float
+    itls: tuple[float, ...]
+    num_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def from_token_times(cls, request_id: str, prompt_tokens: int, times: Sequence[float]) -> RequestLatency:
+        """Of a request with one sequence, from the seconds between its arrival and each of its tokens."""
+        itls = tuple(later - earlier for earlier, later in itertools.pairwise(dict.fromkeys(times)))
+        return cls(request_id, times[0], times[-1], itls, len(times), prompt_tokens, len(times))
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per output token after the first, tokens that come together counted one by one."""
+        return time_per_output_token(self.ttft, self.latency, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What a request must keep to count for goodput, in milliseconds; None is no goal.
+
+    Raises:
+        ConfigError: A goal is not a number above 0.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, goal in vars(self).items():
+            if goal is not None and not 0 < goal < math.inf:
+                raise ConfigError(f"The goal for {name} is {goal}, but must be a number of milliseconds above 0.")
+
+    def are_met_by(self, request: RequestTimes) -> bool:
+        """Whether a completed request meets all goals.
+
+        A request with a single output token has no TPOT to miss. One that completed without any token is taken to have begun at its
+        end: its user waited that long to see that nothing comes.
+        """
+        ttft = request.latency if request.ttft is None else request.ttft
+        pairs = ((self.ttft, ttft), (self.tpot, request.tpot), (self.e2e, request.latency))
+        return all(goal is None or time is None or time * 1e3 <= goal for goal, time in pairs)
+
+    def describe(self) -> str:
+        """In words; empty if there are no goals."""
+        names = (("TTFT", self.ttft), ("TPOT", self.tpot), ("end to end", self.e2e))
+        return ", ".join(f"{name} up to {goal:g} ms" for name, goal in names if goal is not None)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class RunSummary:
+    """What a run adds up to. Times in seconds, their distributions over the completed requests.
+
+    Attributes:
+        num_requests: All requests of the run.
+        completed: Those that finished by themselves; the others failed, were aborted, or were still unfinished.
+        prompt_tokens, output_tokens: Of the completed requests, unless a subclass says otherwise.
+        seconds: From the first arrival to the end.
+        ttft: From a request's arrival to its first token.
+        itl: From one output of a sequence to the next; tokens that come together are one output.
+        tpot: Per output token after the first.
+        latency: From a request's arrival to its last token (end to end).
+        goodput: Completed requests per second that met all goals; None if there were no goals.
+    """
+
+    num_requests: int
+    completed: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    ttft: Distribution
+    itl: Distribution
+    tpot: Distribution
+    latency: Distribution
+    goodput: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[RequestTimes],
+        seconds: float,
+        *,
+        num_requests: int | None = None,
+        goals: Goals | None = None,
+        **more: Any,
+    ) -> Self:
+        """The summary of a run from its completed requests.
+
+        Args:
+            requests: Those that completed.
+            seconds: How long the run took.
+            num_requests: All requests of the run; only the completed ones if None.
+            goals: For goodput; None, or `Goals()`, is none.
+            **more: The fields of a subclass.
+        """
+        summary = cls(
+            num_requests=len(requests) if num_requests is None else num_requests,
+            completed=len(requests),
+            prompt_tokens=sum(request.prompt_tokens for request in requests),
+            output_tokens=sum(request.output_tokens for request in requests),
+            seconds=seconds,
+            ttft=Distribution.of(request.ttft for request in requests if request.ttft is not None),
+            itl=Distribution.of(gap for request in requests for gap in request.itls),
+            tpot=Distribution.of(request.tpot for request in requests if request.tpot is not None),
+            latency=Distribution.of(request.latency for request in requests),
+            **more,
+        )
+        if goals is not None and goals != Goals():
+            summary.goodput = summary.per_second(sum(map(goals.are_met_by, requests)))
+        return summary
+
+    def per_second(self, count: float) -> float:
+        """A rate over the whole run; 0 for a run that took no time."""
+        return count / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def requests_per_second(self) -> float:
+        """Completed requests per second."""
+        return self.per_second(self.completed)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Throughput in output tokens."""
+        return self.per_second(self.output_tokens)
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Throughput in prompt tokens."""
+        return self.per_second(self.prompt_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: distributions in milliseconds, None where nothing was measured; the rates too; not the trace."""
+        content: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Distribution):
+                times = {name: time * 1e3 for name, time in value._asdict().items()}
+                content[f"{item.name}_ms"] = None if math.isnan(value.mean) else times
+            elif item.name != "trace":
+                content[item.name] = value
+        rates = ("requests_per_second", "prompt_tokens_per_second", "output_tokens_per_second")
+        return content | {name: getattr(self, name) for name in rates}
+
+
+@dataclass(kw_only=True)
+class EngineRun(RunSummary):
+    """What a run of an engine adds up to, its steps included.
+
+    `prompt_tokens` and `output_tokens` count all requests here, those that did not complete too.
+
+    Attributes:
+        scheduler: The policy, or the scheduler's class.
+        workload: Name of the workload.
+        num_steps, busy_seconds: The engine's steps, and the time that they took.
+        num_preemptions: How often a sequence lost its blocks.
+        mean_running, mean_cache_use: Running sequences, and the fraction of the KV cache in use, averaged over `busy_seconds`.
+        peak_cache_use: The largest fraction of the KV cache in use.
+        trace: The run, step by step, if it was recorded.
+    """
+
+    scheduler: str = ""
+    workload: str = ""
+    num_steps: int = 0
+    busy_seconds: float = 0.0
+    num_preemptions: int = 0
+    mean_running: float = 0.0
+    mean_cache_use: float = 0.0
+    peak_cache_use: float = 0.0
+    trace: EngineTrace | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        preemptions = "1 preemption" if self.num_preemptions == 1 else f"{self.num_preemptions} preemptions"
+        return (
+            f"{self.completed} requests in {self.seconds:.1f} s · {self.output_tokens_per_second:.0f} tokens/s · means: first token "
+            f"{self.ttft.mean:.2f} s, latency {self.latency.mean:.2f} s · {preemptions}"
+        )
+
+
+class StepTotals:
+    """Adds up the steps of a run one by one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.busy_seconds = 0.0
+        self.num_preemptions = 0
+        self.peak_cache_use = 0.0
+        self._running = 0.0
+        self._cache_use = 0.0
+
+    def add(self, seconds: float, num_running: int, cache_use: float, num_preemptions: int) -> None:
+        """Count a step: how long it took, and what held while it ran."""
+        self.num_steps += 1
+        self.busy_seconds += seconds
+        self.num_preemptions += num_preemptions
+        self.peak_cache_use = max(self.peak_cache_use, cache_use)
+        self._running += num_running * seconds
+        self._cache_use += cache_use * seconds
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields of an `EngineRun` that follow from its steps."""
+        busy = self.busy_seconds or 1.0
+        totals = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return totals | {"mean_running": self._running / busy, "mean_cache_use": self._cache_use / busy}
+
+
+# -- traces ----------------------------------------------------------------------------------------------------------
+
+
+def request_latencies(trace: EngineTrace) -> list[RequestLatency]:
+    """What all completed requests of a trace waited, in the order of arrival.
+
+    Requests that are unfinished, aborted or failed are left out: how long they would have waited is not known. Of a request older than
+    the trace, the ITLs are those that the trace has seen.
+    """
+    times = output_times(trace)
+    result = []
+    for request in trace.requests.values():
+        if not is_complete(request):
+            continue
+        itls = tuple(
+            later - earlier
+            for index in range(len(request.output_token_ids))
+            for earlier, later in itertools.pairwise(times.get(SequenceKey(request.request_id, index), []))
+        )
+        assert request.first_token_time is not None and request.finished_time is not None
+        ttft, latency = request.first_token_time - request.arrival_time, request.finished_time - request.arrival_time
+        lengths = [len(token_ids) for token_ids in request.output_token_ids]
+        result.append(
+            RequestLatency(request.request_id, ttft, latency, itls, max(lengths), request.num_prompt_tokens, sum(lengths))
+        )
+    return result
+
+
+def is_complete(request: RequestRecord) -> bool:
+    """Whether all sequences of a request finished by themselves ("stop" or "length")."""
+    reasons = request.finish_reasons
+    has_times = request.first_token_time is not None and request.finished_time is not None
+    return has_times and bool(reasons) and all(reason in ("stop", "length") for reason in reasons)
+
+
+def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
+    """When each sequence got tokens, in seconds of the engine's clock: one or, with speculative decoding, several at a time."""
+    times: dict[SequenceKey, list[float]] = {}
+    for step in trace:
+        for key, _ in new_tokens(trace, step):
+            times.setdefault(key, []).append(step.end)
+    return times
+
+
+def new_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
+    """Each sequence that got tokens in a step, and how many. The step that completes a prompt gives one to each sibling too."""
+    for part in step.scheduled:
+        if part.num_new_tokens == 0:
+            continue
+        yield part.key, part.num_new_tokens
+        request = trace.requests.get(part.request_id)
+        if request is not None and part.context_len == request.num_prompt_tokens:
+            for index in range(1, request.params.get("n", 1)):
+                yield SequenceKey(part.request_id, index), 1
+
+
+def count_output_tokens(trace: EngineTrace) -> int:
+    """All tokens that were generated: those of the finished requests, and those that the others got in the trace's steps."""
+    finished = {name for name, request in trace.requests.items() if request.finish_reasons}
+    kept = sum(len(token_ids) for name in finished for token_ids in trace.requests[name].output_token_ids)
+    return kept + sum(count for step in trace for key, count in new_tokens(trace, step) if key.request_id not in finished)
+
+
+def time_origin(trace: EngineTrace) -> float:
+    """When a trace begins, in seconds of the engine's clock: with the first arrival, or the first step if that is earlier."""
+    times = [request.arrival_time for request in trace.requests.values()]
+    return min(times + [step.start for step in trace.steps[:1]], default=0.0)
+
+
+def summarize_trace(trace: EngineTrace, goals: Goals | None = None) -> EngineRun:
+    """What a traced run adds up to, from the first arrival to the end of the last step."""
+    seconds = trace[-1].end - time_origin(trace) if len(trace) else 0.0
+    num_blocks = trace.config.num_gpu_blocks
+    steps = StepTotals()
+    for step in trace:
+        cache_use = 1 - step.num_free_blocks / num_blocks if num_blocks else 0.0
+        steps.add(step.end - step.start, step.num_running, cache_use, len(step.preempted))
+    run = EngineRun.of(
+        request_latencies(trace),
+        seconds,
+        num_requests=len(trace.requests),
+        goals=goals,
+        scheduler=trace.config.scheduler,
+        trace=trace,
+        **steps.to_fields(),
+    )
+    run.prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests.values())
+    run.output_tokens = count_output_tokens(trace)
+    return run

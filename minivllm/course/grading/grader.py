@@ -1,0 +1,222 @@
+"""Grades submissions: restores the lesson's cells, runs the notebook, and reports for each check whether it passed, or why not.
+
+No submission can affect another: whatever goes wrong in one becomes a reason in its grade. (Modelled on nbgrader's autograder; here a
+check passes only if it returns its receipt, see `kernel.py`.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.kernel_client import Surroundings, run_cells
+from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
+from minivllm.course.grading.untrusted_text import without_colours
+
+_MOST_REASON = 600
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check: whether it passed, and what the learner should know."""
+
+    check: GradedCell
+    passed: bool
+    reason: str = ""
+
+    @property
+    def points(self) -> float:
+        """The points earned."""
+        return self.check.points if self.passed else 0
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The grade of one submission.
+
+    Attributes:
+        submission: What was graded.
+        results: One per check of the lesson, in order.
+        notes: Further remarks, as sentences.
+        cells: The notebook as it was graded; empty if it could not be read.
+        runs: The outcomes of its cells, by index.
+        remarks: What went wrong in its cells, by index, as sentences.
+    """
+
+    submission: Submission
+    results: tuple[CheckResult, ...]
+    notes: tuple[str, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    runs: dict[int, CellRun] = field(default_factory=dict)
+    remarks: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float:
+        """The points earned."""
+        return sum(result.points for result in self.results)
+
+    @property
+    def most(self) -> float:
+        """The points available."""
+        return sum(result.check.points for result in self.results)
+
+    @property
+    def reason(self) -> str:
+        """Why points are missing, in one line."""
+        reasons = [*self.notes, *(result.reason for result in self.results if not result.passed)]
+        return " ".join(dict.fromkeys(" ".join(reason.split()) for reason in reasons if reason))
+
+
+def grade_all(
+    submissions: Sequence[Submission],
+    limits: Limits,
+    jobs: int,
+    unreadable: Sequence[Path],
+    unwritable: Sequence[Path],
+) -> Iterator[Grade]:
+    """Grade submissions in parallel; yields grades as they are ready.
+
+    Args:
+        submissions: What to grade.
+        limits: For each submission.
+        jobs: How many to run at a time.
+        unreadable: Folders and files that submissions must not open, besides each other's.
+        unwritable: Folders in which they must not write.
+    """
+    closed = (*unreadable, *(submission.path for submission in submissions))
+    guarded = (*unwritable, *{submission.path.parent for submission in submissions})
+    stopped = Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(grade, item, limits, closed, guarded, stopped) for item in submissions]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:  # on an interrupt, do not wait for running kernels
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def grade(
+    submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path], stopped: Event | None = None
+) -> Grade:
+    """Grade one submission, whatever is in it; setting `stopped` ends it early."""
+    try:
+        return _grade(submission, limits, surroundings_of(submission.lesson, unreadable, unwritable), stopped or Event())
+    except DamagedNotebook as error:
+        return _nothing(submission, str(error))
+    except Exception as error:
+        return _nothing(
+            submission, f"This notebook could not be graded. Please tell your teacher: {type(error).__name__}: {error}."
+        )
+
+
+def _nothing(submission: Submission, reason: str) -> Grade:
+    results = tuple(CheckResult(check, False) for check in submission.lesson.checks)
+    return Grade(submission, results, (*submission.notes, reason))
+
+
+def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event) -> Grade:
+    restored = restore(submission.path, submission.lesson)
+    cells = restored.cells
+    runs = run_cells(cells, surroundings, limits, stopped)
+    numbers = _numbers(cells)
+    results, since_last, remarks = [], [], {}
+    late = next((index for index, run in runs.items() if run.status == "late"), None)
+    notes = [*submission.notes, *restored.notes]
+    if late is not None:
+        notes.append(f"The notebook took more than {limits.total_seconds:g} s in total and was stopped at cell {numbers[late]}.")
+    for index, cell in enumerate(cells):
+        run = runs.get(index)
+        remarks[index] = _remarks(cell, run, numbers.get(index), limits)
+        said = [*([cell.note] if cell.note and cell.kind != "given" else []), *remarks[index]]
+        if cell.check is None:
+            since_last += said
+            continue
+        if run is not None and run.passed:
+            reasons = [cell.note]
+        elif run is None or run.status == "late":
+            reasons = ["This check was not reached.", *since_last, *said]
+        else:
+            reasons = [*since_last, *said]
+        results.append(CheckResult(cell.check, run is not None and run.passed, _shortened(" ".join(filter(None, reasons)))))
+        notes += [remark for remark in since_last if remark not in reasons]
+        since_last = []
+    return Grade(submission, tuple(results), tuple(dict.fromkeys([*notes, *since_last])), cells, runs, remarks)
+
+
+def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:
+    """The surroundings of a kernel for a lesson."""
+    from minivllm.course.grading.kernel import find_imports
+
+    given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
+    return Surroundings(
+        preload=tuple(find_imports(given, "minivllm")),
+        imports=tuple(find_imports(given, "minivllm")),
+        unreadable=tuple(unreadable),
+        unwritable=tuple(unwritable),
+    )
+
+
+def _numbers(cells: Sequence[Cell]) -> dict[int, int]:
+    """The execution count of each code cell, by index."""
+    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
+    return {index: number for number, index in enumerate(code, start=1)}
+
+
+_RUN_WITHOUT = "the other cells were run without it"
+
+
+def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits) -> list[str]:
+    """What went wrong in a cell, as sentences for the learner."""
+    if run is None:
+        return []
+    what = {
+        "given": f"Cell {number}, part of the lesson,",
+        "check": f"Your code, called by the check in cell {number},",
+    }.get(cell.kind, f"Your cell {number}")
+    name, text = run.error
+    sentences = {
+        "slow": f"{what} ran longer than {limits.cell_seconds:g} s and was stopped.",
+        "loud": f"{what} printed more than {limits.most_output / 10**6:g} MB and was stopped.",
+        "deaf": f"{what} could not be stopped after {limits.cell_seconds:g} s, so its kernel was killed; {_RUN_WITHOUT}.",
+        "dead": f"{what} made Python exit (os._exit, exit, or a crash); {_RUN_WITHOUT}.",
+        "memory": f"{what} used more than {limits.memory_bytes / 1024**3:.3g} GiB of memory and was killed; {_RUN_WITHOUT}.",
+    }
+    sentences["disk"] = f"{what} wrote more than {limits.written_bytes / 1024**3:.3g} GiB to disk and was killed; {_RUN_WITHOUT}."
+    remarks = [f"{what} {refusal}, which is not allowed." for refusal in run.refused]
+    if run.status in sentences:
+        remarks.insert(0, sentences[run.status])
+    elif run.status == "error" and cell.kind == "check":
+        remarks.insert(0, _check_text(cell, name, text))
+    elif run.status == "error" and name == "SystemExit":
+        remarks.insert(0, f"{what} called exit or sys.exit and stopped there.")
+    elif run.status == "error" and not (name == "PermissionError" and run.refused):
+        remarks.insert(0, f"{what} raised an error, {_error(name, text)}")
+    elif run.status == "ok" and cell.kind == "check" and not run.passed:
+        remarks.insert(0, "This check did not run to its end.")
+    return remarks
+
+
+def _check_text(cell: Cell, name: str, text: str) -> str:
+    """The message of a failed check without its headline."""
+    if name != "CheckFailed":
+        return _error(name, text)
+    headline, _, rest = text.partition("\n")
+    text = (rest if headline.startswith("✗") and cell.check.name in headline else text).strip()
+    return text if text.endswith((".", "!", "?")) or "\n" in text else text + "."
+
+
+def _error(name: str, text: str) -> str:
+    first = re.sub(r" ?\(<string>[^)]*\)|\d+\.py, (?=line \d+\))", "", text.strip().split("\n")[0])[:200]  # an internal file name
+    return f"{name}: {first}." if first else f"{name}."
+
+
+def _shortened(text: str) -> str:
+    text = without_colours(text).strip()
+    return text if len(text) <= _MOST_REASON else text[:_MOST_REASON].rstrip() + " …"

@@ -1,0 +1,186 @@
+"""Sets up the same random situation in a learner's scheduler and in the package's, and compares the two.
+
+A learner's queues are lists sorted by `order`; the package's are `SequenceQueue`s.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import insort
+from typing import Any
+
+from minivllm.config import SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
+
+STOP_TOKEN = 7
+"""The stop token in these checks."""
+_QUEUES = ("waiting", "running", "swapped")
+
+
+def make_twins(cls: type, seed: str, **options: Any) -> tuple[Any, Any]:
+    """Set up the same situation in a learner's scheduler and in the package's."""
+    return make_scene(cls, seed, **options), make_scene(Scheduler, seed, **options)
+
+
+def make_scene(
+    cls: type,
+    seed: str,
+    *,
+    running: tuple[int, int] = (0, 0),
+    waiting: tuple[int, int] = (0, 0),
+    swapped: tuple[int, int] = (0, 0),
+    spare: tuple[int, int] = (0, 8),
+    host: tuple[int, int] = (0, 4),
+    budget: tuple[int, int] = (30, 60),
+    mode: str = "recompute",
+    prefill: bool = False,
+    longest_prompt: int = 9,
+) -> Any:
+    """A scheduler in the midst of its work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
+    rng = random.Random(seed)
+    counts = {"running": rng.randint(*running), "swapped": rng.randint(*swapped), "waiting": rng.randint(*waiting)}
+    block_size, policy = rng.choice((2, 3, 4)), rng.choice(("fcfs", "priority"))
+    mode = rng.choice(("recompute", "swap", "swap")) if mode == "any" else mode
+    numbers = list(range(sum(counts.values())))
+    if policy == "priority":
+        rng.shuffle(numbers)
+    sequences: list[tuple[str, Sequence, int]] = []
+    for queue, count in counts.items():
+        for _ in range(count):
+            seq = Sequence(
+                len(sequences), make_request(chr(ord("a") + len(sequences)), rng.randint(1, longest_prompt), rng.randint(1, 5))
+            )
+            has_output = queue != "waiting" or rng.random() < 0.3
+            seq.token_ids += [1] * (rng.randint(1, max(1, seq.request.max_num_tokens - seq.num_tokens - 1)) if has_output else 0)
+            sequences.append((queue, seq, numbers[len(sequences)]))
+    taken = {queue: sum(-(-(seq.num_tokens - 1) // block_size) for q, seq, _ in sequences if q == queue) for queue in _QUEUES}
+    growing = sum((seq.num_tokens - 1) % block_size == 0 for queue, seq, _ in sequences if queue == "running")
+    num_blocks = taken["running"] + max(rng.randint(*spare), 0) + (rng.choice((0, growing // 2)) if spare[1] < 3 else 0)
+    largest = max((-(-(seq.num_tokens + 2) // block_size) for _, seq, _ in sequences), default=1)
+    manager = BlockSpaceManager(
+        block_size, max(num_blocks, largest), taken["swapped"] + rng.randint(*host), watermark=rng.choice((0.0, 0.2))
+    )
+    places = max(1, counts["running"] + rng.randint(0, 3))
+    config = SchedulerConfig(places, max(places, rng.randint(*budget)), policy=policy, preemption_mode=mode)
+    scheduler = cls(config, manager)
+    for queue, seq, number in sequences:
+        if queue != "waiting":
+            newest = seq.token_ids.pop()
+            if queue == "swapped":  # its blocks were on the device before
+                for _ in range(manager.num_blocks_for(seq.num_tokens)):
+                    manager.swapped_tables.setdefault(seq.seq_id, []).append(manager.cpu_allocator.allocate())
+            else:
+                manager.allocate(seq)
+            seq.num_computed_tokens = seq.num_tokens
+            seq.token_ids.append(newest)
+            if prefill and rng.random() < 0.4:  # a prompt, or a recomputation: all tokens are computed in one step
+                manager.append_slots(seq)
+                seq.num_computed_tokens = 0
+        place(scheduler, queue, seq, (number, 0))
+    return scheduler
+
+
+def make_request(name: str, prompt_len: int, output_len: int, priority: int = 0, arrival: float = 0.0) -> Request:
+    """A request with a length limit, which a stop token may end earlier, from its second output token on."""
+    params = SamplingParams(max_tokens=output_len, min_tokens=min(2, output_len), stop_token_ids=[STOP_TOKEN])
+    prompt = list(range(100, 100 + prompt_len))
+    max_num_tokens = prompt_len + output_len + 1
+    return Request(name, prompt, params, max_num_tokens=max_num_tokens, arrival_time=arrival, priority=priority)
+
+
+def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> None:
+    """Put a sequence into a queue of either scheduler."""
+    seq.order, seq.status = order, SequenceStatus(queue)
+    if seq not in seq.request.sequences:
+        seq.request.sequences.append(seq)
+    scheduler.requests[seq.request.request_id] = seq.request
+    if queue != "waiting":
+        seq.request.metrics.num_preemptions = len(seq.request.prompt_token_ids) % 3  # it may have been preempted before
+    line = getattr(scheduler, queue)
+    if isinstance(line, list):
+        insort(line, seq, key=lambda other: other.order)
+    else:
+        line.add(seq)
+
+
+def take_out(scheduler: Any, request_id: str) -> None:
+    """Remove a waiting request from either scheduler, bypassing its methods."""
+    del scheduler.requests[request_id]
+    scheduler.waiting.remove(next(seq for seq in scheduler.waiting if seq.request.request_id == request_id))
+
+
+def make_batch(scheduler: Any) -> SchedulerOutput:
+    """A step in which every running sequence computes all its uncomputed tokens."""
+    output = SchedulerOutput()
+    for seq in scheduler.running:
+        if seq.num_uncomputed_tokens == 1:
+            scheduler.block_manager.append_slots(seq)
+        table = scheduler.block_manager.get_block_table(seq)
+        output.scheduled.append(ScheduledSequence(seq, seq.num_uncomputed_tokens, table))
+    return output
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def names_of(queue: Any) -> list[str]:
+    """The ids of the requests in a queue, in order."""
+    return [seq.request.request_id for seq in queue]
+
+
+def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
+    """The observable state of a scheduler and its step, by name, the most important first."""
+    sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
+    manager, facts = scheduler.block_manager, {}
+    names = {seq.seq_id: seq.request.request_id for seq in sequences}
+    if output is not None:
+        parts = output.scheduled
+        facts["phase"] = output.phase
+        facts["batch"] = [f"{part.seq.request.request_id}: {part.num_tokens} tokens" for part in parts]
+        facts["preempted"], facts["swapped_in"] = names_of(output.preempted), names_of(output.swapped_in)
+    facts |= {queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES}
+    facts["status"] = {seq.request.request_id: seq.status.value for seq in sequences}
+    facts["tokens"] = {seq.request.request_id: seq.token_ids for seq in sequences}
+    facts["computed"] = {seq.request.request_id: seq.num_computed_tokens for seq in sequences}
+    if output is not None:
+        for name in ("num_batched_tokens", "num_prefills", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
+            facts[name] = getattr(output, name)
+    tables = ({names.get(i, "a finished sequence"): table for i, table in kept.items()}
+              for kept in (manager.block_tables, manager.swapped_tables))  # fmt: skip
+    facts["blocks"], facts["host blocks"] = tables
+    facts["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
+    facts["requests"] = sorted(scheduler.requests)
+    facts["preemptions"] = {seq.request.request_id: seq.request.metrics.num_preemptions for seq in sequences}
+    return facts
+
+
+def compare(
+    said: str, theirs: Any, mine: Any, hints: dict[str, str], outputs: tuple[SchedulerOutput, SchedulerOutput] | None = None
+) -> None:
+    """Raise an AssertionError about the first difference between two schedulers, if there is one."""
+    expected, got = (picture_of(scheduler, outputs and outputs[i]) for i, scheduler in enumerate((theirs, mine)))
+    for name, value in expected.items():
+        expect(said, name, value, got[name], hints.get(name, f"what happens to {name}"))
+
+
+def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
+    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
+    assert expected == got, f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}."
+
+
+def describe(scheduler: Any) -> str:
+    """Describe the situation in two sentences."""
+    config, manager = scheduler.config, scheduler.block_manager
+    queues = []
+    for queue in _QUEUES:
+        inside = ", ".join(f"{seq.request.request_id} ({seq.num_tokens} tokens)" for seq in getattr(scheduler, queue))
+        queues.append(f"{queue}: {inside or 'empty'}")
+    return (
+        f"{'; '.join(queues)}. Policy {config.policy!r}, preemption_mode {config.preemption_mode!r}, max_num_seqs {config.max_num_seqs}, "
+        f"max_num_batched_tokens {config.max_num_batched_tokens}; {manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} "
+        f"blocks of {manager.block_size} tokens are free, watermark {manager.watermark_blocks}."
+    )

@@ -1,0 +1,242 @@
+"""A running `EngineCoreLoop`, seen from the frontend: in a thread of this process, or in a process of its own.
+
+Both are used the same way: `send` messages, `receive` messages until one is a `CoreFailed` or None, `shutdown`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from minivllm.engine.core_messages import (
+    CoreFailed,
+    CoreLog,
+    CoreReady,
+    FromCore,
+    Heartbeat,
+    Shutdown,
+    ToCore,
+    decode_from_core,
+    encode,
+)
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.engine_core_proc import CoreSetup, EngineCoreLoop
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+
+_POLL_MS = 100
+"""How long a process may be gone before it is noticed."""
+_GRACE_SECONDS = 5.0
+"""How long the core may take to finish its last step when told to stop."""
+
+
+class CoreHandle(Protocol):
+    """An engine core that is ready.
+
+    Attributes:
+        ready: What the core said when it was.
+        process_id: The process that computes.
+        last_heard: When the core last gave a sign of life, in seconds of `time.monotonic`; None where it cannot fall silent.
+    """
+
+    ready: CoreReady
+    process_id: int
+    last_heard: float | None
+
+    def send(self, message: ToCore) -> None:
+        """Hand over a message, from any thread. It is lost if the core is gone."""
+
+    def receive(self) -> FromCore | None:
+        """Wait for the next message. A `CoreFailed` is the last one if the core ended by itself, None if it was shut down."""
+
+    def shutdown(self) -> None:
+        """End the core and wait until it has ended. Safe to call again, from any thread."""
+
+
+class CoreThread:
+    """An engine core in a thread: for notebooks, for classes defined there, and for cores made elsewhere.
+
+    Args:
+        core: Used by nobody else until `shutdown`.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        loop = EngineCoreLoop(core)
+        ready = loop.output_queue.get()
+        assert isinstance(ready, CoreReady)
+        self.ready, self.process_id, self.last_heard = ready, os.getpid(), None
+        self._input, self._output = loop.input_queue, loop.output_queue
+        self._shut_down = threading.Event()
+        self._thread = threading.Thread(target=loop.run_busy_loop, name="minivllm engine core", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, loop.input_queue.put, Shutdown())
+
+    def send(self, message: ToCore) -> None:
+        self._input.put(message)
+
+    def receive(self) -> FromCore | None:
+        message = self._output.get()
+        if message is not None or self._shut_down.is_set():
+            return message
+        return CoreFailed("", "it ended")
+
+    def shutdown(self) -> None:
+        self._shut_down.set()
+        self._stop()
+        self._thread.join(_GRACE_SECONDS)
+
+
+class CoreProcess:
+    """An engine core in a process of its own, reached through two sockets in a folder that only this user may enter.
+
+    Args:
+        config: The engine's.
+        num_threads: Threads that it computes with; one for each processor if None.
+
+    Raises:
+        ModelLoadError: The model cannot be found or used.
+        ConfigError: The configuration cannot work.
+        EngineDeadError: The process ended before it was ready.
+    """
+
+    def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
+        packed = config.pack()
+        folder = _make_socket_folder()
+        addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
+        self._context = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._input.setsockopt(zmq.SNDHWM, 0)
+        self._input.bind(addresses[0])
+        self._output = self._context.socket(zmq.PULL)
+        self._output.setsockopt(zmq.RCVHWM, 0)
+        self._output.bind(addresses[1])
+        self._lock = threading.Lock()
+        """A socket may be used by one thread at a time."""
+        self._receiving = threading.Lock()
+        """Held while a thread uses the output socket."""
+        self._process = _start_process(num_threads)
+        self.process_id = self._process.pid
+        self.last_heard: float | None = time.monotonic()
+        self._shut_down = threading.Event()
+        self._end = weakref.finalize(self, _end_process, self._process, self._shut_down, folder)
+        """Also called when this object is garbage, or Python exits."""
+        setup = CoreSetup(packed, folder, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel())
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+            self.ready = self._wait_until_ready()
+        except BaseException:
+            self._end()
+            self.shutdown()
+            raise
+        # Both sockets are connected now, so nobody needs their names: whatever kills this process leaves nothing behind.
+        self._input.poll(int(_GRACE_SECONDS * 1000), zmq.POLLOUT)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _wait_until_ready(self) -> CoreReady:
+        message = self.receive()
+        if isinstance(message, CoreReady):
+            return message
+        assert isinstance(message, CoreFailed)
+        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
+            raise kind(message.message)
+        raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
+
+    def send(self, message: ToCore) -> None:
+        data = encode(message)
+        with self._lock:
+            if not self._input.closed:
+                with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
+                    self._input.send(data, zmq.NOBLOCK)
+
+    def receive(self) -> FromCore | None:
+        with self._receiving:
+            while not self._shut_down.is_set():
+                if self._output.poll(_POLL_MS):
+                    message = self._decode(self._output.recv())
+                    self.last_heard = time.monotonic()
+                    if isinstance(message, CoreLog):
+                        logging.getLogger(message.logger).log(message.level, "%s", message.text)
+                    elif not isinstance(message, Heartbeat):
+                        return message
+                    continue
+                status = self._process.poll()
+                if status is not None and not self._output.poll(0):
+                    return CoreFailed("", f"its process {_describe_exit(status)}")
+        return None
+
+    def shutdown(self) -> None:
+        self._shut_down.set()
+        if self._end.alive:
+            self.send(Shutdown())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_SECONDS)
+            self._end()
+        with self._receiving, self._lock:
+            self._context.destroy(linger=0)
+
+    @staticmethod
+    def _decode(data: bytes) -> FromCore:
+        try:
+            return decode_from_core(data)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:  # nothing after it can be trusted either
+            return CoreFailed(type(error).__name__, str(error))
+
+
+def _start_process(num_threads: int | None) -> subprocess.Popen[bytes]:
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    if num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
+        stdin=subprocess.PIPE,
+        stdout=2,  # whatever it prints is for people, not for a pipe
+        env=os.environ | environment,
+        start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
+    )
+
+
+def _make_socket_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="minivllm-")
+    if len(folder) > 80:  # the path of a socket may have about 100 characters
+        Path(folder).rmdir()
+        folder = tempfile.mkdtemp(prefix="minivllm-", dir="/tmp")
+    return folder
+
+
+def _end_process(process: subprocess.Popen[bytes], shut_down: threading.Event, folder: str) -> None:
+    """End a process, if it has not ended, and remove its sockets. It exits by itself when its standard input closes."""
+    shut_down.set()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

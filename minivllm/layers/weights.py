@@ -1,0 +1,77 @@
+"""Checkpoint tensors, and how they get into parameters: by slices, so that a rank reads no more than its part.
+
+Mirrors the weight loaders of `vllm/model_executor/model_loader/weight_utils.py` and `vllm/model_executor/parameter.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from minivllm.errors import ModelLoadError
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A tensor of a checkpoint. What is not asked for is not read.
+
+    Attributes:
+        model_name, name: For messages.
+        source: A slice of safetensors or a torch tensor.
+    """
+
+    model_name: str
+    name: str
+    source: Any
+
+    def read(self, shape: tuple[int, ...], region: slice | tuple[slice, ...] = slice(None)) -> Tensor:
+        """A region of the tensor, all of it if none is given.
+
+        Args:
+            shape: What the config says that the whole tensor has.
+            region: The rows, or rows and columns.
+
+        Raises:
+            ModelLoadError: The tensor has another shape, or is not of floats.
+        """
+        source = self.source
+        found = source.shape if isinstance(source, Tensor) else source.get_shape() if hasattr(source, "get_shape") else None
+        if found is not None and tuple(found) != shape:
+            raise ModelLoadError(
+                f"The weights of {self.model_name} do not fit its config: {self.name} has shape {list(found)}, "
+                f"but the config asks for {list(shape)}."
+            )
+        tensor = None if found is None else source[region]
+        if tensor is None or not tensor.is_floating_point():
+            kind = type(source).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"The weights of {self.model_name} hold {self.name} as {kind}, which is not supported: only floats are."
+            )
+        return tensor
+
+
+class ModelParameter(nn.Parameter):
+    """A parameter that knows how checkpoint tensors fill it.
+
+    Args:
+        data: The storage.
+        weight_loader: Called with the parameter, a `CheckpointTensor`, and the number of the fused layer if there are several.
+    """
+
+    weight_loader: Callable[..., None]
+
+    def __new__(cls, data: Tensor, weight_loader: Callable[..., None]) -> ModelParameter:
+        parameter = super().__new__(cls, data, requires_grad=False)
+        parameter.weight_loader = weight_loader
+        return parameter
+
+
+def load_parameter(parameter: nn.Parameter, tensor: CheckpointTensor, *shard_id: int) -> None:
+    """Fill a parameter by its weight loader, or as a whole if it has none."""
+    if isinstance(parameter, ModelParameter):
+        parameter.weight_loader(parameter, tensor, *shard_id)
+    else:
+        parameter.data.copy_(tensor.read(tuple(parameter.shape)))
