@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import minivllm
+from minivllm import SamplingParams
 
 ROOT = Path(minivllm.__file__).parent
 VOCABULARY = {"config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
@@ -71,6 +73,38 @@ def test_what_decides_needs_neither_torch_nor_numpy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_the_engine_core_knows_no_text():
+    code = "import sys, minivllm.engine.engine_core, minivllm.engine.engine_core_proc; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    for module in ("tokenizer", "input_processor", "output_processor", "llm_engine", "async_llm_engine"):
+        assert f"minivllm.engine.{module}" not in loaded
+    assert not {"transformers", "tokenizers"} & loaded
+
+
+def test_a_prompt_passes_through_the_files_that_the_documentation_names(llm):
+    """From `LLM.generate` to the first kernel, in order; and there are few enough to read."""
+    documented = re.findall(r"^\| \d+ \| `([^`]+)` \|", (ROOT.parent / "docs/architecture.md").read_text(), re.MULTILINE)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    llm.generate("Hello", params, use_tqdm=False)  # warmed up: what is compiled is compiled
+    entered: dict[str, None] = {}
+
+    def note_calls(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT):
+            entered.setdefault(path.relative_to(ROOT).as_posix())
+
+    sys.setprofile(note_calls)
+    try:
+        llm.generate("The capital of France is", params, use_tqdm=False)
+    finally:
+        sys.setprofile(None)
+    files = list(entered)
+    to_the_kernel = files[: next(i for i, file in enumerate(files) if file.startswith("kernels/"))]
+    assert to_the_kernel == documented
+    assert len(to_the_kernel) <= 20
 
 
 def test_openais_protocol_knows_nothing_of_the_server():
