@@ -587,7 +587,7 @@ HASHES = {
     "tiny, latencies": "2dffe37558",
     "tiny, timelines": "fe3c564f4b",
     "tiny, run": "f30e5a360c",
-    "tiny, step": "58424d053b",
+    "tiny, step": "6d48939c5a",
     "swap, requests": "8431f8a5f9",
     "swap, batches": "25673ef9f5",
     "swap, curves": "9a6509c6b9",
@@ -596,7 +596,7 @@ HASHES = {
     "swap, latencies": "a83731128f",
     "swap, timelines": "11d7db06b7",
     "swap, run": "c1b290e5dd",
-    "swap, step": "2c895e6166",
+    "swap, step": "6b765751f0",
     "forks, requests": "eb19839e99",
     "forks, batches": "8c3b060339",
     "forks, curves": "d758429e20",
@@ -605,7 +605,7 @@ HASHES = {
     "forks, latencies": "348dffdf14",
     "forks, timelines": "f73f00b6e9",
     "forks, run": "2aea2aa2fa",
-    "forks, step": "64fb4ca116",
+    "forks, step": "04d3df9b84",
     "prefixes, requests": "3c2ecbec86",
     "prefixes, batches": "b19c85871e",
     "prefixes, curves": "edbb5b7210",
@@ -614,12 +614,12 @@ HASHES = {
     "prefixes, latencies": "9205e31b5b",
     "prefixes, timelines": "6bb285211f",
     "prefixes, run": "8ea5774de1",
-    "prefixes, step": "810a3698a6",
+    "prefixes, step": "0c03eafaad",
     "roofline": "21c47f0f4b",
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts.
 
-To renew them, `PYTHONPATH=tests/support:tests/core python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
+To renew them, `PYTHONPATH=tests/support:tests/core:benchmarks python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
 """
 
 
