@@ -239,6 +239,7 @@ def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_abort_ends_the_stream_with_a_reason(engine):
     async def run():
         params = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=DELTA, n=2)

@@ -90,6 +90,7 @@ def test_mistakes_get_one_sentence_and_status_2(capsys, arguments, sentence):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_bench_offline_compares_both_policies(capsys, tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     options = ["--num-requests", "6", "--mean-prompt-len", "6", "--mean-output-len", "6", "--max-num-seqs", "2"]
@@ -122,6 +123,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch):
     assert "NOT FOUND" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "NUM_REQUESTS", 4)
     monkeypatch.setattr(demo, "MEAN_OUTPUT_LEN", 4)

@@ -225,6 +225,7 @@ def test_an_unknown_scheduler_must_be_given(crowded_trace):
         replay(crowded_trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {},
     {"enable_chunked_prefill": True, "max_num_batched_tokens": 32},
