@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Processes of pytest-xdist share the cores: with more threads than cores, each step of an engine waits for threads that have none.
+if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -228,6 +228,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_without_nbgrader_it_is_told_what_to_install(solutions):
     result = subprocess.run([sys.executable, "-c", WITHOUT_NBGRADER], cwd=solutions.parent, capture_output=True, text=True)
     assert result.returncode == 2

@@ -133,6 +133,7 @@ def test_all_kinds_of_output_say_what_generate_says(llm):
         assert results[DELTA][i][0].prompt_logprobs == final.prompt_logprobs
 
 
+@pytest.mark.slow
 def test_the_engine_itself_gives_deltas_too(llm):
     engine, params = llm.llm_engine, replace(VARIED[2], output_kind=DELTA)
     engine.add_request("delta", PROMPT, params)
@@ -144,6 +145,7 @@ def test_the_engine_itself_gives_deltas_too(llm):
     assert all(c.text or c.token_ids or c.finished for output in outputs for c in output.outputs)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_several_tokens_at_once(engine):
     async def run():
         params = SamplingParams(temperature=0, max_tokens=12, output_kind=DELTA)
@@ -202,6 +204,7 @@ def test_whenever_a_stream_is_read_its_pieces_join_to_the_whole(tokenizer, piece
 # -- giving up ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
     async def run():
         params = SamplingParams(max_tokens=400, ignore_eos=True, n=2)
@@ -217,6 +220,7 @@ def test_closing_a_stream_frees_its_blocks_within_a_step(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
     async def run():
         long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -495,6 +499,7 @@ def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_metrics_count_what_was_done(in_a_process):
     def read(name):
         values = [line.split()[-1] for line in in_a_process.metrics.render().decode().split("\n") if line.startswith(name)]
@@ -563,6 +568,7 @@ def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
 # -- the process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_generates_what_llm_generates(in_a_process, llm):
     expected = llm.generate([PROMPT] * len(VARIED), VARIED, use_tqdm=False)
 

@@ -126,6 +126,7 @@ def small_cache_llm():
     return LLM("smollm2-135m", num_gpu_blocks_override=384, max_num_seqs=32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_a_bad_request_fails_alone(small_cache_llm, case, caplog):
     prompt, params, sentence = BAD_REQUESTS[case]
@@ -150,6 +151,7 @@ def test_when_no_request_can_be_served_the_error_is_raised(small_cache_llm):
         small_cache_llm.generate(["", ""], GREEDY)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused(tiny_folder):
     llm = load(tiny_folder, num_gpu_blocks_override=2)
     with pytest.raises(RequestError, match="has 40 tokens, but the whole cache holds only 32") as caught:
@@ -351,6 +353,7 @@ def test_a_checkpoint_without_names_is_refused(broken_folder):
     assert_sentence(caught.value)
 
 
+@pytest.mark.slow
 def test_an_end_token_outside_the_vocabulary_does_no_harm(broken_folder):
     config = json.loads((broken_folder / "config.json").read_text())
     (broken_folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [-1, 100, 5000]}))

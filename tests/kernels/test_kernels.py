@@ -83,6 +83,7 @@ def test_triton_decode_attention_split_over_the_context(data, num_splits):
     check_decode(triton, data.draw(attention_cases(TRITON_DEVICE, decode=True)), num_splits=num_splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_cpu_decode_attention_with_any_number_of_threads(num_threads):
     before = torch.get_num_threads()
@@ -94,6 +95,7 @@ def test_cpu_decode_attention_with_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_triton_attention_writes_to_a_part_of_a_wider_tensor(num_splits):
     wide = torch.full((3, 11, 80), float("nan"), device=TRITON_DEVICE)
@@ -143,6 +145,7 @@ def test_a_long_prompt_and_decodes_in_one_batch(kernels, device):
     check_prefill(kernels, make_attention_case([257, 100, 64, 300], [257, 1, 1, 130], padding=5, device=device))
 
 
+@pytest.mark.slow
 @both
 def test_an_odd_prefix_and_an_odd_group(kernels, device):
     """Rows are taken in pairs, so a pair may belong to two tokens, of which the second sees one key more."""
@@ -163,6 +166,7 @@ def test_the_cpu_kernels_leave_the_number_of_threads_alone(num_threads):
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == f"{num_threads}\n"
 
 
+@pytest.mark.slow
 @both
 def test_results_do_not_depend_on_chance(kernels, device):
     case = make_attention_case([40, 7, 100], [1, 1, 1], device=device)
@@ -179,6 +183,7 @@ def test_large_scores_do_not_overflow(kernels, device):
     check_decode(kernels, case)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("length", [20, 600])
 def test_nan_in_a_context_is_not_hidden(kernels, device, length):

@@ -81,6 +81,7 @@ def test_logits_of_tiny_models_equal_transformers(tiny):
         assert expected.std() > 0.05, "the logits are too flat to tell anything"
 
 
+@pytest.mark.slow
 def test_tokens_of_tiny_models_equal_transformers(tiny):
     model, folder = tiny
     prompts = random_prompts([3, 17, 30], seed=1)

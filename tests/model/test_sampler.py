@@ -130,6 +130,7 @@ def test_the_given_logits_are_not_changed():
     assert torch.equal(logits, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

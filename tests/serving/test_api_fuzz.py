@@ -75,6 +75,7 @@ def make_likelier(body: dict) -> None:
         body.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as described", "not as described"])
 @pytest.mark.parametrize("method,path", OPERATIONS, ids=[path for _, path in OPERATIONS])
 def test_answers_are_as_described(server, description, method, path, mode):
@@ -117,6 +118,7 @@ def is_refused(response):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", list(GENERATING))
 def test_any_value_in_any_field_is_answered(server, path):
     names = [*GENERATING[path].model_fields, *UNSERVED]
@@ -166,6 +168,7 @@ def test_a_body_that_makes_no_sense_is_refused_at_once(server, path, body):
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ROUTES)
 def test_ten_megabytes_are_refused(server, path):
     text = "a b " * 2_500_000

@@ -131,6 +131,7 @@ def test_results_are_those_of_the_trace(count, arrivals, distribution, seed, max
     assert again.to_json() == result.to_json()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_finished_requests():
     sizes = []
 

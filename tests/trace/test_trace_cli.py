@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from shadow import set_clock, shadow_engine
 
-from minivllm.bench.summary import count_output_tokens, percentile
+from minivllm.bench.summary import percentile
+from minivllm.bench.trace_summary import count_output_tokens
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints import cli
 from minivllm.entrypoints.trace_cli import format_summary, with_trace_command
@@ -176,6 +177,7 @@ def test_another_form_is_refused_with_those_there_are(capsys, file):
     assert "invalid choice: 'svg'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_saves_its_trace(capsys, tmp_path):
     path = tmp_path / "run.json"
     options = ["--temperature", "0", "--max-tokens", "3", "--save-trace", str(path), *SMALL]
@@ -186,6 +188,7 @@ def test_generate_saves_its_trace(capsys, tmp_path):
     assert [len(ids) for request in trace.requests.values() for ids in request.output_token_ids] == [3]
 
 
+@pytest.mark.slow
 def test_bench_offline_saves_a_trace_of_each_run(capsys, tmp_path):
     options = ["--num-requests", "3", "--mean-prompt-len", "4", "--mean-output-len", "4", "--max-num-seqs", "2", *SMALL]
     command = ["bench", "offline", "--distribution", "uniform", *options]

@@ -141,6 +141,7 @@ def expected_states(trace: EngineTrace) -> list[dict[SequenceKey, str]]:
     return states
 
 
+@pytest.mark.slow
 @given(random_traces(), st.booleans())
 def test_in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, merge):
     spans = find_spans(trace, merge)
@@ -151,6 +152,7 @@ def test_in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, 
         assert Counter(found) == Counter(expected.items())
 
 
+@pytest.mark.slow
 @given(random_traces(), st.booleans())
 def test_spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge):
     spans = find_spans(trace, merge)
@@ -167,6 +169,7 @@ def test_spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge):
         assert in_steps == {(s.key, s.state, s.start, s.end) for s in spans if s.state in ("prefill", "decode")}
 
 
+@pytest.mark.slow
 @FEW
 @given(random_traces(late=True))
 def test_a_trace_that_begins_late_has_what_its_steps_say(trace):
@@ -210,6 +213,7 @@ def test_steps_may_name_requests_that_the_trace_does_not_have():
         render(figure(trace))
 
 
+@pytest.mark.slow
 @given(random_traces())
 def test_context_lengths_are_what_the_steps_compute(trace):
     for step, lens in zip(trace, find_context_lens(trace), strict=True):
@@ -237,6 +241,7 @@ def test_a_sibling_that_stalls_has_what_its_parent_had_computed():
 # -- the use of the cache ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(random_traces())
 def test_the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
     size = trace.config.block_size
@@ -250,6 +255,7 @@ def test_the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
         assert use.unshared >= use.used
 
 
+@pytest.mark.slow
 @given(random_traces())
 def test_what_is_reserved_is_filled_and_what_is_wasted_is_not(trace):
     """Followed forward, block by block, for those that never are shared."""
@@ -297,6 +303,7 @@ def test_an_engine_that_idles_holds_nothing():
 # -- blocks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @FEW
 @given(random_traces(), st.data())
 def test_every_block_has_the_colours_of_its_owners_and_the_bar_of_its_tokens(trace, data):
@@ -371,6 +378,7 @@ def test_sequences_that_have_no_room_are_counted():
     assert [text.get_text() for text in axes.texts] == [f"and {64 - len(shown) + 1} more sequences"]
 
 
+@pytest.mark.slow
 def test_nothing_moves_from_step_to_step(traces):
     for name in ("swap", "forks", "prefixes"):
         trace = traces[name]
@@ -500,6 +508,7 @@ def render(figure: Figure) -> None:
 UNITS = ("(s)", "(tokens", "(number)", "(per step)", "(%", "tokens)", "request", "block")
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(random_traces())
 def test_every_trace_is_drawn_with_all_its_requests_and_spans(trace):

@@ -10,7 +10,7 @@ import threading
 import pytest
 from viz_traces import TRACES
 
-from minivllm.bench.summary import summarize_trace
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
@@ -72,6 +72,7 @@ def test_a_step_shows_its_queues_and_its_batch(traces):
     assert [text for text in written if text.startswith("+")] == [f"+{part.num_tokens}" for part in step.scheduled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACES)
 def test_every_kind_of_step_shows_its_numbers(traces, name):
     trace = traces[name]
