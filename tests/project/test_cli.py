@@ -17,7 +17,7 @@ SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    benches = [["bench", name] for name in ("offline", "latency", "sweep", "kernels", "quality", "scheduler", "serve")]
+    benches = [["bench", name] for name in ("offline", "latency", "sweep", "scheduler", "serve", "calibrate")]
     for command in (["generate"], ["chat"], *benches, ["doctor"], ["demo"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main([*command, "--help"])
