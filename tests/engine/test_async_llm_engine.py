@@ -599,6 +599,31 @@ def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine.shutdown()
 
 
+def test_a_process_that_is_stopped_is_reported_as_not_responding_until_it_goes_on(in_a_process, monkeypatch):
+    monkeypatch.setattr("minivllm.engine.core_client.NOT_RESPONDING_SECONDS", 2.5)
+
+    async def run():
+        os.kill(in_a_process.process_id, signal.SIGSTOP)
+        try:
+            await becomes(lambda: not is_healthy(in_a_process))
+            with pytest.raises(EngineDeadError, match="not responding: nothing heard from its process for"):
+                await collect(in_a_process, PROMPT, None)
+        finally:
+            os.kill(in_a_process.process_id, signal.SIGCONT)
+        await becomes(lambda: is_healthy(in_a_process))
+        return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
+
+    assert asyncio.run(run()) == " Paris"
+
+
+def is_healthy(engine):
+    try:
+        engine.check_health()
+    except EngineDeadError:
+        return False
+    return True
+
+
 @pytest.mark.slow
 def test_the_process_ends_with_its_frontend_and_leaves_no_socket(tmp_path):
     code = """
