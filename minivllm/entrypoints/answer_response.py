@@ -1,8 +1,7 @@
-"""How an answer gets to the client: whole or as server-sent events, and what ends it early.
+"""Sends an answer, whole or as server-sent events, until it is complete or ended early.
 
-An answer ends early when its client is gone, its time is up, or the server ends. One task writes it, and another waits for those three; the
-writer is cancelled when one of them happens, which closes the engine's stream, and so the request's blocks are freed. No task
-outlives the response.
+A disconnect, the deadline or a shutdown end an answer early: its writer is cancelled, which closes the engine's stream and frees the
+request's blocks. No task outlives the response.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), 
 
 
 class EndedBy(enum.Enum):
-    """What can end an answer early."""
+    """Why an answer ended early."""
 
     CLIENT = "client disconnected"
     DEADLINE = "deadline"
@@ -39,8 +38,8 @@ class AnswerResponse(Response):
 
     Args:
         state: The server's.
-        make_answer: Makes the answer; called when the server has taken the request on. May raise RequestError.
-        num_sequences: How many places the request takes up.
+        make_answer: Called when the request is admitted. May raise RequestError.
+        num_sequences: Sequences to admit.
     """
 
     def __init__(self, state: ServerState, make_answer: Callable[[], Answer], num_sequences: int) -> None:
@@ -51,7 +50,7 @@ class AnswerResponse(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send; an error is sent as the answer, or as the last event of a stream that has begun."""
+        """Generate and send; an error becomes the response, or the last event of a stream that has begun."""
         record: RequestRecord = scope["minivllm.record"]
         try:
             if self._state.closing.begun:
@@ -75,7 +74,7 @@ class AnswerResponse(Response):
         await last_word(send({"type": "http.response.body", "body": event}), scope)
 
     async def _run(self, writing: Coroutine[None, None, None], receive: Receive) -> EndedBy | None:
-        """Write until all is written or something ends it early, and return what did."""
+        """Run the writer until it finishes or something ends it early; returns what did."""
         writer = asyncio.ensure_future(writing)
         enders = {
             asyncio.ensure_future(_disconnected(receive)): EndedBy.CLIENT,
@@ -105,12 +104,12 @@ class AnswerResponse(Response):
             await send({"type": "http.response.body", "body": body})
 
     async def _write_events(self, answer: Answer, send: Send) -> None:
-        """A chunk for each choice. All but the choice is the same in each, and is encoded once."""
+        """Send a chunk per choice; what they share is encoded once."""
         head = b"data: " + msgspec.json.encode(answer.head)[:-1] + b',"choices":['
         tail = b'],"usage":null}\n\n' if answer.include_usage else b"]}\n\n"
         async with contextlib.aclosing(answer.chunks()) as chunks:
             async for choices in chunks:
-                if not self._started:  # only now: a request that is wrong gets a status code of its own
+                if not self._started:  # not earlier: an invalid request gets its own status code
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
                 events = b"".join(head + msgspec.json.encode(choice) + tail for choice in choices)
@@ -122,17 +121,17 @@ class AnswerResponse(Response):
 
     def _early_end(self, ended_by: EndedBy) -> ApiError:
         if ended_by is EndedBy.SHUTDOWN:
-            return ApiError(503, "The server is shutting down, and the time for what still ran is over.", code="shutdown")
+            return ApiError(503, "The server is shutting down, and its grace period is over.", code="shutdown")
         return ApiError(
             504,
-            f"The answer took longer than the {self._state.settings.request_timeout:g} seconds that this server gives a request: "
-            "ask for fewer tokens, or try when it is less busy.",
+            f"The request exceeded this server's limit of {self._state.settings.request_timeout:g} seconds: "
+            "ask for fewer tokens, or retry when it is less busy.",
             code="deadline",
-            headers={"x-should-retry": "false"},  # OpenAI's client would try twice more
+            headers={"x-should-retry": "false"},  # OpenAI's client would retry twice
         )
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client is gone. The body has been read, so nothing else comes."""
+    """Wait until the client disconnects. The body has been read, so no other message comes."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -4,7 +4,7 @@
                id, log, errors      401              413, 408               400, 404   429, deadline,    prompts in,
                                                                                        disconnect        JSON out
 
-`make_app` makes the app of a server's state; `server.py` runs it.
+`make_app` builds the app; `server.py` runs it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from minivllm.errors import EngineDeadError, RequestError
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": shapes.ErrorResponse,
-        "description": "The request is wrong, too large, without a key, or one too many (429).",
+        "description": "The request is invalid, too large, unauthorized, or over capacity (429).",
     },
-    "5XX": {"model": shapes.ErrorResponse, "description": "The engine is not there (503), failed (500) or was too slow (504)."},
+    "5XX": {"model": shapes.ErrorResponse, "description": "The engine is unavailable (503), failed (500) or timed out (504)."},
 }
 _EVENTS = {
     "text/event-stream": {
@@ -52,10 +52,10 @@ _EVENTS = {
 
 
 class JsonRequest(Request):
-    """A request whose body must be JSON in the strict sense: no NaN, no bytes that are no UTF-8, no million brackets."""
+    """A request whose body must be strict JSON: no NaN, valid UTF-8, bounded nesting."""
 
     async def json(self) -> Any:
-        """The body. Raises an ApiError that says where it is no JSON."""
+        """The body. Raises an ApiError that says where it is invalid."""
         try:
             return msgspec.json.decode(await self.body())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -65,10 +65,10 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route with `JsonRequest`s, for bodies that say they are JSON."""
+    """A route that reads bodies as `JsonRequest`, and requires Content-Type application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler behind a look at the Content-Type."""
+        """FastAPI's handler behind a check of the Content-Type."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -84,13 +84,13 @@ router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
 
 
 def make_app(state: ServerState) -> FastAPI:
-    """The app of a server."""
+    """Build the app."""
     app = FastAPI(
         title="minivllm",
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # to a host that the client names
+        redirect_slashes=False,  # it would go to a host that the client names
     )
     app.state.server = state
     app.include_router(router)
@@ -100,7 +100,7 @@ def make_app(state: ServerState) -> FastAPI:
     if state.settings.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
         _describe_keys(app)
-    app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added is the first to see a request
+    app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added runs first
     return app
 
 
@@ -125,7 +125,7 @@ def _check_model(request: Request, model: str | None) -> None:
     name = _state(request).model_name
     if model is not None and model != name:
         raise ApiError(
-            404, f"There is no model {quoted(model)}: this server has {quoted(name)}.", param="model", code="model_not_found"
+            404, f"There is no model {quoted(model)}: this server serves {quoted(name)}.", param="model", code="model_not_found"
         )
 
 
@@ -142,7 +142,7 @@ def _json(body: Any) -> Response:
 
 @router.post("/v1/completions", responses={200: {"model": shapes.CompletionResponse, "content": _EVENTS}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Continue texts."""
+    """Complete prompts."""
     _check_model(request, body.model)
     _note_ignored_fields(request, body.ignored_fields)
     state = _state(request)
@@ -152,7 +152,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 @router.post("/v1/chat/completions", responses={200: {"model": shapes.ChatCompletionResponse, "content": _EVENTS}})
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation."""
     _check_model(request, body.model)
     _note_ignored_fields(request, body.ignored_fields)
     state = _state(request)
@@ -164,7 +164,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @router.post("/tokenize", responses={200: {"model": shapes.TokenizeResponse}})
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The tokens of a text, or of a conversation as the model reads it."""
+    """Tokenize a text, or a conversation with the chat template applied."""
     _check_model(request, body.model)
     engine = _state(request).engine
     tokenizer = tokenizer_of(engine).hf_tokenizer
@@ -186,7 +186,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize", responses={200: {"model": shapes.DetokenizeResponse}})
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of some tokens, special ones included."""
+    """Decode tokens, special ones included."""
     _check_model(request, body.model)
     engine = _state(request).engine
     check_length(len(body.tokens), "tokens", engine)
@@ -201,13 +201,13 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/v1/models", responses={200: {"model": shapes.ModelList}})
 async def list_models(request: Request) -> Response:
-    """The one model there is."""
+    """List the one model that is served."""
     return _json({"object": "list", "data": [_model_card(_state(request))]})
 
 
 @router.get("/v1/models/{model:path}", responses={200: {"model": shapes.ModelCard}})
 async def retrieve_model(model: str, request: Request) -> Response:
-    """A model by its name."""
+    """Describe a model."""
     _check_model(request, model)
     return _json(_model_card(_state(request)))
 
@@ -236,12 +236,12 @@ async def health(request: Request) -> Response:
 
 @router.get("/version", responses={200: {"model": shapes.VersionResponse}})
 async def version() -> Response:
-    """minivllm's."""
+    """The version of minivllm."""
     return _json({"version": __version__})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """The engine's metrics, for Prometheus."""
+    """Prometheus metrics."""
     engine_metrics = _state(request).engine.metrics
     return Response(engine_metrics.render(), headers={"Content-Type": engine_metrics.content_type})

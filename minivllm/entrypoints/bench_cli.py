@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `minivllm bench offline`, `latency`, `sweep` and `scheduler`."""
+"""The benchmarks: `minivllm bench offline`, `latency`, `sweep` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_benchmarks(benches) -> None:  # noqa: ANN001
-    """The commands and their options."""
+    """Register the benchmarks."""
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
@@ -41,7 +41,7 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
 
 def _add_offline(benches) -> None:  # noqa: ANN001
     parser = add_command(
-        benches, "offline", run_bench_offline, "static against continuous batching on the same workload",
+        benches, "offline", run_bench_offline, "compare static and continuous batching on the same workload",
         "minivllm bench offline --distribution longtail --plot timelines.png",
     )  # fmt: skip
     group = add_workload_options(parser)
@@ -55,7 +55,7 @@ def _add_offline(benches) -> None:  # noqa: ANN001
 
 def _add_latency(benches) -> None:  # noqa: ANN001
     parser = add_command(
-        benches, "latency", run_bench_latency, "times to the first token and between tokens, by batch size",
+        benches, "latency", run_bench_latency, "TTFT and ITL by batch size",
         "minivllm bench latency --batch-sizes 1 8 64 --json latency.json",
     )  # fmt: skip
     group = parser.add_argument_group("requests")
@@ -65,7 +65,7 @@ def _add_latency(benches) -> None:  # noqa: ANN001
     )  # fmt: skip
     group.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
     group.add_argument("--output-len", type=int, default=32, help="tokens (default: %(default)s)")
-    group.add_argument("--rounds", type=int, default=3, help="how often each batch is run (default: %(default)s)")
+    group.add_argument("--rounds", type=int, default=3, help="runs per batch size (default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     add_engine_options(parser)
     parser.set_defaults(max_num_seqs=None)
@@ -73,7 +73,7 @@ def _add_latency(benches) -> None:  # noqa: ANN001
 
 def _add_sweep(benches) -> None:  # noqa: ANN001
     parser = add_command(
-        benches, "sweep", run_bench_sweep, "throughput and latency against the number of running sequences",
+        benches, "sweep", run_bench_sweep, "throughput and latency against max_num_seqs",
         "minivllm bench sweep --workload benchmarks/workloads/offline_64.json --plot sweep.png",
     )  # fmt: skip
     group = add_workload_options(parser)
@@ -81,7 +81,7 @@ def _add_sweep(benches) -> None:  # noqa: ANN001
         "--values", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
         help="values of max_num_seqs (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--rounds", type=int, default=1, help="how often each value is run (default: %(default)s)")
+    group.add_argument("--rounds", type=int, default=1, help="runs per value (default: %(default)s)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw both curves here")
     add_engine_options(parser, leave_out={"max_num_seqs"})
@@ -136,7 +136,7 @@ def one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[st
 
 
 def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
-    """The engine that the options ask for."""
+    """Build the engine from the options."""
     from minivllm.entrypoints.llm import LLM
 
     return LLM(**engine_args(arguments) | overrides).llm_engine
@@ -151,7 +151,7 @@ def find_model_config(arguments: argparse.Namespace) -> ModelConfig:
 
 
 def report_engine(arguments: argparse.Namespace, what: str, table: str, results: dict[str, Any]) -> None:
-    """Print and save a measurement of an engine. Speed with quantized weights never goes without a word on their quality."""
+    """Print and save results; with quantized weights, say how to measure their quality."""
     from minivllm.bench.report import report
 
     model = arguments.model
@@ -169,7 +169,7 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Run each workload under each policy and print a table."""
     from minivllm.bench.offline import SCHEDULERS, format_runs, run_offline
 
-    for path in (arguments.json, arguments.plot, arguments.save_trace):  # before the work, not after it
+    for path in (arguments.json, arguments.plot, arguments.save_trace):  # fail before the work
         check_writable(path)
     engine = make_engine(arguments)
     policies = arguments.scheduler or list(SCHEDULERS)
@@ -192,12 +192,12 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 
 
 def _trace_files(path: Path, runs: Sequence[tuple[str, str]]) -> list[Path]:
-    """The file of each run: the given one, or, for several runs, one beside it with the run in its name."""
+    """A trace file per run: `path`, or, for several runs, `path` with the run in its name."""
     return [path] if len(runs) == 1 else [path.with_name(f"{path.stem}.{name}.{policy}{path.suffix}") for name, policy in runs]
 
 
 def run_bench_latency(arguments: argparse.Namespace) -> int:
-    """Run a batch of each size and print how long its users wait."""
+    """Measure TTFT and ITL at each batch size."""
     from minivllm.bench.latency import format_batches, measure_latency
 
     check_writable(arguments.json)
@@ -230,7 +230,7 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
 
         columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
-        print(f"\nThe curves: {arguments.plot}")
+        print(f"\nCurves: {arguments.plot}")
     return 0
 
 

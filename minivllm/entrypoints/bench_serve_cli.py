@@ -1,4 +1,4 @@
-"""The command line of the load generator: `minivllm bench serve`, for any OpenAI-compatible server."""
+"""The load generator: `minivllm bench serve`, for any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ API_KEY_VARIABLES = ("MINIVLLM_API_KEY", "OPENAI_API_KEY")
 NUM_REQUESTS = 32
 """Generated requests if neither their number nor a duration is given."""
 VOCAB_SIZE = 32_000
-"""Token ids of generated prompts are below this: servers do not tell the size of their vocabulary, but hardly any is smaller."""
+"""Generated token ids are below this: servers do not report their vocabulary size, and few have a smaller one."""
 MAX_MODEL_LEN = 2048
-"""Assumed of a server that does not tell."""
+"""Assumed if the server does not report one."""
 WARM_UP_OFFSET = 1_000_000
-"""Added to the seed for the warm-up, so that a prefix cache has not seen the measured prompts."""
+"""Added to the warm-up's seed, so that no measured prompt is in the prefix cache."""
 
 
 class _Workload(NamedTuple):
@@ -45,7 +45,7 @@ class _Workload(NamedTuple):
 def add_bench_serve(benches) -> None:  # noqa: ANN001
     """`minivllm bench serve`."""
     parser = add_command(
-        benches, "serve", run_bench_serve, "load a server: latency and throughput, as its users see them",
+        benches, "serve", run_bench_serve, "load-test a server: latency and throughput as clients see them",
         "minivllm bench serve --request-rate 2 --duration 60 --ttft-goal 500 --plot serving.png",
     )  # fmt: skip
     group = parser.add_argument_group("server")
@@ -65,10 +65,10 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
     )  # fmt: skip
     _add_flag(group, "--stream", "stream the answers; without it, only end-to-end latency is measured")
     _add_flag(
-        group, "--ignore-eos", "generate exactly as many tokens as asked for, which vLLM's and minivllm's servers support; for others give --no-ignore-eos"
+        group, "--ignore-eos", "always generate the requested number of tokens; give --no-ignore-eos unless the server is vLLM's or minivllm's"
     )  # fmt: skip
     group.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="longest time for a request (default: %(default)s)"
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="time limit per request (default: %(default)s)"
     )
 
     group = parser.add_argument_group("load")
@@ -124,11 +124,11 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
     from minivllm.bench.served_request import format_serving, summarize
     from minivllm.bench.summary import Goals
 
-    for path in (arguments.json, arguments.plot):  # before the work, not after it
+    for path in (arguments.json, arguments.plot):  # fail before the work
         check_writable(path)
     goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.e2e_goal)
     if not arguments.stream and (goals.ttft is not None or goals.tpot is not None):
-        raise ConfigError("Without a stream, the time of the first token is not known: leave out --ttft-goal and --tpot-goal.")
+        raise ConfigError("Without streaming, TTFT and TPOT are not known: leave out --ttft-goal and --tpot-goal.")
     if arguments.warmup < 0:
         raise ConfigError(f"--warmup is {arguments.warmup}, but must be at least 0 requests.")
     load = Load(arguments.request_rate, arguments.concurrency, arguments.duration, arguments.grace, arguments.seed)
@@ -153,7 +153,7 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
         from minivllm.viz.serving import draw_serving
 
         draw_serving({load.describe(): served}, f"{model.id}, {workload.name}").savefig(arguments.plot, dpi=150)
-        print(f"\nThe picture: {arguments.plot}")
+        print(f"\nPlot: {arguments.plot}")
     if interrupted:
         return 130
     return 0 if result.completed else 1
@@ -184,7 +184,7 @@ async def _measure(arguments: argparse.Namespace, load: Load) -> tuple[ServedMod
 
 
 def _make_workload(arguments: argparse.Namespace, load: Load, max_len: int) -> _Workload:
-    """The requests of the file, or generated ones: as many as were asked for, or all, or endless for a duration."""
+    """Requests from the file, or generated ones; endless with a duration and no --num-requests."""
     count = arguments.num_requests
     if count is not None and count < 1:
         raise ConfigError(f"--num-requests is {count}, but must be at least 1.")
@@ -205,7 +205,7 @@ def _make_workload(arguments: argparse.Namespace, load: Load, max_len: int) -> _
 def _generate(
     arguments: argparse.Namespace, distribution: str, count: int | None, max_len: int, *, warm_up: bool = False
 ) -> Iterable[WorkloadRequest]:
-    """Generated requests; of `count` requests, the mean lengths are exact."""
+    """Generated requests, endless if `count` is None; else their mean lengths are exact."""
     options = {
         "mean_prompt_len": arguments.mean_prompt_len, "mean_output_len": arguments.mean_output_len, "vocab_size": VOCAB_SIZE,
         "max_len": max_len, "seed": arguments.workload_seed + (WARM_UP_OFFSET if warm_up else 0),
@@ -216,11 +216,11 @@ def _generate(
 
 
 def _without_key(command: str) -> str:
-    """The command line, to be saved, with a placeholder for an API key given in it."""
+    """The command line with the API key replaced by a placeholder."""
     parts = shlex.split(command)
     for i, part in enumerate(parts):
         name, equals, _ = part.partition("=")
-        if name.startswith("--a") and "--api-key".startswith(name):  # argparse takes shortened names too
+        if name.startswith("--a") and "--api-key".startswith(name):  # argparse accepts abbreviations
             if equals:
                 parts[i] = f"{name}=KEY"
             elif i + 1 < len(parts):

@@ -1,4 +1,4 @@
-"""A conversation in the terminal."""
+"""Chat in the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 def chat_loop(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-    """Read lines, stream answers. /clear starts anew, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    """Read messages and stream the answers, until /exit or Ctrl-D."""
     tokenizer = llm.get_tokenizer()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
@@ -40,7 +40,7 @@ def chat_loop(llm: LLM, params: SamplingParams, system: str | None = None) -> No
 
 
 def _stream_answer(llm: LLM, request_id: str, prompt: list[int], params: SamplingParams) -> str:
-    """Print the answer as it comes. Returns all of it, or as much as there was when Ctrl-C stopped it."""
+    """Print the answer as it is generated. Returns its text, cut short if Ctrl-C stopped it."""
     engine = llm.llm_engine
     engine.add_request(request_id, prompt, params)
     answer = ""

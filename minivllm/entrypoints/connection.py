@@ -1,7 +1,7 @@
-"""A client's connection: uvicorn's, which ends when its client does not take what it is sent, or does not say what it wants.
+"""uvicorn's connection with timeouts for clients that stop reading or send no request.
 
-Without these bounds, a client that asks for a stream and stops to read would hold its places in the server for ever, and one that says
-nothing its connection; and a server that has as many connections as it may have files open answers nobody.
+Without them, a client that stops reading its stream would hold its capacity for ever, and silent clients would use up the server's
+file descriptors.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 TAKE_SECONDS = 60.0
-"""How long a client may take to receive what has been sent, beyond what fits the buffers of the two machines."""
+"""How long a client may read nothing once the socket buffers are full."""
 HEAD_SECONDS = 20.0
-"""How long a client may take to send the head of a request, once it is connected or has begun."""
+"""How long a client may take to send a request's headers."""
 ABORT = "abort_connection"
-"""Under this name, a request's `scope["state"]` has what ends its connection at once, whatever has not been sent."""
-
-
+"""Key in a request's `scope["state"]`: the function that aborts its connection, dropping unsent data."""
 LAST_WORD_SECONDS = 2.0
-"""How long a client that reads slowly has to take the error that ends its stream."""
+"""How long a slow client has to receive the end of its response."""
 
 
 async def last_word(sending: Awaitable[None], scope: Scope) -> None:
-    """Send the end of an answer, or end the connection if its client does not take that either."""
+    """Send the end of a response; abort the connection if the client does not receive it in time."""
     try:
         await asyncio.wait_for(sending, LAST_WORD_SECONDS)
     except asyncio.TimeoutError:
@@ -34,20 +32,20 @@ async def last_word(sending: Awaitable[None], scope: Scope) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection by h11: it is always there, and bounds the size of headers."""
+    """An h11 connection with these timeouts. h11 is always installed, and bounds the size of headers."""
 
     _limit: asyncio.TimerHandle | None = None
     _head_limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Have the client watched from the first byte that cannot be sent, and give every request the way to end it all."""
+        """Watch the client from the first unsent byte, and let every request abort the connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, ABORT: transport.abort}
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what came, and see whether the head of a request is whole."""
+        """Feed h11, and stop the timer when a request's headers are complete."""
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._wait_for_head()
@@ -64,17 +62,17 @@ class Connection(H11Protocol):
             self._head_limit = None
 
     def pause_writing(self) -> None:
-        """Something could not be sent yet. Also when the connection is closing: it would wait for its client for ever."""
+        """The socket buffer is full. Called while closing too, which would otherwise wait for the client for ever."""
         super().pause_writing()
         self._limit = self.loop.call_later(TAKE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """All has been sent."""
+        """The socket buffer is empty again."""
         super().resume_writing()
         self._forget_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Cancel both timers."""
         super().connection_lost(exc)
         self._forget_limit()
         self._forget_head_limit()

@@ -1,4 +1,4 @@
-"""The command line of those who teach the course: `minivllm course export FOLDER` makes a course folder of nbgrader."""
+"""`minivllm course export FOLDER`: write the exercises as an nbgrader course."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from minivllm.entrypoints.options import add_command
 
 
 def add_course_commands(commands) -> None:  # noqa: ANN001
-    """The commands below `minivllm course`, with their options."""
+    """Register the commands below `minivllm course`."""
     export = add_command(
         commands,
         "export",
         run_course_export,
-        "write the exercises as a course folder of nbgrader",
+        "write the exercises as an nbgrader course",
         "minivllm course export my_class",
     )
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
@@ -27,7 +27,7 @@ def add_course_commands(commands) -> None:  # noqa: ANN001
 
 
 def run_course_export(arguments: argparse.Namespace) -> int:
-    """Write a course folder, and say what to do with it."""
+    """Write the nbgrader course, and print the next commands."""
     from minivllm.course.grading.submissions import project_folders
     from minivllm.course.nbgrader_export import export_course
 

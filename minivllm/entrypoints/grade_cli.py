@@ -1,4 +1,4 @@
-"""The command line of grading: `minivllm grade SUBMISSIONS… --output FOLDER`."""
+"""`minivllm grade SUBMISSIONS… --output FOLDER`: grade learners' notebooks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from pathlib import Path
 from minivllm.entrypoints.options import add_command
 from minivllm.errors import CourseError
 
-_DESCRIPTION = """Grade what learners handed in: put the original cells back, run each notebook in a fresh kernel with limits, and
-write grades.csv (a row per submission), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html into a folder.
+_DESCRIPTION = """Grade submissions: restore the original checks, run each notebook in a fresh kernel with limits, and write
+grades.csv (a row per submission), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html.
 
-Whose it is: of a notebook in FOLDER/LEARNER/…, the folder's name; else what the file's name has besides the lesson's
-(alice_04_paged_kv_cache.ipynb is alice's), and if that is nothing, the name of the folder it lies in. Of two files of one learner for
-one lesson the one that was changed last is graded, and the feedback says so.
+The learner is LEARNER in FOLDER/LEARNER/…, else what the file name adds to the lesson's (alice_04_paged_kv_cache.ipynb is alice's),
+else the name of the notebook's folder. Of several files by one learner for one lesson, the latest is graded, and the feedback says so.
 
-What this protects from: checks that were edited, deleted, copied or emptied, a `check` or a function behind it that was replaced,
-printed ticks, reading the solutions or other submissions, writing into the project, ending the grader, endless loops, too much memory,
-output or room on the disk, and whatever ends Python. What it does not: it is no sandbox. What learners wrote runs as you, in the
-process that checks it; it can read your other files and use the network, and somebody who knows this grader and wants to get past it
-can. Grade where that is fine: in a container or a virtual machine without anything that matters."""
+Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, reading
+solutions or other submissions, writing into the project, killing the grader, endless loops, excessive memory, output or disk use, and
+crashes of Python. It is not a sandbox: submissions run as you, in the process that checks them. They can read your other files and use
+the network, and a determined attacker can cheat. Grade in a container or a virtual machine that holds nothing of value."""
 
 
 def add_grade_command(commands) -> None:  # noqa: ANN001
-    """The command and its options."""
+    """Register `minivllm grade`."""
     from minivllm.course.grading.limits import Limits
 
     default = {field.name: field.default for field in fields(Limits)}
     grade = add_command(
-        commands, "grade", run_grade, "grade the notebooks that learners handed in",
+        commands, "grade", run_grade, "grade learners' notebooks",
         "minivllm grade submissions/ --output grades --jobs 2",
     )  # fmt: skip
     grade.description = _DESCRIPTION
@@ -46,18 +44,18 @@ def add_grade_command(commands) -> None:  # noqa: ANN001
         metavar="FOLDER",
         help="the solved notebooks, whose checks count (default: the project's solutions)",
     )
-    grade.add_argument("--jobs", type=int, default=1, help="how many notebooks run at a time (default: %(default)s)")
+    grade.add_argument("--jobs", type=int, default=1, help="notebooks to run in parallel (default: %(default)s)")
     grade.add_argument(
         "--cell-timeout", type=float, default=default["cell_seconds"], metavar="SECONDS",
-        help="how long a cell may run (default: %(default)g)",
+        help="time limit per cell (default: %(default)g)",
     )  # fmt: skip
     grade.add_argument(
         "--timeout", type=float, default=default["total_seconds"], metavar="SECONDS",
-        help="how long all cells of a notebook may run together (default: %(default)g)",
+        help="time limit per notebook (default: %(default)g)",
     )  # fmt: skip
     grade.add_argument(
         "--memory", type=float, default=default["memory_bytes"] / 1024**3, metavar="GIB",
-        help="how much memory a notebook may take (default: %(default)g)",
+        help="memory limit per notebook (default: %(default)g)",
     )  # fmt: skip
 
 
@@ -107,7 +105,7 @@ def run_grade(arguments: argparse.Namespace) -> int:
 
 
 def _make_folder(output: Path) -> Path:
-    """The folder of the feedback, made and tried out before anything runs."""
+    """Create the feedback folder, and check that results can be written before anything runs."""
     feedback = output / "feedback"
     try:
         feedback.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`LLM`: generate text for a list of prompts, and wait for all of it. Mirrors `vllm/entrypoints/llm.py`."""
+"""`LLM`: offline generation for a list of prompts. Mirrors `vllm/entrypoints/llm.py`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM has no argument {', '.join(sorted(unknown))}; it has {', '.join(EngineArgs.names())}.")
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model, **kwargs))
-        name = uuid.uuid4().hex[:8]  # so that nobody else's id in the engine can be the same
+        name = uuid.uuid4().hex[:8]  # unique among all ids in the engine
         self._request_ids = (f"llm-{name}-{i}" for i in itertools.count())
 
     def generate(
@@ -61,11 +61,11 @@ class LLM:
 
         Returns:
             One output per prompt, in the order of the prompts. A request that cannot be served has its `error` set and
-            `outputs` empty, and a warning is logged; the others are finished all the same.
+            `outputs` empty, and a warning is logged; the others finish.
 
         Raises:
-            RequestError: None of the requests can be served, the two lists differ in length, or the engine still has
-                requests that were added to it directly.
+            RequestError: No request can be served, the two lists differ in length, or the engine still has requests that were
+                added to it directly.
         """
         prompt_list = _as_list(prompts)
         params_list = self._params_for(prompt_list, sampling_params)
@@ -78,7 +78,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, laid out by the model's chat template.
+        """Generate the next message of a conversation, or of each in a list, with the model's chat template.
 
         Args:
             messages: Dicts with "role" and "content", or a list of such conversations.
@@ -118,7 +118,7 @@ class LLM:
         return list(params)
 
     def _run(self, prompts: list[Any], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Add all requests and run the engine until it is empty. A prompt that is an error already fails with it."""
+        """Add all requests and run the engine until they finish. A prompt that is a RequestError becomes a failed output."""
         if num_others := self.llm_engine.get_num_unfinished_requests():
             raise RequestError(f"The engine has {num_others} unfinished requests that you added: finish or abort them first.")
         outputs: dict[str, RequestOutput] = {}
@@ -129,7 +129,7 @@ class LLM:
                 try:
                     if isinstance(prompt, RequestError):
                         raise prompt
-                    if isinstance(param, SamplingParams):  # if not, the engine says so
+                    if isinstance(param, SamplingParams):  # otherwise add_request raises
                         param = copy.copy(param)
                         object.__setattr__(param, "output_kind", RequestOutputKind.FINAL_ONLY)
                     self.llm_engine.add_request(request_id, prompt, param)
@@ -141,9 +141,9 @@ class LLM:
             if errors and len(errors) == len(prompts):
                 raise errors[0]
             for request_id in outputs:
-                logger.warning("Prompt %d is left out: %s", request_ids.index(request_id), outputs[request_id].error)
+                logger.warning("Prompt %d is skipped: %s", request_ids.index(request_id), outputs[request_id].error)
             self._run_engine(outputs, len(prompts) - len(errors), use_tqdm)
-        except BaseException:  # Ctrl-C too: the next call must find an engine with nothing left in it
+        except BaseException:  # Ctrl-C too: leave no request behind in the engine
             for request_id in request_ids:
                 self.llm_engine.abort_request(request_id)
             raise
@@ -164,7 +164,7 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list. A flat list of numbers is the token ids of one."""
+    """One prompt or many, as a list. A flat list of integers is one prompt's token ids."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if hasattr(prompts, "tolist"):  # arrays and tensors

@@ -1,7 +1,6 @@
-"""What happens to every request before a route sees it: an id and a line in the log, the key, and the limits of its body.
+"""Middleware in front of every route: request id and log line, API key, body limits.
 
-Plain ASGI, a function around a function: a framework's middleware would put a task and a queue between a stream and its client,
-and hide from the one that the other is gone.
+Plain ASGI: Starlette's `BaseHTTPMiddleware` puts a task and a queue between a stream and its client, and hides disconnects.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import Closing
 
 BODY_SECONDS = 60.0
-"""How long a client may take to send its body."""
+"""Time limit for receiving a request body."""
 MAX_REQUEST_ID = 128
 
 
 class RequestMiddleware:
-    """Gives a request its id, logs it, turns what nobody foresaw into status 500, and ends it when the server ends.
+    """Assigns the request id, logs the request, turns unexpected errors into status 500, and ends requests at shutdown.
 
-    A connection whose request is answered before its body has come is closed: the rest may be endless.
+    A request that is answered before its body has arrived closes its connection: the rest may be endless.
     """
 
     def __init__(self, app: ASGIApp, closing: Closing) -> None:
@@ -37,7 +36,7 @@ class RequestMiddleware:
         self.closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; `scope["minivllm.record"]` is what will be logged of it."""
+        """Serve a request; `scope["minivllm.record"]` is its log entry."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -91,9 +90,9 @@ class RequestMiddleware:
 
 
 class KeyMiddleware:
-    """Lets through who has a key; /health is open to all.
+    """Requires an API key for everything but /health.
 
-    A key comes as `Authorization: Bearer KEY`, or as the password of HTTP Basic, which is how a browser asks its user.
+    A key comes as `Authorization: Bearer KEY`, or as the password of HTTP Basic, which browsers prompt for.
     """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
@@ -108,7 +107,7 @@ class KeyMiddleware:
                 401,
                 "This server needs an API key: send it as 'Authorization: Bearer KEY'.",
                 code="invalid_api_key",
-                # Chromium knows only the first of two challenges, and asks its user for the password of Basic.
+                # Chromium reads only the first challenge; Basic makes it prompt for a password.
                 headers={"WWW-Authenticate": 'Basic realm="minivllm", charset="UTF-8", Bearer realm="minivllm"'},
             )
             await error.response()(scope, receive, send)
@@ -116,20 +115,20 @@ class KeyMiddleware:
         await self.app(scope, receive, send)
 
     def knows(self, key: bytes) -> bool:
-        """Whether it is one of the keys; takes the same time whatever is wrong with it."""
+        """Whether this is one of the keys, compared in constant time."""
         digest = _digest(key)
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
 class BodyLimitMiddleware:
-    """Refuses a body that is too long, as soon as that is known, or that is not sent in time."""
+    """Rejects a body that is too long, as soon as that is known, or too slow."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; `receive` raises an ApiError when there is too much or too little to receive."""
+        """Serve a request; its `receive` raises an ApiError if the body is too long or too slow."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -147,7 +146,7 @@ class BodyLimitMiddleware:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except asyncio.TimeoutError:
-                raise ApiError(408, f"The body did not come within {BODY_SECONDS:g} seconds.") from None
+                raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
                 raise self._too_large()
@@ -159,22 +158,22 @@ class BodyLimitMiddleware:
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"The body is longer than the {self.max_bytes} bytes that this server takes: send fewer prompts at a time.",
+            f"The body is longer than this server's limit of {self.max_bytes} bytes: send fewer prompts at a time.",
         )
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """A header's value, empty if it was not sent. Of several, the first."""
+    """A header's first value, empty if absent."""
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def has_a_body(scope: Scope) -> bool:
-    """Whether a request says that it has one."""
+    """Whether the headers announce a body."""
     return header(scope, b"content-length") not in (b"", b"0") or header(scope, b"transfer-encoding") != b""
 
 
 def usable_request_id(given: bytes) -> str:
-    """The client's id if it can stand in a log and a header, or one of ours."""
+    """The client's id if it is safe in a log and a header, else a new one."""
     text = given.decode("latin-1")
     return text if 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable() else uuid.uuid4().hex
 
@@ -194,5 +193,5 @@ def given_key(authorization: bytes) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, whatever the key's: comparing it tells nothing about that either."""
+    """A digest of fixed length, so that comparing it does not leak the key's."""
     return hashlib.sha256(key).digest()

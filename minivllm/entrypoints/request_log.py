@@ -1,7 +1,4 @@
-"""The server's log: JSON lines on standard error, one for each request.
-
-A line says who asked for what, how it ended and how long it took. It never has a prompt, an answer or a key.
-"""
+"""The server's log: JSON lines on standard error, one per request, never with a prompt, an answer or a key."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass
 class RequestRecord:
-    """What is logged of a request.
+    """A request's log entry.
 
     Attributes:
-        request_id: The client's X-Request-Id, or one of ours.
-        status: The answer's status code; None if there was nobody to send one to.
+        request_id: The client's X-Request-Id, or a generated one.
+        status: Of the response; None if the client disconnected first.
         end: How it ended: "finished", "client disconnected", "deadline", "shutdown" or "error".
-        error: The cause of an error of ours.
+        error: Cause of a server error.
         ignored_fields: Names of fields that had no effect.
         answer: What was generated, if anything.
     """
@@ -44,7 +41,7 @@ class RequestRecord:
     begin: float = field(default_factory=time.perf_counter)
 
     def log(self) -> None:
-        """Write the line. What polls (metrics, health) is logged at level debug, unless it is refused or fails."""
+        """Write the line; for a successful GET (metrics, health) at level debug."""
         fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
@@ -94,7 +91,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Send everything at a level of `LOG_LEVELS` or above to standard error as JSON. uvicorn and asyncio speak up at warnings only."""
+    """Send everything at a level of `LOG_LEVELS` or above to standard error as JSON. Third-party loggers start at warning."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -20,37 +20,34 @@ API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 
 
 def add_serve_command(commands) -> None:  # noqa: ANN001
-    """The command and its options."""
+    """Register `minivllm serve`."""
     parser = add_command(
-        commands, "serve", run_serve, "answer requests over HTTP, as OpenAI does", "minivllm serve smollm2-135m --port 8000"
+        commands, "serve", run_serve, "serve an OpenAI-compatible HTTP API", "minivllm serve smollm2-135m --port 8000"
     )
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in (default: %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 accepts other machines (default: %(default)s)"
     )
-    group.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)")
     group.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help="answer only who sends this key; may be given several times. The environment variable "
-        f"{API_KEY_VARIABLE} does the same, out of sight of others on this machine",
+        help=f"require this API key; may be repeated. {API_KEY_VARIABLE} in the environment sets one that other users cannot see",
     )  # fmt: skip
-    group.add_argument(
-        "--max-request-bytes", type=int, default=2**20, help="the longest body of a request (default: %(default)s)"
-    )
+    group.add_argument("--max-request-bytes", type=int, default=2**20, help="largest request body (default: %(default)s)")
     group.add_argument(
         "--max-waiting", type=int, default=1024,
-        help="continuations that may wait beyond the max_num_seqs that run; who asks for more gets status 429 (default: %(default)s)",
+        help="sequences that may wait beyond the max_num_seqs running; further requests get status 429 (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--request-timeout", type=float, metavar="SECONDS", help="end an answer that takes longer")
+    group.add_argument("--request-timeout", type=float, metavar="SECONDS", help="abort requests that take longer")
     group.add_argument(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="how long requests have to end after Ctrl-C or SIGTERM (default: %(default)s)",
+        help="grace period of running requests after Ctrl-C or SIGTERM (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--restart-engine",
         action="store_true",
-        help="start another engine when one dies; without it the server ends with status 1",
+        help="restart the engine when it dies; without this option the server exits with status 1",
     )
     group.add_argument(
         "--mode", choices=MODES, default="continuous",
@@ -61,7 +58,7 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, with an engine in a process of its own."""
+    """Serve until Ctrl-C, with the engine in its own process."""
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 

@@ -1,4 +1,4 @@
-"""Runs the API server: takes the port, starts the engine, serves until a signal or the engine's death, and shuts down in order.
+"""Runs the API server: binds the port, starts the engine, serves until a signal or the engine's death, and shuts down cleanly.
 
 Ctrl-C or SIGTERM   new requests are refused; running ones have the shutdown timeout to finish, then end with an error
 a second            running requests end now
@@ -32,36 +32,36 @@ logger = logging.getLogger(__name__)
 
 _MANY_FILES = 65_536
 _LEEWAY = 10.0
-"""Seconds beyond the shutdown timeout until uvicorn gives up on connections that do not end."""
+"""Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
 
 
 def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings, *, host: str, port: int) -> int:
-    """Serve until a signal, or until the engine is dead for good.
+    """Serve until a signal, or until the engine is dead.
 
     Args:
         start_engine: Starts the engine.
         settings: How to treat requests.
         host: Address to listen on.
-        port: TCP port; 0 takes a free one.
+        port: TCP port; 0 picks a free one.
 
     Returns:
         The exit status: 0 after a signal, 1 after the engine's death.
 
     Raises:
-        ConfigError: The port cannot be had.
+        ConfigError: The port cannot be bound.
         ModelLoadError: The engine cannot be started.
     """
-    with bind(host, port) as listener:  # before the engine is loaded: a port in use is known at once
+    with bind(host, port) as listener:  # before loading the model: a port in use fails at once
         address = listener.getsockname()
-        print(f"Loading the model; then the server listens at {url_of(address)}.", file=sys.stderr, flush=True)
+        print(f"Loading the model; the server will listen on {url_of(address)}.", file=sys.stderr, flush=True)
         if not settings.api_keys and not ipaddress.ip_address(address[0]).is_loopback:
             print(
-                f"minivllm: warning: anybody who reaches {address[0]} can use this server: set --api-key, or leave --host out.",
+                f"minivllm: warning: anyone who can reach {address[0]} can use this server: set --api-key, or leave --host out.",
                 file=sys.stderr,
             )
         raise_file_limit()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _leave)  # until uvicorn takes the signals: what has been started is ended
+            signal.signal(signal.SIGTERM, _exit_on_signal)  # until uvicorn installs its handlers: shut the engine down
         engine = start_engine()
         try:
             server = make_server(ServerState(engine, settings), address)
@@ -71,24 +71,21 @@ def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSetti
     return server.exit_status
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 def raise_file_limit() -> None:
-    """Have as many connections as the system allows this process: the usual limit is from a time of fewer.
-
-    Mirrors `set_ulimit` of vLLM.
-    """
+    """Raise the limit on open files, and so on connections. Mirrors `set_ulimit` of vLLM."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems have a limit that they do not tell
+        with contextlib.suppress(OSError, ValueError):  # some systems have an undocumented limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_server(state: ServerState, address: tuple) -> ApiServer:
-    """The server that will listen at a socket's address."""
+    """The server that will listen on a socket's address."""
     config = uvicorn.Config(
         make_app(state),
         http=Connection,
@@ -105,20 +102,10 @@ def make_server(state: ServerState, address: tuple) -> ApiServer:
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn's server, with a shutdown of its own, and an exit status where uvicorn raises the signal again.
-
-    Args:
-        config: uvicorn's.
-        state: The app's.
-        address: Where it will listen.
-
-    Attributes:
-        exit_status: For the shell, when it has ended.
-        url: Where it can be reached.
-    """
+    """uvicorn's server with its own shutdown, and an exit status where uvicorn re-raises the signal."""
 
     LAST_WORDS_SECONDS = 1.0
-    """From the engine's death to the server's end, so that clients and a look at /health learn why."""
+    """Time between the engine's death and the server's exit, so that clients and /health can tell why."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, address: tuple) -> None:
         super().__init__(config)
@@ -130,54 +117,54 @@ class ApiServer(uvicorn.Server):
         self._watch: asyncio.Task[None] | None = None
 
     def end(self, exit_status: int) -> None:
-        """Begin to end."""
+        """Begin to shut down."""
         self.exit_status = exit_status
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came: the first ends in order, the second at once, the third without waiting for anything."""
+        """Handle a signal as the module's docstring says."""
         self._num_signals += 1
         self.should_exit = True
         if self._num_signals == 2:
             self._state.closing.end_now()
         elif self._num_signals > 2:
-            os._exit(128 + sig)  # the engine's process notices, and ends too
+            os._exit(128 + sig)  # the engine process notices, and exits too
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so.
+        """Listen, and print the greeting.
 
         Raises:
-            ConfigError: Another server began to listen there while this one loaded.
+            ConfigError: Another process took the port while the model was loading.
         """
         try:
             await super().startup(sockets)
         except OSError as error:
             raise ConfigError(_port_sentence(*self._address[:2], error)) from error
-        self._watch = asyncio.create_task(self._end_with_the_engine())
+        self._watch = asyncio.create_task(self._exit_with_engine())
         print(greeting(self.url, self._state), file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for running requests, end the engine."""
+        """Stop listening, wait for running requests, shut the engine down."""
         self._state.closing.begin(self._state.settings.shutdown_timeout)
         await super().shutdown(sockets)
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.to_thread(self._state.engine.shutdown)
 
-    async def _end_with_the_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         try:
             await self._state.engine.wait_dead()
         except Exception:
-            logger.exception("The engine cannot be watched any more, so the server ends.")
+            logger.exception("Watching the engine failed; the server shuts down.")
         await asyncio.sleep(self.LAST_WORDS_SECONDS)
         self.end(1)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the port, and does not listen yet.
+    """A bound socket that does not listen yet.
 
     Raises:
-        ConfigError: The address or the port cannot be had.
+        ConfigError: The address or the port cannot be bound.
     """
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65,536
         raise ConfigError(f"port is {port}, but must be from 0 to 65535.")
@@ -196,9 +183,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _port_sentence(host: str, port: int, error: OSError) -> str:
-    return (
-        f"The server cannot listen at {host}, port {port} ({error.strerror or error}): choose another --port, or end who has it."
-    )
+    return f"The server cannot listen on {host}, port {port} ({error.strerror or error}): choose another --port, or stop what uses it."
 
 
 def url_of(address: tuple) -> str:
@@ -208,7 +193,7 @@ def url_of(address: tuple) -> str:
 
 
 def greeting(url: str, state: ServerState) -> str:
-    """What a person needs to know when the server listens."""
+    """Printed when the server is ready."""
     key = ' -H "Authorization: Bearer KEY"' if state.settings.api_keys else ""
     return (
         f"minivllm serves {state.model_name} at {url} until Ctrl-C. Try it:\n"

@@ -1,6 +1,6 @@
-"""What a running API server keeps: its settings, the engine, how many requests it has taken on, and whether it is about to end.
+"""The state of a running API server: settings, engine, admission and shutdown.
 
-All of it belongs to the event loop. Nothing here awaits between looking and changing, so two requests cannot both take the last place.
+The event loop owns it. Nothing here awaits between a check and its update, so two requests cannot both take the last slot.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.errors import ConfigError
 
 _LEEWAY = 0.5
-"""Seconds beyond the last word until a request is cancelled that has not heard of the end."""
+"""Seconds past LAST_WORD_SECONDS until requests that still run are cancelled."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What `minivllm serve` was told about requests.
+    """Settings of `minivllm serve`.
 
     Args:
-        api_keys: Any of them opens everything; with none, nothing is closed.
-        max_request_bytes: The longest body of a request.
-        max_waiting: Sequences that may wait beyond those that can run at once.
-        request_timeout: Seconds that an answer may take, or None for as long as it needs.
-        shutdown_timeout: Seconds that requests have to end when the server ends.
+        api_keys: Any of them grants access; empty means no authentication.
+        max_request_bytes: Largest request body.
+        max_waiting: Sequences that may wait beyond those that run.
+        request_timeout: Time limit per request in seconds, or None.
+        shutdown_timeout: Grace period for running requests at shutdown, in seconds.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of range.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class ServerSettings:
 
 
 class Admission:
-    """Counts the sequences that are taken on and not finished, from before their prompts are tokenized.
+    """Limits the sequences in flight, counted from before tokenization.
 
     Args:
         max_running: Sequences that the engine runs at once.
@@ -67,25 +67,24 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.capacity = max_running + max_waiting
         self.num_sequences = 0
-        """Taken on and not finished."""
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
-        """Hold places for a request while it lasts.
+        """Reserve capacity for a request while it runs.
 
         Raises:
-            ApiError: 400, it needs more than there are. 429, there are not enough left.
+            ApiError: 400 if it exceeds the total capacity, 429 if too little of it is free.
         """
         if num_sequences > self.capacity:
             raise ApiError(
                 400,
-                f"The request asks for {num_sequences} continuations (prompts times n), but this server takes on at most "
+                f"The request asks for {num_sequences} continuations (prompts times n), but this server accepts at most "
                 f"{self.capacity} at once: send fewer prompts at a time, or lower n.",
             )
         if self.num_sequences + num_sequences > self.capacity:
             raise ApiError(
                 429,
-                f"The server has {self.num_sequences} continuations to write and takes on {self.capacity} at most: try again.",
+                f"The server is full: it has {self.num_sequences} continuations in flight and accepts {self.capacity}. Try again.",
             )
         self.num_sequences += num_sequences
         try:
@@ -95,35 +94,34 @@ class Admission:
 
 
 class Closing:
-    """The end of the server: first nothing new is taken on, and after a while what still runs is ended."""
+    """Shutdown: new requests are refused at once, running ones end after a grace period."""
 
     def __init__(self) -> None:
         self.begun = False
         self.overdue = asyncio.Event()
-        """Set when what still runs must end."""
+        """Set when running requests must end."""
         self._requests: set[asyncio.Task] = set()
         self._watchers: set[asyncio.Task] = set()
-        """The requests that only watch."""
+        """GET requests, which are not waited for."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._at_once = False
 
     def begin(self, grace: float) -> None:
-        """Take on nothing new; what runs has `grace` seconds. Who only watches (`GET`) is not waited for."""
+        """Refuse new requests; running ones have `grace` seconds, watchers none."""
         self.begun = True
         self._loop = asyncio.get_running_loop()
         self._loop.call_later(0 if self._at_once else grace, self._end_all)
         _cancel(self._watchers)
 
     def end_now(self) -> None:
-        """Have what still runs end now, or as soon as closing begins. May be called by a signal's handler."""
+        """End running requests now, or as soon as closing begins. Safe in a signal handler."""
         self._at_once = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._end_all)
 
     @contextlib.contextmanager
     def ending(self, *, only_watches: bool) -> Iterator[None]:
-        """Have the current task, which serves a request, cancelled when it is time: if it only watches, as soon as closing begins;
-        else when it is overdue and has had the time for a last word."""
+        """Register the current task to be cancelled: a watcher as soon as closing begins, a request when it is overdue."""
         task = asyncio.current_task()
         assert task is not None
         tasks = self._watchers if only_watches else self._requests
@@ -146,15 +144,7 @@ def _cancel(tasks: set[asyncio.Task]) -> None:
 
 @dataclass
 class ServerState:
-    """Everything that routes and middleware share.
-
-    Attributes:
-        engine: Generates.
-        settings: What the server was told.
-        model_name: The one model's name, as clients call it.
-        max_model_len: The most tokens of prompt and output together that it takes.
-        created: When the server began, in seconds since 1970.
-    """
+    """Everything that routes and middleware share."""
 
     engine: AsyncLLMEngine
     settings: ServerSettings

@@ -1,4 +1,4 @@
-"""The command line of the simulator: `minivllm simulate`, and `minivllm bench calibrate`, which measures what steps cost."""
+"""The simulator: `minivllm simulate`, and `minivllm bench calibrate`, which fits its cost model."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from minivllm.entrypoints.options import add_command, add_engine_options, check_
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
-"""Requests in the largest trace that can still be drawn."""
+"""Most requests whose trace can still be drawn."""
 PROGRESS_FROM = 2_000
-"""Requests from which on progress is shown: a run takes seconds."""
+"""From this many requests on, a run takes seconds and shows its progress."""
 
 
 def add_simulate(commands) -> None:  # noqa: ANN001
     """`minivllm simulate`."""
     parser = add_command(
-        commands, "simulate", run_simulate, "the real scheduler under a virtual clock, without a model: seconds for hours",
+        commands, "simulate", run_simulate, "run the real scheduler on a virtual clock, without a model: hours in seconds",
         "minivllm simulate --max-num-seqs 8 --arrival-rate 2 --save-trace trace.json",
     )  # fmt: skip
     group = parser.add_argument_group("requests")
-    group.add_argument("--num-requests", type=int, default=200, help="how many (default: %(default)s)")
-    group.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="how they arrive (default: %(default)s)")
+    group.add_argument("--num-requests", type=int, default=200, help="number of requests (default: %(default)s)")
+    group.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="arrival process (default: %(default)s)")
     group.add_argument("--arrival-rate", type=float, default=2.0, help="requests per second (default: %(default)s)")
-    group.add_argument("--burst-size", type=int, default=8, help="requests in a burst (default: %(default)s)")
+    group.add_argument("--burst-size", type=int, default=8, help="requests per burst (default: %(default)s)")
     group.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="a request arrives only while fewer than N are in the engine (default: no limit)",
+        help="at most N requests in the engine at once (default: no limit)",
     )
     group.add_argument(
-        "--distribution", choices=DISTRIBUTIONS, default="longtail", help="distribution of lengths (default: %(default)s)"
+        "--distribution", choices=DISTRIBUTIONS, default="longtail", help="length distribution (default: %(default)s)"
     )
     group.add_argument("--mean-prompt-len", type=int, default=48, help="tokens (default: %(default)s)")
     group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
     group.add_argument(
-        "--num-shared-prompt-tokens", type=int, default=0, help="tokens that all prompts begin with (default: %(default)s)"
+        "--num-shared-prompt-tokens", type=int, default=0, help="tokens in the shared prompt prefix (default: %(default)s)"
     )
     group.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals (default: %(default)s)")
     group = parser.add_argument_group("engine")
@@ -52,14 +52,14 @@ def add_simulate(commands) -> None:  # noqa: ANN001
         help="each runs the same requests (default: both)",
     )  # fmt: skip
     for name, default, text in (
-        ("max-num-seqs", 8, "the most sequences in one step"),
-        ("block-size", 16, "tokens in a cache block"),
-        ("num-gpu-blocks", 512, "cache blocks of the device"),
-        ("num-cpu-blocks", 0, "cache blocks of the host, for swapping"),
-        ("max-model-len", 2048, "the longest prompt and output together"),
+        ("max-num-seqs", 8, "most sequences per step"),
+        ("block-size", 16, "tokens per KV cache block"),
+        ("num-gpu-blocks", 512, "KV cache blocks on the device"),
+        ("num-cpu-blocks", 0, "KV cache blocks on the host, for swapping"),
+        ("max-model-len", 2048, "limit on prompt plus output tokens"),
     ):
         group.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    group.add_argument("--max-num-batched-tokens", type=int, help="the most tokens in one step (default: any prompt fits)")
+    group.add_argument("--max-num-batched-tokens", type=int, help="most tokens per step (default: any prompt fits)")
     group.add_argument("--enable-chunked-prefill", action="store_true", help="decodes and chunks of prompts share a step")
     group.add_argument(
         "--enable-prefix-caching", action="store_true", help="reuse the KV cache of earlier prompts with the same beginning"
@@ -67,7 +67,7 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="recompute", help="(default: %(default)s)")
     group.add_argument(
         "--cost-model", type=Path, metavar="FILE",
-        help="what steps cost, from `minivllm bench calibrate --json` (default: SmolLM2-135M with up to 32 sequences, as measured for the README)",
+        help="cost model written by `minivllm bench calibrate --json` (default: SmolLM2-135M with up to 32 sequences, as measured for the README)",
     )  # fmt: skip
     group = parser.add_argument_group("results")
     group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace of the last scheduler here")
@@ -84,7 +84,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     for path in (arguments.save_trace, arguments.json):
         check_writable(path)
     if arguments.save_trace and arguments.num_requests > MOST_TRACED:
-        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to look at: lower --num-requests.")
+        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     workload = {
         name: getattr(arguments, name)
@@ -121,7 +121,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.save_trace:
         results[-1].trace.save(arguments.save_trace)
         print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
-        print(f"Pictures of it: minivllm trace show {shlex.quote(str(arguments.save_trace))}")
+        print(f"Draw it: minivllm trace show {shlex.quote(str(arguments.save_trace))}")
     return 0
 
 
@@ -138,7 +138,7 @@ def add_calibrate(benches) -> None:  # noqa: ANN001
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Measure, fit, predict runs that the fit has not seen, and print a table."""
+    """Measure, fit, predict held-out runs, and print a table."""
     from minivllm.bench.calibrate import calibrate, format_report
 
     check_writable(arguments.json)

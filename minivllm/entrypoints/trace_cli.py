@@ -1,4 +1,4 @@
-"""The command line of traces: `minivllm trace show FILE` draws a saved one, `minivllm trace --to chrome FILE` exports it."""
+"""`minivllm trace show FILE` draws a saved trace, `minivllm trace --to chrome FILE` exports it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ _COMMANDS = ("show", "export")
 
 
 def add_trace_commands(commands) -> None:  # noqa: ANN001
-    """Both commands and their options."""
+    """Register both commands."""
     show = add_command(
         commands,
         "show",
         run_trace_show,
         "draw all figures of a saved trace and print its numbers",
         "minivllm trace show trace.json",
-    )
-    show.add_argument(
-        "file",
-        type=Path,
-        metavar="FILE",
-        help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
     )
     show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/NAME)")
     show.add_argument(
@@ -39,12 +33,8 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         commands, "export", run_trace_export, "write a saved trace for https://ui.perfetto.dev",
         "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
     )  # fmt: skip
-    export.add_argument(
-        "file",
-        type=Path,
-        metavar="FILE",
-        help="what --save-trace FILE of `minivllm generate`, `simulate` or `bench offline` wrote",
-    )
+    for command in (show, export):
+        command.add_argument("file", type=Path, metavar="FILE", help="a file that --save-trace wrote")
     export.add_argument("--to", choices=("chrome",), default="chrome", help="format (default: %(default)s)")
     export.add_argument(
         "--output", type=Path, metavar="FILE", help="where it goes (default: beside the trace, as NAME.chrome.json)"
@@ -52,7 +42,7 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
 
 
 def with_trace_command(argv: Sequence[str]) -> list[str]:
-    """The command line with the command after `minivllm trace` filled in where it was left out: "export" with --to, else "show"."""
+    """Insert the command that was left out after `minivllm trace`: "export" with --to, else "show"."""
     words = list(argv)
     if words[:1] == ["trace"] and len(words) > 1 and words[1] not in (*_COMMANDS, "-h", "--help"):
         words.insert(1, "export" if any(word.split("=")[0] == "--to" for word in words) else "show")
@@ -115,7 +105,7 @@ def run_trace_export(arguments: argparse.Namespace) -> int:
 
 
 def format_summary(trace: EngineTrace) -> str:
-    """What a trace adds up to, as text: counts, throughput, and percentiles of how long users waited.
+    """A trace summarized as text: counts, throughput and latency percentiles.
 
     Time is from the first arrival to the end of the last step, idle time included. Cache use is averaged over the time of the steps.
     """
@@ -142,10 +132,10 @@ def format_summary(trace: EngineTrace) -> str:
 def _load(path: Path) -> EngineTrace:
     trace = EngineTrace.load(path)
     if not len(trace):
-        raise ConfigError(f"{path} is a trace without any step: there is nothing to show.")
+        raise ConfigError(f"{path} has no steps: there is nothing to show.")
     return trace
 
 
 def _name(path: Path) -> str:
-    """A file's name without its endings."""
+    """A file's name without its extensions."""
     return path.name.removesuffix(".json").removesuffix(".trace") or "trace"

@@ -1,8 +1,7 @@
-"""The live page at `/`: the lessons' picture of the cache and the batch, drawn while the server works, and a box to send prompts.
+"""The live page at `/`: the KV cache and the batch while the server runs, and a box to send prompts.
 
-Nothing runs for it until somebody opens it. The page is plain HTML, CSS and JavaScript modules from `static/`, without a build
-step and without the network; it reads `/live`, a stream of Server-Sent Events that `live.py` makes of the engine's steps, and
-sends prompts to the same `/v1` that everybody else uses.
+It costs nothing until it is opened. The page is plain HTML, CSS and JavaScript modules from `static/`, without a build step or
+external resources. It reads `/live`, Server-Sent Events made by `live.py`, and sends prompts to the public `/v1`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every answer: the page may load and ask nothing but this server, and no other site may frame it or read it."""
+"""Of every response: the page may contact only this server, and no other site may frame or read it."""
 
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = {path.name: path for path in (Path(__file__).parent / "static").iterdir() if path.suffix in _MEDIA_TYPES}
 
 
 class _EventStream(StreamingResponse):
-    """Server-Sent Events that end with their reader: when it leaves, the generator is closed at once, wherever it stands."""
+    """Server-Sent Events whose generator is closed as soon as the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -41,11 +40,11 @@ class _EventStream(StreamingResponse):
 
 
 def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> None:
-    """Add the page, its files and its stream of events to a server.
+    """Add the page, its files and its event stream to a server.
 
     Args:
-        app: Gets `GET /`, `GET /dashboard/{name}` and `GET /live`. They are for people, so the OpenAPI description leaves them out.
-        get_engine: The engine of the moment. It is asked whenever a page connects, so that a restarted one is found.
+        app: Gets `GET /`, `GET /dashboard/{name}` and `GET /live`. The OpenAPI description leaves them out.
+        get_engine: Returns the engine; called for each connection, as the engine may have been restarted.
     """
 
     @app.get("/", include_in_schema=False)

@@ -1,13 +1,13 @@
-"""The stream behind the live page: Server-Sent Events made of what the engine does.
+"""The stream behind the live page: Server-Sent Events made of the engine's steps.
 
-    engine   once: the model, and the limits that do not change
-    steps    at most ten a second: what `StepView.report` tells of the steps since the last one
-    idle     when the engine has nothing left to do: what is still in its queues and in use, all 0 if it is well
-    busy     when it has, and yet no step has ended for a while: the same
-    dead     the last one: the engine has failed, and why
+    engine   once: the model and the fixed limits
+    steps    at most ten a second: `StepView.report` of the steps since the last event
+    idle     no requests: queue lengths and blocks in use, all 0 if nothing leaks
+    busy     requests, but no step has finished for a while: the same numbers
+    dead     last: why the engine failed
 
-While nothing happens, a comment every few seconds keeps the connection open. Each page has a stream of its own. The steps are taken
-in by a task beside it, which keeps no more than a page can use: one that does not read holds up nobody and costs no memory.
+A comment every few seconds keeps a silent connection open. Each page has its own stream, and a task that collects steps in bounded
+buffers: a page that does not read holds nobody up.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
 EVENT_PAUSE = 0.1
-"""The least time between two events, in seconds."""
+"""Minimum seconds between events."""
 SILENT_AFTER = 0.3
-"""Seconds without a step after which the engine is idle, or busy with a long one."""
+"""Seconds without a step until `idle` or `busy` is sent."""
 HEARTBEAT_PAUSE = 5.0
-"""Seconds of silence after which the page is told that the server is still there."""
+"""Seconds of silence until a comment is sent."""
 
 
 async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
-    """What a page is told from now on, event by event, until the engine is dead or the generator is closed."""
+    """A page's events, until the engine is dead or the generator is closed."""
     yield _event("engine", describe_engine(engine))
     view, news = StepView(is_midway=engine.num_unfinished_requests() > 0), asyncio.Event()
     watcher = asyncio.create_task(_watch(engine, view, news))
@@ -59,7 +59,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                 yield _event("steps", report)
                 said, last_said = b"", now()
                 await asyncio.sleep(EVENT_PAUSE)
-        if (report := view.report()) is not None:  # of the step that it died of, perhaps
+        if (report := view.report()) is not None:  # perhaps the step in which it died
             yield _event("steps", report)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
@@ -68,7 +68,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
 
 
 def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
-    """What does not change while an engine lives, with the names of `EngineArgs`."""
+    """An engine's fixed settings, named as in `EngineArgs`."""
     scheduler, cache = engine.scheduler_config, engine.cache_config
     return {
         "model": engine.model_config.name,
@@ -94,7 +94,7 @@ def _describe_stats(stats: SchedulerStats) -> dict[str, int]:
 
 
 async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:
-    """Take in the steps as they come. It ends with the engine."""
+    """Collect steps until the engine is dead."""
     try:
         async with contextlib.aclosing(engine.steps()) as steps:
             async for step in steps:
@@ -109,7 +109,7 @@ def _why_it_ended(watcher: asyncio.Task[None]) -> str:
         watcher.result()
     except EngineDeadError as error:
         return str(error)
-    return "The engine has ended."
+    return "The engine has shut down."
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
-"""What a page is told of the engine's steps: of the newest all that the picture shows, of the others what the curves need.
+"""The engine's steps as the live page needs them: the newest in full, the others as points of its curves.
 
-Pure bookkeeping over StepRecords. A page that is opened in the middle of things learns of them as far as the steps tell.
+Pure bookkeeping over StepRecords. A page opened in mid-run knows only what later steps reveal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from minivllm.engine.trace import SequenceKey, SequenceStep, StepRecord
 
 MOST_STEPS = 2000
-"""Steps that are kept for a page that does not read: the latest."""
+"""Latest steps kept for a slow page."""
 MOST_HAPPENINGS = 200
-"""Ends and preemptions that are kept for it, and first tokens."""
+"""Latest finishes and preemptions kept for it, and latest first tokens."""
 MOST_WAITING = 64
-"""Waiting sequences that are told of one by one: those that came first."""
+"""Waiting sequences listed one by one, oldest first."""
 CURVE_COLUMNS = (
     "end",
     "length",
@@ -31,22 +31,21 @@ CURVE_COLUMNS = (
     "mean_gap",
     "max_gap",
 )
-"""Of a step: when it ended and how long it took, in seconds; its phase; tokens computed and won; the queues and the free blocks; the
-time between two tokens of a sequence, on average and at most, in seconds (None where no sequence has two)."""
+"""Per step: end time and duration in seconds; phase; tokens computed and generated; queue lengths and free blocks; mean and largest
+inter-token latency in seconds (None if no sequence has two tokens)."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is known of a sequence that waits, runs or is swapped out.
+    """What is known of an unfinished sequence.
 
     Attributes:
-        arrived: When the first step after its arrival began: its arrival, but for the rest of the step that ran then. None if it was
-            there before the page.
-        num_prompt_tokens: None before its prompt has been computed, or if that was before the page was there.
-        num_cached_tokens: Tokens of the prompt that the prefix cache spared it.
-        num_generated: Tokens that it has won; None if some were won before the page was there.
-        context_len: Tokens whose keys and values it has; None if no step has told.
-        last_token: When it won its latest token.
+        arrived: Start of the first step after its arrival; None if it is older than the page.
+        num_prompt_tokens: None until its prompt has been computed, or if the page is younger than that.
+        num_cached_tokens: Prompt tokens found in the prefix cache.
+        num_generated: Tokens generated; None if the first ones are older than the page.
+        context_len: Tokens in the KV cache; None if no step has shown it.
+        last_token: When its latest token was generated.
     """
 
     arrived: float | None = None
@@ -58,10 +57,10 @@ class _Sequence:
 
 
 class StepView:
-    """Takes in every step; tells from time to time what has changed since it told last.
+    """Takes every step, and reports what changed since the last report.
 
     Args:
-        is_midway: There are requests already. The first step names them among those that arrived, but when they did is not known.
+        is_midway: The engine has requests already. The first step lists them as arrived; when they did is unknown.
     """
 
     def __init__(self, is_midway: bool = False) -> None:
@@ -76,10 +75,10 @@ class StepView:
         self._told_tables: dict[SequenceKey, tuple[int, ...]] = {}
         self._told_cached: frozenset[int] = frozenset()
 
-    # -- taking in -----------------------------------------------------------------------------------------------
+    # -- taking steps -----------------------------------------------------------------------------------------------
 
     def take(self, step: StepRecord) -> None:
-        """Take in the next step."""
+        """Take the next step."""
         self._step = step
         self._num_steps += 1
         for request_id in step.arrived:
@@ -106,16 +105,16 @@ class StepView:
             )
         )
         self._note_happenings(step)
-        self._forget_what_ended(step)
+        self._drop_finished(step)
 
     def forget_sequences(self) -> None:
-        """The engine is idle: whatever the steps have left standing has ended. Cached blocks stay."""
+        """The engine is idle: drop all sequences. Cached blocks stay."""
         self._sequences.clear()
         self._waiting.clear()
         self._told_tables.clear()
 
     def _place(self, step: StepRecord) -> None:
-        """Find in which queue each sequence is."""
+        """Update each sequence's queue."""
         for tables in (step.block_tables, step.swapped_tables):
             for key in tables:
                 self._waiting.pop(key, None)
@@ -132,7 +131,7 @@ class StepView:
             del self._waiting[next(iter(self._waiting))]
 
     def _join(self, key: SequenceKey, step: StepRecord) -> _Sequence:
-        """A sequence that has not been seen waiting: a sibling that was forked in the step before, or one that was there already."""
+        """A sequence that was not seen waiting: a sibling forked in the last step, or one older than the page."""
         first = self._sequences.get(SequenceKey(key.request_id))
         if key.index and first is not None and first.num_prompt_tokens is not None:
             prompt = first.num_prompt_tokens
@@ -142,7 +141,7 @@ class StepView:
         return _Sequence(num_generated=0 if waits or "prefill" in actions else None)
 
     def _advance(self, item: SequenceStep, step: StepRecord) -> float | None:
-        """Bring a sequence as far as the step brings it. Returns the seconds between its latest two tokens, if it got one."""
+        """Apply a step to a sequence. Returns its inter-token latency in seconds, if it got a further token."""
         seq = self._sequences.setdefault(item.key, _Sequence())
         is_first_chunk = seq.context_len is None
         seq.context_len = item.context_len
@@ -181,21 +180,21 @@ class StepView:
         for finish in step.finished:
             note("ended", SequenceKey(finish.request_id, finish.index), finish.reason)
 
-    def _forget_what_ended(self, step: StepRecord) -> None:
+    def _drop_finished(self, step: StepRecord) -> None:
         ended = {SequenceKey(finish.request_id, finish.index) for finish in step.finished}
         living = (step.block_tables.keys() | step.swapped_tables.keys() | self._waiting.keys()) - ended
         if len(self._sequences) == len(living) and not ended:
             return
-        # A sequence that ended stays until the next step: siblings may have been forked from it.
+        # A finished sequence stays until the next step: siblings may have been forked from it.
         self._sequences = {key: seq for key, seq in self._sequences.items() if key in living or key in step.block_tables}
 
-    # -- telling -------------------------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any] | None:
-        """What has happened since the last report, and how things stand; None if no step was taken in. As JSON has it.
+        """What changed since the last report, and the current state, as JSON-ready data; None if no step was taken.
 
-        Of a block table it has `keep`, how many of its first blocks are those of the last report, and `blocks`, those that follow;
-        of the cached blocks, those that came and those that went.
+        A block table is reported as `keep`, the number of leading blocks that are unchanged, and `blocks`, those that follow; cached
+        blocks as those added and removed.
         """
         step = self._step
         if step is None:
@@ -234,7 +233,7 @@ class StepView:
         return report
 
     def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
-        """All that hold blocks: on the device, in the order of the batch, and then on the host."""
+        """All sequences that hold blocks: on the device in batch order, then on the host."""
         parts = {item.key: item for item in step.scheduled}
         told = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
