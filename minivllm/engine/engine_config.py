@@ -33,7 +33,6 @@ class EngineConfig:
     worker_config: WorkerConfig
     scheduler_cls: type[Scheduler] = Scheduler
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager
-    seed: int = 0
     has_tokenizer: bool = True
 
     @classmethod
@@ -60,7 +59,6 @@ class EngineConfig:
             args.worker_config(),
             args.scheduler_cls or Scheduler,
             args.block_space_manager_cls or BlockSpaceManager,
-            args.seed,
             not args.skip_tokenizer_init,
         )
 

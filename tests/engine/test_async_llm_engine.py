@@ -162,7 +162,7 @@ def test_a_slow_reader_gets_several_tokens_at_once(engine):
 
 def make_state(params: SamplingParams, tokenizer=None, arrival_time=0.0) -> RequestState:
     return RequestState(
-        ProcessedRequest(None, EngineCoreRequest("r", 0, [1, 2, 3], params, 100, arrival_time=arrival_time)), tokenizer
+        ProcessedRequest(None, EngineCoreRequest("r", [1, 2, 3], params, 100, arrival_time=arrival_time)), tokenizer
     )
 
 
@@ -752,7 +752,7 @@ def test_no_thread_stays_behind(llm):
 LOGPROBS = [{5: Logprob(-0.25, 1, "x"), 7: Logprob(-2.5, 3)}]
 PARAMS = SamplingParams(stop="x", stop_token_ids=[3], logit_bias={5: 1.0}, seed=2**62, output_kind=DELTA)
 MESSAGES = [
-    AddRequest(EngineCoreRequest("r", 7, [1, 2], PARAMS, 100, (2,), seed=2**64 - 1, arrival_time=1.5, priority=-1)),
+    AddRequest(EngineCoreRequest("r", [1, 2], PARAMS, 100, (2,), seed=2**64 - 1, arrival_time=1.5, priority=-1, number=7)),
     AbortRequests(["r"]),
     StopSequences([StoppedSequence("r", 7, 1, "né\U0001f600")]),
     SetTracing(True),
@@ -762,7 +762,7 @@ MESSAGES = [
 
 def test_numpy_numbers_in_parameters_cross_the_line():
     params = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])
-    message = AddRequest(EngineCoreRequest("r", 7, [1], params, 100))
+    message = AddRequest(EngineCoreRequest("r", [1], params, 100))
     received = core_messages.decode_to_core(core_messages.encode(message)).request.sampling_params
     assert (received.max_tokens, received.temperature, received.stop_token_ids) == (5, 0.5, (3,))
 
@@ -793,7 +793,7 @@ def test_messages_from_the_core_come_back_whole(llm):
         msgspec.msgpack.encode({"type": "Nothing"}),
         msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": 5}),
         msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": ["r"], "more": 1}),
-        msgspec.msgpack.encode({"type": "AddRequest", "request": {"request_id": "r", "number": 1, "prompt_token_ids": ["1"]}}),
+        msgspec.msgpack.encode({"type": "AddRequest", "request": {"request_id": "r", "prompt_token_ids": ["1"]}}),
     ],
 )
 def test_a_message_that_is_none_is_refused(data):
