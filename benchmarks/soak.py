@@ -35,10 +35,10 @@ from minivllm.entrypoints.options import check_writable
 MODEL = "smollm2-135m"
 MAX_NUM_SEQS, NUM_BLOCKS = 16, 96  # few blocks: some requests are preempted, and all blocks are soon touched
 ANSWER_SECONDS = 120.0
-"""An accepted request that takes longer is taken to hang."""
+"""An accepted request that takes longer counts as hung."""
 BURST_EVERY, BURST_EXCESS = 10.0, 32
 SETTLE_SECONDS = 20.0
-"""That the server has, after the last client has gone, to be as before."""
+"""How long the server has to settle after the last client is gone."""
 MOST_GROWTH = 0.05
 WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
 """Memory is compared between a window of the run after its warm-up and one at its end."""
@@ -49,7 +49,7 @@ from minivllm.entrypoints.cli import main
 signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path({file!r}).write_text(str(len(asyncio.all_tasks()))))
 sys.exit(main())
 """
-"""`minivllm`, which on a signal writes how many asyncio tasks it has."""
+"""`minivllm`, which writes its number of asyncio tasks on SIGUSR1."""
 
 JSON_TYPE = {"Content-Type": "application/json"}
 BAD_REQUESTS: tuple[tuple[str, str, bytes], ...] = (
@@ -103,7 +103,7 @@ class Users:
         self.tally = tally
 
     def make_body(self) -> tuple[str, dict[str, Any]]:
-        """A path, and a good request for a stream."""
+        """The path and body of a valid streaming request."""
         rng = self.rng
         text = " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
         body = {
@@ -115,7 +115,7 @@ class Users:
         return "/v1/completions", body | {"prompt": text}
 
     async def stream(self) -> None:
-        """One request: read to its end, or, a third of the time, left in mid-stream."""
+        """Stream one answer to its end, or, a third of the time, disconnect in mid-stream."""
         path, body = self.make_body()
         leaves = self.rng.random() < 1 / 3
         num_events = self.rng.randint(1, body["max_tokens"])
@@ -149,14 +149,14 @@ class Users:
             self.tally.surprise("broken", f"{type(error).__name__}: {error}")
 
     def note_refusal(self, response: aiohttp.ClientResponse, kind: str) -> None:
-        """A good request may be refused only because there are too many, with the advice to come again."""
+        """A valid request may be refused only for overload, with a Retry-After."""
         if response.status in (429, 503) and "Retry-After" in response.headers:
             self.tally.counts["too many"] += 1
         else:
             self.tally.surprise("broken", f"status {response.status} for a good {kind}")
 
     async def send_bad_request(self) -> None:
-        """One request that makes no sense."""
+        """Send one malformed request."""
         method, path, content = self.rng.choice(BAD_REQUESTS)
         name = f"{method} {path} {content[:60]!r}"
         try:
@@ -168,11 +168,11 @@ class Users:
                     self.tally.surprise("bad taken", f"status {response.status} for {name}")
         except asyncio.TimeoutError:
             self.tally.surprise("hung", name)
-        except (aiohttp.ClientError, OSError):  # it stopped reading and closed: a refusal too, if a rude one
+        except (aiohttp.ClientError, OSError):  # the server closed the connection: a refusal too
             self.tally.counts["bad refused"] += 1
 
     async def burst(self, size: int) -> None:
-        """So many short requests at once."""
+        """Send `size` short requests at once."""
 
         async def send() -> None:
             body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2, "ignore_eos": True}
@@ -194,7 +194,7 @@ class Users:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a server holds."""
+    """What a server holds on to."""
 
     tasks: int
     file_descriptors: int
@@ -207,7 +207,7 @@ class Footprint:
 
 
 def measure_footprint(server: ServerProcess, task_file: Path) -> Footprint:
-    """Ask the server, and the system about it."""
+    """The server's footprint, from its metrics, its signal handler and the system."""
     task_file.unlink(missing_ok=True)
     os.kill(server.pid, signal.SIGUSR1)
     deadline = time.monotonic() + 10
@@ -223,7 +223,7 @@ def measure_footprint(server: ServerProcess, task_file: Path) -> Footprint:
 
 
 async def load(server: ServerProcess, streams: int, seconds: float, seed: int, tally: Tally) -> dict[int, list[int]]:
-    """Be all users for so many seconds. Returns the resident bytes of each process of the server over time, by its id."""
+    """Run all clients for `seconds`. Returns the resident bytes of each of the server's processes over time, by process id."""
     end = time.monotonic() + seconds
     memory: dict[int, list[int]] = {}
     rng = random.Random(seed)

@@ -1,23 +1,28 @@
-"""Draws the pictures of the documentation that need no measurement: the map of the engine, and two of a simulated run.
+"""Draws the documentation's pictures that need no new measurement, in a few seconds and the same each time.
 
     python tools/make_pictures.py
 
-They are the same each time. The other pictures come from the commands beside them, and the live page's from
-tests/serving/test_dashboard_in_browser.py.
+docs/live_page.png comes from tools/photograph_live_page.py, docs/sweep.png from the command in docs/benchmarks.md, and
+docs/static_vs_continuous.png from `minivllm demo`.
 """
 
+import json
 from pathlib import Path
 
 from minivllm.bench.arrivals import generate_requests
 
+from minivllm.bench.served_request import ServedRequest
 from minivllm.bench.simulation import simulate
 from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.engine_map import draw_engine_map
+from minivllm.viz.serving import draw_serving
 from minivllm.viz.step import draw_step
 from minivllm.viz.timeline import draw_requests
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SERVING_MODES = ROOT / "benchmarks" / "results" / "serving_modes_2026-11-21.json"
 
 
 def simulate_crowd() -> EngineTrace:
@@ -38,13 +43,18 @@ def simulate_crowd() -> EngineTrace:
 
 
 def main() -> None:
-    """Write docs/engine_map.png, docs/requests.png and docs/step.png."""
+    """Write docs/engine_map.png, requests.png, step.png and serving_modes.png."""
     draw_engine_map().savefig(DOCS / "engine_map.png", dpi=120)
     few_blocks = what_if(num_gpu_blocks=32, max_num_seqs=6, arrival_rate=5.0, num_requests=24, seed=5)
     draw_requests(few_blocks).savefig(DOCS / "requests.png", dpi=120)
     trace = simulate_crowd()
     crowded = max(range(len(trace)), key=lambda number: (len(trace[number].preempted), trace[number].num_waiting))
     draw_step(trace, crowded).savefig(DOCS / "step.png", dpi=120)
+    modes = json.loads(SERVING_MODES.read_text(encoding="utf-8"))["modes"]
+    served = {mode: [ServedRequest(**request) for request in measured["requests"]] for mode, measured in modes.items()}
+    draw_serving(served, "64 long-tailed requests, 4 per second, to each mode of `minivllm serve`").savefig(
+        DOCS / "serving_modes.png", dpi=150
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table
-from minivllm.bench.summary import EngineRun, summarize_trace
+from minivllm.bench.summary import EngineRun
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler

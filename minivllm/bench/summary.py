@@ -1,4 +1,5 @@
-"""What a run adds up to: throughput, goodput, and how long its users waited. Every benchmark, the simulator and the figures use it.
+"""What a run adds up to: throughput, goodput, and how long its users waited. Every benchmark, the simulator and the figures use it;
+`trace_summary.py` reads it from a trace.
 
 The terms are those of vLLM's `benchmarks/serve.py`: TTFT is the time to first token, ITL the inter-token latency, TPOT the time per
 output token after the first. A request with several sequences (n > 1) has one TTFT and the ITLs of each sequence.
@@ -9,15 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepRecord
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from minivllm.engine.trace import EngineTrace
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -131,7 +133,7 @@ class RequestLatency:
 
     @classmethod
     def from_token_times(cls, request_id: str, prompt_tokens: int, times: Sequence[float]) -> RequestLatency:
-        """Of a request with one sequence, from the seconds between its arrival and each of its tokens."""
+        """For a request with one sequence, from the seconds between its arrival and each of its tokens."""
         itls = tuple(later - earlier for earlier, later in itertools.pairwise(dict.fromkeys(times)))
         return cls(request_id, times[0], times[-1], itls, len(times), prompt_tokens, len(times))
 
@@ -143,7 +145,7 @@ class RequestLatency:
 
 @dataclass(frozen=True)
 class Goals:
-    """What a request must keep to count for goodput, in milliseconds; None is no goal.
+    """What a request must meet to count for goodput, in milliseconds; None is no goal.
 
     Raises:
         ConfigError: A goal is not a number above 0.
@@ -331,94 +333,3 @@ class StepTotals:
         busy = self.busy_seconds or 1.0
         totals = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return totals | {"mean_running": self._running / busy, "mean_cache_use": self._cache_use / busy}
-
-
-# -- traces ----------------------------------------------------------------------------------------------------------
-
-
-def request_latencies(trace: EngineTrace) -> list[RequestLatency]:
-    """What all completed requests of a trace waited, in the order of arrival.
-
-    Requests that are unfinished, aborted or failed are left out: how long they would have waited is not known. Of a request older than
-    the trace, the ITLs are those that the trace has seen.
-    """
-    times = output_times(trace)
-    result = []
-    for request in trace.requests.values():
-        if not is_complete(request):
-            continue
-        itls = tuple(
-            later - earlier
-            for index in range(len(request.output_token_ids))
-            for earlier, later in itertools.pairwise(times.get(SequenceKey(request.request_id, index), []))
-        )
-        assert request.first_token_time is not None and request.finished_time is not None
-        ttft, latency = request.first_token_time - request.arrival_time, request.finished_time - request.arrival_time
-        lengths = [len(token_ids) for token_ids in request.output_token_ids]
-        result.append(
-            RequestLatency(request.request_id, ttft, latency, itls, max(lengths), request.num_prompt_tokens, sum(lengths))
-        )
-    return result
-
-
-def is_complete(request: RequestRecord) -> bool:
-    """Whether all sequences of a request finished by themselves ("stop" or "length")."""
-    reasons = request.finish_reasons
-    has_times = request.first_token_time is not None and request.finished_time is not None
-    return has_times and bool(reasons) and all(reason in ("stop", "length") for reason in reasons)
-
-
-def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
-    """When each sequence got tokens, in seconds of the engine's clock: one or, with speculative decoding, several at a time."""
-    times: dict[SequenceKey, list[float]] = {}
-    for step in trace:
-        for key, _ in new_tokens(trace, step):
-            times.setdefault(key, []).append(step.end)
-    return times
-
-
-def new_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
-    """Each sequence that got tokens in a step, and how many. The step that completes a prompt gives one to each sibling too."""
-    for part in step.scheduled:
-        if part.num_new_tokens == 0:
-            continue
-        yield part.key, part.num_new_tokens
-        request = trace.requests.get(part.request_id)
-        if request is not None and part.context_len == request.num_prompt_tokens:
-            for index in range(1, request.params.get("n", 1)):
-                yield SequenceKey(part.request_id, index), 1
-
-
-def count_output_tokens(trace: EngineTrace) -> int:
-    """All tokens that were generated: those of the finished requests, and those that the others got in the trace's steps."""
-    finished = {name for name, request in trace.requests.items() if request.finish_reasons}
-    kept = sum(len(token_ids) for name in finished for token_ids in trace.requests[name].output_token_ids)
-    return kept + sum(count for step in trace for key, count in new_tokens(trace, step) if key.request_id not in finished)
-
-
-def time_origin(trace: EngineTrace) -> float:
-    """When a trace begins, in seconds of the engine's clock: with the first arrival, or the first step if that is earlier."""
-    times = [request.arrival_time for request in trace.requests.values()]
-    return min(times + [step.start for step in trace.steps[:1]], default=0.0)
-
-
-def summarize_trace(trace: EngineTrace, goals: Goals | None = None) -> EngineRun:
-    """What a traced run adds up to, from the first arrival to the end of the last step."""
-    seconds = trace[-1].end - time_origin(trace) if len(trace) else 0.0
-    num_blocks = trace.config.num_gpu_blocks
-    steps = StepTotals()
-    for step in trace:
-        cache_use = 1 - step.num_free_blocks / num_blocks if num_blocks else 0.0
-        steps.add(step.end - step.start, step.num_running, cache_use, len(step.preempted))
-    run = EngineRun.of(
-        request_latencies(trace),
-        seconds,
-        num_requests=len(trace.requests),
-        goals=goals,
-        scheduler=trace.config.scheduler,
-        trace=trace,
-        **steps.to_fields(),
-    )
-    run.prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests.values())
-    run.output_tokens = count_output_tokens(trace)
-    return run

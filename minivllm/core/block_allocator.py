@@ -1,6 +1,6 @@
 """A pool of equal cache blocks on one device: which are free, how often each is referenced, what each holds.
 
-This is paging's lowest floor. It deals in block numbers alone; the memory behind them belongs to the CacheEngine.
+The lowest layer of paging. It deals in block numbers only; the memory behind them belongs to the CacheEngine.
 Mirrors `vllm/v1/core/block_pool.py`.
 """
 
@@ -12,8 +12,8 @@ from collections import OrderedDict
 class BlockAllocator:
     """Hands out block numbers 0 .. num_blocks - 1 and counts references to them.
 
-    A block whose last reference goes is free at once, but what it holds is not forgotten: with prefix caching its
-    hash stays known until the block is handed out again. Free blocks are handed out least recently used first.
+    A block is free as soon as its last reference is released, but its contents stay cached: with prefix caching, its hash stays
+    registered until the block is handed out again. Free blocks are handed out least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,11 +25,11 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references, those with remembered contents included."""
+        """Blocks without references, including those with cached contents."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take the least recently used free block; what it held is forgotten.
+        """Take the least recently used free block; its old contents leave the prefix cache.
 
         Raises:
             IndexError: No block is free. Ask `num_free` first.
@@ -42,13 +42,13 @@ class BlockAllocator:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block, which may be a free one that the prefix cache found."""
+        """Add a reference to a block, possibly a free one that the prefix cache found."""
         if self.ref_counts[block] == 0:
             del self._free[block]
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Give a reference back. The last one frees the block."""
+        """Release a reference. The last one frees the block."""
         if self.ref_counts[block] == 0:
             raise ValueError(f"block {block} is released more often than it was taken")
         self.ref_counts[block] -= 1
@@ -56,7 +56,7 @@ class BlockAllocator:
             self._free[block] = None
 
     def take_back(self, block: int) -> None:
-        """Undo `allocate` for a block that came to nothing: it is handed out next, before blocks with remembered contents."""
+        """Undo `allocate` for a block that was not needed: it is handed out next, before blocks with cached contents."""
         self.release(block)
         self._free.move_to_end(block, last=False)
 
@@ -66,8 +66,8 @@ class BlockAllocator:
         """The block that holds these tokens after this prefix, or None."""
         return self._block_of.get(block_hash)
 
-    def remember(self, block: int, block_hash: bytes) -> None:
-        """Note that a block holds computed keys and values. If another block already does, that one stays known."""
+    def cache(self, block: int, block_hash: bytes) -> None:
+        """Register a block with computed keys and values. If another block already holds the same, that one stays registered."""
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
@@ -78,11 +78,11 @@ class BlockAllocator:
         self._hash_of = [None] * self.num_blocks
 
     def get_cached_blocks(self) -> frozenset[int]:
-        """The blocks, free or not, whose contents are known."""
+        """The blocks, free or not, with cached contents."""
         return frozenset(self._block_of.values())
 
     def get_free_blocks(self) -> list[int]:
-        """The blocks that nobody references, in the order in which they are handed out."""
+        """The blocks without references, in the order in which they are handed out."""
         return list(self._free)
 
     def _forget(self, block: int) -> None:

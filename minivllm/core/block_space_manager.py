@@ -1,8 +1,8 @@
-"""Paging for the KV cache: the table of each sequence says in which blocks its tokens' keys and values lie.
+"""Paging for the KV cache: a block table per sequence says which blocks hold its tokens' keys and values.
 
-A block holds `block_size` consecutive tokens of one sequence. Token i of a sequence lies in block `table[i //
-block_size]`, at offset `i % block_size`. Sequences may share blocks: after a fork, or when the prefix cache finds
-that a prompt begins like an earlier one. Who is about to write into a shared block gets a copy of its own first.
+A block holds `block_size` consecutive tokens of one sequence. Token i of a sequence is in block `table[i // block_size]`, at offset
+`i % block_size`. Sequences can share blocks: after a fork, or when the prefix cache finds that a prompt begins like an earlier one.
+Before a sequence writes to a shared block, it gets its own copy (copy-on-write).
 
 The idea is PagedAttention's (Kwon et al., 2023, arXiv:2309.06180); the interface follows vLLM's
 `vllm/core/block_manager.py`.
@@ -17,15 +17,15 @@ from minivllm.request import Sequence
 class BlockSpaceManager:
     """Owns every block table, and the pools of device and host blocks.
 
-    All methods that take blocks have a `can_...` twin that says beforehand whether there are enough.
+    Every method that takes blocks has a `can_...` counterpart that says whether there are enough.
 
     Args:
         block_size: Tokens in a block.
-        num_gpu_blocks: Blocks on the device that computes (on a CPU machine, too, the field says "gpu").
-        num_cpu_blocks: Blocks in host memory, to swap out to.
-        watermark: Fraction of the device's blocks kept free when sequences are admitted, so that those that run
-            can grow a little before one of them must be preempted.
-        enable_prefix_caching: Let prompts reuse computed blocks of earlier sequences that began the same way.
+        num_gpu_blocks: Blocks on the device (called "gpu" even where the device is a CPU).
+        num_cpu_blocks: Blocks in host memory, for swapping.
+        watermark: Fraction of the device blocks kept free when sequences are admitted, so that running sequences can grow for a
+            while before one of them must be preempted.
+        enable_prefix_caching: Let prompts reuse the computed blocks of earlier sequences with the same beginning.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class BlockSpaceManager:
         self.gpu_allocator = BlockAllocator(num_gpu_blocks)
         self.cpu_allocator = BlockAllocator(num_cpu_blocks)
         self.block_tables: dict[int, list[int]] = {}
-        """Device block tables by sequence id."""
+        """Device block tables, by sequence id."""
         self.swapped_tables: dict[int, list[int]] = {}
-        """Host block tables of the sequences that are swapped out."""
-        self._num_remembered: dict[int, int] = {}
+        """Host block tables of swapped-out sequences."""
+        self._num_cached: dict[int, int] = {}
 
     # -- admission -----------------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens: the quotient, rounded up."""
+        """Blocks needed for this many tokens: the quotient, rounded up."""
         return -(-num_tokens // self.block_size)
 
     def find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Blocks in the prefix cache that hold the beginning of the sequence, longest match.
+        """The longest run of prefix-cache blocks that holds the beginning of the sequence.
 
-        The last token is never matched: computing it is what yields the logits for the next one.
+        The last token is never matched: it must be computed to get the logits for the next one.
         """
         if not self.enable_prefix_caching or seq.request.sampling_params.prompt_logprobs is not None:
             return []
@@ -81,11 +81,11 @@ class BlockSpaceManager:
         return self.gpu_allocator.num_free - num_needed >= watermark
 
     def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
-        """Make the table of a sequence that has none: the cached blocks first, then fresh ones for all its tokens."""
+        """Give a sequence its block table: the cached blocks first, then new ones for its other tokens."""
         table = list(cached_blocks or [])
-        for block in table:  # referenced before anything is allocated, so that none of them is handed out
+        for block in table:  # referenced before anything is allocated, so that none of them is handed out again
             self.gpu_allocator.share(block)
-        self._num_remembered[seq.seq_id] = len(table)
+        self._num_cached[seq.seq_id] = len(table)
         for _ in range(self.num_blocks_for(seq.num_tokens) - len(table)):
             table.append(self.gpu_allocator.allocate())
         self.block_tables[seq.seq_id] = table
@@ -93,18 +93,18 @@ class BlockSpaceManager:
     # -- growth --------------------------------------------------------------------------------------------------
 
     def can_append_slots(self, seq: Sequence) -> bool:
-        """Whether `append_slots(seq)` would find the blocks that it may need."""
+        """Whether `append_slots(seq)` would find enough blocks."""
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(self.block_tables[seq.seq_id])
         if num_new == 0:  # the common case: room in the last block; at most a copy of it is needed
             num_new = 1 if self._must_copy(seq) else 0
         return self.gpu_allocator.num_free >= num_new
 
     def append_slots(self, seq: Sequence) -> tuple[int, int] | None:
-        """Make room for all known tokens of the sequence, and its next slot its own.
+        """Make room for all known tokens of the sequence, in blocks that it may write to.
 
         Returns:
-            (source, destination) of a block to copy before anything is written, where the block that the next
-            token goes to was shared (copy-on-write), else None.
+            (source, destination) of a block to copy first, if the block that the next token goes to was shared (copy-on-write);
+            else None.
         """
         table = self.block_tables[seq.seq_id]
         missing = self.num_blocks_for(len(seq.token_ids)) - len(table)
@@ -122,10 +122,8 @@ class BlockSpaceManager:
     def append_draft_slots(self, seq: Sequence, num_drafts: int) -> int:
         """Make room for draft tokens after the known ones, as far as blocks are free. Called after `append_slots`.
 
-        The blocks beyond the known tokens are new, so nobody shares them.
-
         Returns:
-            For how many of `num_drafts` there is room.
+            How many of the `num_drafts` draft tokens there is room for.
         """
         table = self.block_tables[seq.seq_id]
         missing = self.num_blocks_for(seq.num_tokens + num_drafts) - len(table)
@@ -133,7 +131,7 @@ class BlockSpaceManager:
         return min(num_drafts, len(table) * self.block_size - seq.num_tokens)
 
     def free_draft_slots(self, seq: Sequence) -> None:
-        """Give back the blocks beyond the computed tokens: only drafts that were wrong lie in them."""
+        """Free the blocks beyond the computed tokens: they hold only rejected drafts."""
         table = self.block_tables[seq.seq_id]
         while len(table) > self.num_blocks_for(seq.num_computed_tokens):
             self.gpu_allocator.take_back(table.pop())
@@ -142,43 +140,42 @@ class BlockSpaceManager:
         block = self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size]
         return self.gpu_allocator.ref_counts[block] > 1
 
-    def mark_computed(self, seq: Sequence) -> None:
-        """Offer the sequence's full, computed blocks to the prefix cache.
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        """Make the sequence's full, computed blocks available to the prefix cache.
 
         Called after the step that computed them, never before: a block that is only planned must not be matched.
         """
         if not self.enable_prefix_caching:
             return
-        first = self._num_remembered[seq.seq_id]
+        first = self._num_cached[seq.seq_id]
         num_full = seq.num_computed_tokens // self.block_size
         if num_full > first:
             hashes = seq.extend_block_hashes(self.block_size)
             table = self.block_tables[seq.seq_id]
             for i in range(first, num_full):
-                self.gpu_allocator.remember(table[i], hashes[i])
-            self._num_remembered[seq.seq_id] = num_full
+                self.gpu_allocator.cache(table[i], hashes[i])
+            self._num_cached[seq.seq_id] = num_full
 
-    # -- sharing and giving back ---------------------------------------------------------------------------------
+    # -- sharing and freeing ---------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Give the child the parent's blocks: a second reference to each, no copy."""
+        """Give the child the parent's blocks: another reference to each, no copy."""
         table = self.block_tables[parent.seq_id]
         for block in table:
             self.gpu_allocator.share(block)
         self.block_tables[child.seq_id] = list(table)
-        self._num_remembered[child.seq_id] = self._num_remembered[parent.seq_id]
+        self._num_cached[child.seq_id] = self._num_cached[parent.seq_id]
 
     def free(self, seq: Sequence) -> None:
-        """Give back all blocks of the sequence, device and host. Does nothing if it has none.
+        """Free all blocks of the sequence, on device and host. Does nothing if it has none.
 
-        The last block goes first, so that it is the first to be reused: the beginning of a text is what a later
-        prompt is most likely to have in common with it.
+        The last block is freed first, so that it is reused first: later prompts are most likely to share the beginning of a text.
         """
         for block in reversed(self.block_tables.pop(seq.seq_id, [])):
             self.gpu_allocator.release(block)
         for block in reversed(self.swapped_tables.pop(seq.seq_id, [])):
             self.cpu_allocator.release(block)
-        self._num_remembered.pop(seq.seq_id, None)
+        self._num_cached.pop(seq.seq_id, None)
 
     # -- swapping ------------------------------------------------------------------------------------------------
 
@@ -209,10 +206,10 @@ class BlockSpaceManager:
         self.block_tables[seq.seq_id] = [block for _, block in moves]
         return moves
 
-    # -- looking -------------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The device blocks of a sequence, in the order of its tokens. The manager's own list: do not change it."""
+        """The device blocks of a sequence, in the order of its tokens. This is the manager's own list: do not change it."""
         return self.block_tables[seq.seq_id]
 
     def get_num_free_gpu_blocks(self) -> int:

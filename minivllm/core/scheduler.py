@@ -1,6 +1,6 @@
-"""Iteration-level scheduling: before every step, who computes how many tokens?
+"""Iteration-level scheduling: before every step, which sequences compute how many tokens?
 
-The batch is recomposed after every token (continuous batching; Orca, OSDI 2022). Sequences live in three queues:
+The batch is recomposed after every token (continuous batching; Orca, OSDI 2022). Sequences are in one of three queues:
 
     waiting ──admit──► running ──finish──►
        ▲                 │  ▲
@@ -22,8 +22,8 @@ from operator import attrgetter
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.prompt_lookup import PromptLookup, accept_drafts
 from minivllm.core.sequence_queue import SequenceQueue
+from minivllm.core.speculation import SpeculativeDecoding
 from minivllm.request import Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
@@ -35,10 +35,7 @@ class Scheduler:
 
     By default a step is either prefill or decode, prefill first. With `enable_chunked_prefill` one token budget is
     filled with decodes first, then with (chunks of) prompts. When cache blocks run out, the latest arrival is
-    preempted: its blocks are given back and its tokens recomputed later, or its blocks are swapped to the host.
-
-    With `num_speculative_tokens`, sequences that decode also verify draft tokens, on what budget and blocks a step has
-    left when all others have theirs.
+    preempted: its blocks are freed and its tokens recomputed later, or its blocks are swapped to the host.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager) -> None:
@@ -52,16 +49,12 @@ class Scheduler:
         """Requests that have not finished, by id."""
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
-        self._num_reserved_seqs = 0
-        """Places among `max_num_seqs` kept for sequences that will be forked when their prompt is computed."""
-        self._prompt_lookup: PromptLookup | None = None
-        if config.num_speculative_tokens > 0:
-            self._prompt_lookup = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
+        self.speculation = SpeculativeDecoding(config, block_manager) if config.num_speculative_tokens > 0 else None
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. It is not checked here; the engine does that at the door."""
+        """Queue a request. The InputProcessor has validated it."""
         seq = Sequence(next(self._seq_ids), request)
         seq.num_unforked_siblings = request.sampling_params.n - 1
         arrival = next(self._arrivals)
@@ -74,7 +67,7 @@ class Scheduler:
         self.waiting.add(seq)
 
     def abort_request(self, request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
-        """End a request's sequences wherever they are and free their blocks. Unknown ids are ignored."""
+        """Finish a request's sequences, whichever queue they are in, and free their blocks. Unknown ids are ignored."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -84,20 +77,20 @@ class Scheduler:
                 self._finish(seq, status)
 
     def finish_sequence(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
-        """End one sequence from outside, as the output processor does when it finds a stop string."""
+        """Finish one sequence from outside, because the frontend found a stop string in its text."""
         if not seq.finished:
             self._leave_queue(seq)
             self._finish(seq, status, stop_reason)
             self._forget_if_finished(seq.request)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any request waits, runs or is swapped out."""
         return bool(self.requests)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a place in the batch, the ones still to be forked included."""
-        return len(self.running) + self._num_reserved_seqs
+        """Sequences that count towards `max_num_seqs`: the running ones, and those still to be forked from them."""
+        return len(self.running) + sum(seq.num_unforked_siblings for seq in self.running)
 
     # -- one step's decisions ------------------------------------------------------------------------------------
 
@@ -117,14 +110,14 @@ class Scheduler:
                 self._schedule_decodes(output)
                 if not output.preempted:
                     self._swap_in(output)
-        if self._prompt_lookup is not None:
-            self._add_drafts(output, self._prompt_lookup)
+        if self.speculation is not None:
+            self.speculation.add_drafts(output)
         return output
 
     def _admit(self, output: SchedulerOutput) -> None:
-        """Move sequences from waiting to running, in order, while places, tokens and blocks last.
+        """Move sequences from waiting to running, in order, while there are seats, tokens and blocks.
 
-        The first one that does not fit ends the round: nobody overtakes it.
+        Admission stops at the first one that does not fit: nobody overtakes it.
         """
         while (seq := self.waiting.first()) is not None and self._may_join(seq):
             swapped = self.swapped.first()
@@ -140,7 +133,7 @@ class Scheduler:
                 if not self.config.enable_chunked_prefill or budget == 0:
                     break
                 num_tokens = budget
-            # With nobody running there is nobody to keep the watermark for.
+            # The watermark is for running sequences to grow into; it does not matter when none runs.
             if not self.block_manager.can_allocate(seq, cached_blocks, keep_watermark=bool(self.running)):
                 break
             self.waiting.pop()
@@ -153,11 +146,11 @@ class Scheduler:
             output.num_prefills += 1
 
     def _may_join(self, seq: Sequence) -> bool:
-        """Whether the policy lets a waiting sequence join the ones that run. Continuous batching always does."""
+        """Whether the policy lets a waiting sequence join the running ones. Continuous batching always does."""
         return True
 
     def _schedule_decodes(self, output: SchedulerOutput) -> None:
-        """Let each running sequence whose prompt is computed compute its newest token; preempt the latest if need be."""
+        """Decode every running sequence whose prompt is computed; preempt the latest arrivals when blocks run out."""
         running = self.running
         manager = self.block_manager
         i = 0
@@ -167,7 +160,7 @@ class Scheduler:
                 i += 1  # in the middle of its prompt
                 continue
             if not self._make_room_for(seq, output):
-                break  # it was the last one, and is preempted itself
+                break  # it was the latest arrival itself
             copy = manager.append_slots(seq)
             if copy is not None:
                 output.blocks_to_copy.append(copy)
@@ -175,7 +168,7 @@ class Scheduler:
             i += 1
 
     def _make_room_for(self, seq: Sequence, output: SchedulerOutput) -> bool:
-        """Preempt the latest arrivals until the sequence's next token has a slot. False if that took its own blocks."""
+        """Preempt the latest arrivals until the sequence's next token has a slot. False if it had to be preempted itself."""
         while not self.block_manager.can_append_slots(seq):
             victim = self.running[-1]
             self._preempt(victim, output)
@@ -184,7 +177,7 @@ class Scheduler:
         return True
 
     def _schedule_prefill_chunks(self, output: SchedulerOutput) -> None:
-        """Go on with prompts that earlier steps have begun. Their blocks were allocated at admission."""
+        """Continue prompts that earlier steps have begun. Their blocks were allocated at admission."""
         for seq in self.running:
             num_tokens = seq.num_uncomputed_tokens
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
@@ -193,7 +186,7 @@ class Scheduler:
                 output.num_prefills += 1
 
     def _swap_in(self, output: SchedulerOutput) -> None:
-        """Bring swapped sequences back, in order, and let them decode in this step."""
+        """Swap sequences back in, in order, and decode them in this step."""
         while (seq := self.swapped.first()) is not None:
             waiting = self.waiting.first()
             if waiting is not None and waiting.order < seq.order and self._may_join(waiting):
@@ -216,25 +209,8 @@ class Scheduler:
         output.scheduled.append(ScheduledSequence(seq, num_tokens, self.block_manager.get_block_table(seq)))
         output.num_batched_tokens += num_tokens
 
-    def _add_drafts(self, output: SchedulerOutput, prompt_lookup: PromptLookup) -> None:
-        """Let sequences that decode verify guesses too. They come last: nobody waits or is preempted for a guess.
-
-        None for requests with penalties: what they may say next depends on which of the guesses are right.
-        """
-        for item in output.scheduled:
-            seq, request = item.seq, item.seq.request
-            if seq.num_uncomputed_tokens > 1 or seq.num_unforked_siblings or request.sampling_params.has_penalties:
-                continue
-            budget = self.config.max_num_batched_tokens - output.num_batched_tokens
-            room = request.max_num_tokens - seq.num_tokens - 1  # the model adds a token of its own
-            drafts = prompt_lookup.propose(seq, min(self.config.num_speculative_tokens, budget, room))
-            num_drafts = self.block_manager.append_draft_slots(seq, len(drafts)) if drafts else 0
-            item.draft_token_ids = tuple(drafts[:num_drafts])
-            item.num_tokens += num_drafts
-            output.num_batched_tokens += num_drafts
-
     def _preempt(self, seq: Sequence, output: SchedulerOutput) -> None:
-        """Take a running sequence's blocks away: by swap where that is asked for and fits, else by recompute."""
+        """Take a running sequence's blocks away: by swap if configured and the host has room, else by recompute."""
         self._leave_queue(seq)
         seq.request.metrics.num_preemptions += 1
         output.preempted.append(seq)
@@ -254,62 +230,37 @@ class Scheduler:
         """Take in what the model computed: advance, append tokens, fork, finish, free.
 
         Args:
-            output: The step, as `schedule()` gave it.
+            output: The step, as `schedule()` returned it.
             results: One for each of `output.scheduled`, in the same order.
 
         Returns:
-            The sequences that got new tokens, each with the number of its result (siblings share one).
+            The sequences with new tokens, each with the index of its result (forked siblings share one).
         """
         advanced: list[tuple[Sequence, int]] = []
-        any_finished = False
-        for i, scheduled in enumerate(output.scheduled):
+        for i, (scheduled, result) in enumerate(zip(output.scheduled, results, strict=True)):
             seq = scheduled.seq
-            if seq.finished:  # aborted while the step ran
+            if seq.finished:  # aborted during the step
                 continue
-            if scheduled.draft_token_ids:
-                any_finished |= self._update_with_drafts(scheduled, results[i].token_ids)
+            if scheduled.draft_token_ids and self.speculation is not None:
+                self.speculation.update(scheduled, result.token_ids, self._append_token)
                 advanced.append((seq, i))
                 continue
             seq.num_computed_tokens += scheduled.num_tokens
-            self.block_manager.mark_computed(seq)
-            token_ids = results[i].token_ids
-            if not token_ids:
+            self.block_manager.cache_full_blocks(seq)
+            if not result.token_ids:  # a chunk in the middle of a prompt
                 continue
-            sequences = [seq] if len(token_ids) == 1 else [seq, *self._fork(seq)]
-            for sequence, token_id in zip(sequences, token_ids, strict=True):
-                sequence.token_ids.append(token_id)
-                advanced.append((sequence, i))
-                any_finished |= self._finish_if_stopped(sequence, token_id)
-        if any_finished:
+            for sibling, token_id in zip([seq, *self._fork_siblings(seq)], result.token_ids, strict=True):
+                self._append_token(sibling, token_id)
+                advanced.append((sibling, i))
+        if any(seq.finished for seq, _ in advanced):
             self.running = [seq for seq in self.running if not seq.finished]
             for seq, _ in advanced:
-                if seq.finished:
-                    self._forget_if_finished(seq.request)
+                self._forget_if_finished(seq.request)
         return advanced
 
-    def _update_with_drafts(self, scheduled: ScheduledSequence, token_ids: list[int]) -> bool:
-        """Take in a step with draft tokens as the decodes that it stands for, one after another. True if the sequence ended.
-
-        Keys and values of wrong drafts stay in the cache beyond `num_computed_tokens`, where nobody reads them and the
-        next step writes.
-        """
-        seq, metrics = scheduled.seq, scheduled.seq.request.metrics
-        accepted = accept_drafts(scheduled.draft_token_ids, token_ids)
-        metrics.num_draft_tokens += len(scheduled.draft_token_ids)
-        metrics.num_accepted_tokens += len(accepted) - 1
-        for token_id in accepted:
-            seq.num_computed_tokens += 1
-            self.block_manager.mark_computed(seq)
-            seq.token_ids.append(token_id)
-            if self._finish_if_stopped(seq, token_id):
-                return True
-        self.block_manager.free_draft_slots(seq)
-        return False
-
-    def _fork(self, parent: Sequence) -> list[Sequence]:
-        """The siblings of a sequence whose prompt is now computed. They share all its blocks."""
+    def _fork_siblings(self, parent: Sequence) -> list[Sequence]:
+        """Once its prompt is computed, the first of a request's n sequences forks the others. They share its blocks."""
         children = []
-        self._num_reserved_seqs -= parent.num_unforked_siblings
         for index in range(1, parent.num_unforked_siblings + 1):
             child = parent.fork(next(self._seq_ids), index)
             child.order = (*parent.order[:-1], index)
@@ -320,21 +271,19 @@ class Scheduler:
         parent.num_unforked_siblings = 0
         return children
 
-    def _finish_if_stopped(self, seq: Sequence, token_id: int) -> bool:
+    def _append_token(self, seq: Sequence, token_id: int) -> None:
+        """Append a sampled token, and finish the sequence if the token or the length says so."""
+        seq.token_ids.append(token_id)
         request = seq.request
-        num_tokens = len(seq.token_ids)
-        if token_id in request.stop_reasons and (num_tokens - seq.num_prompt_tokens >= request.sampling_params.min_tokens):
+        if token_id in request.stop_reasons and seq.num_output_tokens >= request.sampling_params.min_tokens:
             self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
-            return True
-        if num_tokens >= request.max_num_tokens:
+        elif seq.num_tokens >= request.max_num_tokens:
             self._finish(seq, SequenceStatus.FINISHED_LENGTH)
-            return True
-        return False
 
     def _finish(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
         self.block_manager.free(seq)
-        if self._prompt_lookup is not None:
-            self._prompt_lookup.forget(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         seq.num_unforked_siblings = 0
         seq.status = status
         seq.stop_reason = stop_reason
@@ -347,13 +296,11 @@ class Scheduler:
 
     def _join_running(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
-        self._num_reserved_seqs += seq.num_unforked_siblings
         insort(self.running, seq, key=_by_order)
 
     def _leave_queue(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of the queue that its status names."""
         if seq.status is SequenceStatus.RUNNING:
-            self._num_reserved_seqs -= seq.num_unforked_siblings
             if self.running[-1] is seq:
                 self.running.pop()
             else:

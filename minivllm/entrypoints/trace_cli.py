@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minivllm.bench.report import quantity
-from minivllm.bench.summary import summarize_trace
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.options import add_command, check_writable
 from minivllm.errors import ConfigError

@@ -257,6 +257,15 @@ def check_linear(weight: Any, x: Tensor) -> None:
         raise KernelError(f"x has dtype {_dtype(x)} on {x.device}, but a packed weight takes float32 on the CPU.")
 
 
+def check_mlp_block(weights: Any, x: Tensor, residual: Tensor, *_: Any) -> None:
+    """Rows as wide as the norm, and a residual like them, contiguous float32 on the CPU."""
+    for name, rows in (("x", x), ("residual", residual)):
+        if rows.shape != (len(x), len(weights.norm)) or rows.dtype != torch.float32 or not rows.is_contiguous():
+            raise KernelError(
+                f"{name} is {_shape(rows)} of {_dtype(rows)}, but [{len(x)}, {len(weights.norm)}] contiguous float32 is needed."
+            )
+
+
 def check_digits(x: Tensor, scales: Tensor | None = None) -> None:
     """Contiguous float32 rows on the CPU; with scales, two rows for each of them."""
     if x.dim() != 2 or x.shape[1] == 0 or (scales is not None and x.shape[0] != 2 * scales.shape[0]):

@@ -77,7 +77,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config.hf_config, platform)
         self.compiled_attention: CompiledAttention | None = None
         self.compiled_mlp: CompiledMLP | None = None
-        self.max_compiled_rows = platform.max_compiled_rows
+        self.platform = platform
 
     def process_weights_after_loading(self) -> None:
         attention, mlp = self.self_attn, self.mlp
@@ -85,12 +85,12 @@ class LlamaDecoderLayer(nn.Module):
             self.compiled_attention = compile_attention(
                 self.input_layernorm, attention.qkv_proj, attention.o_proj, attention.rotary, attention.backend
             )
-        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
+        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, self.platform.checks)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        few_rows = len(x) <= self.max_compiled_rows
+        few_rows = len(x) <= self.platform.max_compiled_rows
         if self.compiled_attention is not None and few_rows and metadata.is_decode:
             x, residual = self.compiled_attention(x, residual, positions, kv_cache, metadata)
         else:

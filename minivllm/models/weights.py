@@ -90,7 +90,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
     """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
 
-    A linear layer is processed as soon as it is complete, so that no more than one is there in two forms.
+    A linear layer is processed as soon as it is complete, so that no more than one exists in two forms at a time.
 
     Raises:
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
@@ -114,7 +114,7 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
     for module in reversed(list(model.modules())):  # parts before what is made of them; a tied head has no weight of its own
         process = getattr(module, "process_weights_after_loading", None)
-        if process is not None and module not in num_missing:
+        if process is not None and not (isinstance(module, Linear) and module in num_missing):
             process()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minivllm.bench.summary import time_origin
+from minivllm.bench.trace_summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey
 from minivllm.errors import ConfigError
 from minivllm.viz.memo import remembered

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from minivllm.bench.summary import time_origin
+from minivllm.bench.trace_summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep
 from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys
 
@@ -31,7 +31,7 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
     instant for each preemption.
 
     Args:
-        trace: Of any engine. Times count from its first moment (`summary.time_origin`) and are rounded to whole microseconds.
+        trace: Of any engine. Times count from its first moment (`trace_summary.time_origin`) and are rounded to whole microseconds.
     """
     rows = {key: number for number, key in enumerate(sequence_keys(trace), start=STEPS + 1)}
     clock = _Clock(time_origin(trace))

@@ -30,40 +30,62 @@ class Part:
 
 
 PARTS = (
-    Part("LLM", "entrypoints/llm.py", "meets you", 5.0, 9.4, (0, 8), "takes prompts, waits for all texts"),
-    Part("Tokenizer", "engine/tokenizer.py", "meets you", 1.6, 8.0, (1,), "text ↔ tokens"),
-    Part("LLMEngine", "engine/llm_engine.py", "meets you", 5.0, 8.0, (8,), "runs all requests, step by step"),
-    Part("OutputProcessor", "engine/output_processor.py", "meets you", 8.4, 8.0, (1, 8), "streams text, finds stops"),
-    Part("Scheduler", "core/scheduler.py", "decides", 3.3, 6.4, (7, 9, 10), "who computes in this step?"),
-    Part("BlockSpaceManager", "core/block_space_manager.py", "decides", 7.0, 6.4, (4, 10), "where do keys and values lie?"),
-    Part("Executor", "executor/uniproc.py", "computes", 5.0, 4.6, (8, 12), "hands the step to a device"),
-    Part("Worker", "worker/worker.py", "computes", 3.3, 3.2, (8,), "owns the device"),
-    Part("CacheEngine", "worker/cache_engine.py", "computes", 7.0, 3.2, (3, 4), "the memory of the KV cache"),
-    Part("ModelRunner", "worker/model_runner.py", "computes", 1.6, 1.8, (8,), "lays out the ragged batch"),
-    Part("Llama", "models/llama.py", "computes", 5.0, 1.8, (2,), "layers, weights, logits"),
-    Part("Sampler", "worker/sampler.py", "computes", 8.4, 1.8, (1,), "logits → next token"),
-    Part("Attention", "layers/attention.py", "computes", 3.3, 0.4, (6,), "reads K and V through block tables"),
-    Part("Kernels", "kernels/reference.py", "computes", 7.0, 0.4, (5, 6), "tensors in, tensors out"),
+    Part("LLM", "entrypoints/llm.py", "meets you", 3.8, 9.9, (0, 8), "takes prompts, returns their completions"),
+    Part("API server", "entrypoints/api_server.py", "meets you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
+    Part("LLMEngine", "engine/llm_engine.py", "meets you", 3.8, 8.5, (8,), "takes requests, steps the core"),
+    Part("AsyncLLMEngine", "engine/async_llm_engine.py", "meets you", 8.2, 8.5, (11,), "a stream for each request"),
+    Part("InputProcessor", "engine/input_processor.py", "meets you", 1.6, 7.1, (8,), "validates and seeds a request"),
+    Part("Tokenizer", "engine/tokenizer.py", "meets you", 6.0, 7.1, (1,), "text ↔ token ids"),
+    Part("OutputProcessor", "engine/output_processor.py", "meets you", 10.4, 7.1, (1, 8), "text, stop strings, logprobs"),
+    Part("InprocClient", "engine/core_client.py", "meets you", 3.8, 5.7, (8,), "calls the core directly"),
+    Part("AsyncMPClient", "engine/core_client.py", "meets you", 8.2, 5.7, (11, 13), "messages to another process"),
+    Part("EngineCore", "engine/engine_core.py", "decides", 3.8, 4.2, (8,), "schedule, execute, update"),
+    Part("EngineCoreProc", "engine/engine_core_proc.py", "decides", 8.2, 4.2, (11, 13), "runs a core in its own process"),
+    Part("Scheduler", "core/scheduler.py", "decides", 6.0, 2.8, (7, 9, 10), "who computes in this step?"),
+    Part("BlockSpaceManager", "core/block_space_manager.py", "decides", 10.4, 2.8, (4, 10), "which blocks hold whose tokens?"),
+    Part("Executor", "executor/uniproc.py", "computes", 1.6, 1.1, (8, 12), "hands the step to a device"),
+    Part("Worker", "worker/worker.py", "computes", 6.0, 1.1, (8,), "owns the device"),
+    Part("CacheEngine", "worker/cache_engine.py", "computes", 10.4, 1.1, (3, 4), "the tensors of the KV cache"),
+    Part("ModelRunner", "worker/model_runner.py", "computes", 6.0, -0.3, (8,), "lays out the ragged batch"),
+    Part("Llama", "models/llama.py", "computes", 1.6, -0.3, (2,), "layers, weights, logits"),
+    Part("Sampler", "worker/sampler.py", "computes", 10.4, -0.3, (1,), "logits → next token"),
+    Part("Attention", "layers/attention.py", "computes", 1.6, -1.7, (6,), "reads K and V through block tables"),
+    Part("Kernels", "kernels/reference.py", "computes", 6.0, -1.7, (5, 6), "tensors in, tensors out"),
 )
 
 ARROWS = (
     ("LLM", "LLMEngine"),
-    ("Tokenizer", "LLMEngine"),
+    ("API server", "AsyncLLMEngine"),
+    ("LLMEngine", "InputProcessor"),
     ("LLMEngine", "OutputProcessor"),
-    ("LLMEngine", "Scheduler"),
+    ("LLMEngine", "InprocClient"),
+    ("AsyncLLMEngine", "InputProcessor"),
+    ("AsyncLLMEngine", "OutputProcessor"),
+    ("AsyncLLMEngine", "AsyncMPClient"),
+    ("InputProcessor", "Tokenizer"),
+    ("OutputProcessor", "Tokenizer"),
+    ("InprocClient", "EngineCore"),
+    ("AsyncMPClient", "EngineCoreProc"),
+    ("EngineCoreProc", "EngineCore"),
+    ("EngineCore", "Scheduler"),
+    ("EngineCore", "Executor"),
     ("Scheduler", "BlockSpaceManager"),
-    ("Scheduler", "Executor"),
     ("Executor", "Worker"),
     ("Worker", "CacheEngine"),
     ("Worker", "ModelRunner"),
     ("ModelRunner", "Llama"),
-    ("Llama", "Sampler"),
+    ("ModelRunner", "Sampler"),
     ("Llama", "Attention"),
     ("Attention", "Kernels"),
 )
-"""Who calls whom or hands on to whom."""
+"""Who calls whom."""
 
-_WIDTH, _HEIGHT = 2.9, 0.96
+_WIDTH, _HEIGHT = 2.95, 0.96
+_NOTE = {"fontsize": 8, "color": "#555555"}
+_TENSORS = 1.95
+"""Where the line above the executor is drawn, in map units."""
+_PROCESSES = 4.95
+"""Where the line between two processes is drawn."""
 
 
 def draw_engine_map(lesson: int | None = None) -> Figure:
@@ -72,22 +94,27 @@ def draw_engine_map(lesson: int | None = None) -> Figure:
     Args:
         lesson: Highlight the parts that this lesson builds and grey out the others. None highlights all.
     """
-    figure = Figure(figsize=(9, 8.6), layout="constrained")
+    figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_xlim(-0.1, 10.1)
-    axes.set_ylim(-0.35, 10.2)
+    axes.set_xlim(0.05, 11.95)
+    axes.set_ylim(-2.25, 10.5)
     axes.axis("off")
     places = {part.name: part for part in PARTS}
     for source, target in ARROWS:
         _arrow(axes, places[source], places[target])
-    axes.axhline(5.5, color="#555555", linestyle=(0, (4, 4)), linewidth=1)
-    axes.text(0.0, 5.6, "above the line: plain Python, the same for every device", fontsize=8, color="#555555", va="bottom")
-    axes.text(0.0, 5.4, "below it: tensors", fontsize=8, color="#555555", va="top")
+    dashes = {"color": "#555555", "linestyle": (0, (4, 4)), "linewidth": 1}
+    axes.axhline(_TENSORS, **dashes)
+    axes.text(11.9, _TENSORS + 0.08, "above the line: plain Python, the same for every device", **_NOTE, ha="right", va="bottom")
+    axes.text(11.9, _TENSORS - 0.08, "below it: tensors", **_NOTE, ha="right", va="top")
+    axes.plot((6.0, 11.9), (_PROCESSES, _PROCESSES), **dashes)
+    axes.text(11.9, _PROCESSES + 0.08, "the server's process", **_NOTE, ha="right", va="bottom")
+    axes.text(11.9, _PROCESSES - 0.08, "the core's process", **_NOTE, ha="right", va="top")
     for part in PARTS:
         _box(axes, part, lit=lesson is None or lesson in part.lessons)
     for i, (layer, color) in enumerate(LAYERS.items()):
-        axes.text(0.0, 10.0 - 0.3 * i, f"■ {layer}", fontsize=9, color=color, va="center", weight="bold")
-    axes.text(0.0, 10.0 - 0.3 * len(LAYERS), "numbers: the lessons that build it", fontsize=8, color="#555555", va="center")
+        axes.text(0.1, 10.3 - 0.33 * i, f"■ {layer}", fontsize=9, color=color, va="center", weight="bold")
+    axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")
+    axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 1), "numbers: lessons", **_NOTE, va="center")
     return figure
 
 
@@ -121,6 +148,6 @@ def _arrow(axes: Axes, source: Part, target: Part) -> None:
         sign = 1 if target.x > source.x else -1
         start, end = (source.x + sign * _WIDTH / 2, source.y), (target.x - sign * _WIDTH / 2, target.y)
     else:
-        shift = 0.25 * (target.x - source.x)
+        shift = max(-1.2, min(0.25 * (target.x - source.x), 1.2))
         start, end = (source.x + shift, source.y - _HEIGHT / 2), (target.x - shift, target.y + _HEIGHT / 2)
     axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.2}, zorder=1)

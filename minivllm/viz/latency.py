@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from minivllm.bench.summary import percentile, request_latencies
+from minivllm.bench.summary import percentile
+from minivllm.bench.trace_summary import request_latencies
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.palette import REQUEST_COLORS
 

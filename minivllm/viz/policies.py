@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from minivllm.bench.summary import request_latencies
+from minivllm.bench.trace_summary import request_latencies
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import WIDTH
 from minivllm.viz.latency import LINE_STYLES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from minivllm.bench.summary import summarize_trace
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.viz.curves import paint_curves

@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 
 from minivllm.viz.drawing import Box, add_bars, add_legend, look_patch, tidy
 from minivllm.viz.latency import line_of, paint_waits
-from minivllm.viz.palette import INK, STATE_LOOKS, Look
+from minivllm.viz.palette import INK, Look
 
-WAITING = Look("until the first token", whiteness=0.45, height=0.3)
-ANSWERED = Look("until the last", height=STATE_LOOKS["decode"].height)
-WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.6)
+WAITING = Look("until the first token", whiteness=0.6, height=0.8)
+ANSWERED = Look("until the last", height=0.8)
+WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.8)
 
 
 class TimedRequest(Protocol):
@@ -38,18 +38,19 @@ class TimedRequest(Protocol):
 
 
 def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
-    """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below all requests of each run over time.
+    """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below them all requests over time.
 
-    Each run has a time axis of its own: a run ten times as long would squeeze the others.
+    All runs share one time axis, so that a run that takes ten times as long looks so.
     At a point (x, y) of a distribution, the share y of all waits was no longer than x.
 
     Args:
         runs: A name for each run, such as "static" and "continuous", at least one.
         title: Above the figure.
     """
-    figure = Figure(figsize=(9, 3.9 + 2.4 * len(runs)), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
-    grid = figure.add_gridspec(2 + len(runs), 3, height_ratios=(2.8, 0.3 + 0.2 * len(runs), *[2.0] * len(runs)))
+    lanes = 1.8 if len(runs) == 1 else 0.55
+    figure = Figure(figsize=(9, 2.75 + (0.37 + lanes) * len(runs)), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.02)
+    grid = figure.add_gridspec(2 + len(runs), 3, height_ratios=(1.4, 0.15 + 0.17 * len(runs), *[lanes] * len(runs)))
     answered = [[request for request in requests if request.error is None] for requests in runs.values()]
     panels = {
         "time to first token (TTFT)": [[item.ttft for item in items if item.ttft is not None] for items in answered],
@@ -60,22 +61,25 @@ def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") ->
         curves = figure.add_subplot(grid[0, number])
         paint_waits(curves, figure.add_subplot(grid[1, number]), name, seconds)
         if number == 0:
-            curves.set_ylabel("share of all, no longer than this")
-    for number, (name, requests) in enumerate(runs.items()):
+            curves.set_ylabel("share no longer than this", fontsize=9)
+    durations = [max((request.end for request in requests), default=0.0) for requests in runs.values()]
+    for number, ((name, requests), duration) in enumerate(zip(runs.items(), durations, strict=True)):
         axes = figure.add_subplot(grid[2 + number, :])
-        _paint_requests(axes, requests, str(line_of(number).get_color()))
-        duration = max((request.end for request in requests), default=0.0)
-        axes.set_title(f"{name}: {duration:.1f} s in all", loc="right", fontsize=9)
-        axes.set_xlim(0, duration or 1.0)
+        _paint_requests(axes, requests, str(line_of(number).get_color()), with_legend=number == 0)
+        axes.set_title(f"{name}: {duration:.1f} s in all", loc="right", fontsize=9, pad=2)
+        axes.set_xlim(0, max(durations) or 1.0)
+        if number < len(runs) - 1:
+            axes.set_xlabel("")
+            axes.set_xticklabels([])
     labels = [f"{name}: {_count(requests)}" for name, requests in runs.items()]
     figure.legend(
         [line_of(number) for number in range(len(runs))], labels, loc="outside upper center", frameon=False, fontsize=9,
-        handlelength=3, title=title, title_fontsize=11,
+        handlelength=3, title=title, title_fontsize=11, ncols=len(runs),
     )  # fmt: skip
     return figure
 
 
-def _paint_requests(axes: Axes, requests: Sequence[TimedRequest], color: str) -> None:
+def _paint_requests(axes: Axes, requests: Sequence[TimedRequest], color: str, with_legend: bool) -> None:
     """A lane for each request, the earliest above."""
     boxes: dict[Look, list[Box]] = {WAITING: [], ANSWERED: [], WHOLE: []}
     failures = []
@@ -89,14 +93,15 @@ def _paint_requests(axes: Axes, requests: Sequence[TimedRequest], color: str) ->
             failures.append((request.end, lane))
     for look, of_look in boxes.items():
         add_bars(axes, look, of_look, color, look.label)
-    handles: list[Artist] = [look_patch(look, color) for look, of_look in boxes.items() if of_look]
+    handles: list[Artist] = [look_patch(look) for look, of_look in boxes.items() if of_look]
     if failures:
         ends, lanes = zip(*failures, strict=True)
         handles += axes.plot(ends, lanes, "x", color=INK, markersize=5, label="failed", clip_on=False, zorder=4)
-    add_legend(axes, handles)
+    if with_legend or failures:
+        add_legend(axes, handles)
     tidy(axes, "time (s)", "requests")
     axes.set_ylim(len(requests) - 0.4, -0.6)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
 
 
 def _count(requests: Sequence[TimedRequest]) -> str:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.bench.summary import time_origin
+from minivllm.bench.trace_summary import time_origin
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.drawing import (
     Box,

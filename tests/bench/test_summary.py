@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from viz_traces import TRACES
 
 from minivllm.bench.simulation import simulate
-from minivllm.bench.summary import (
-    Distribution,
-    Goals,
-    Quantiles,
-    RequestLatency,
-    RunSummary,
-    percentile,
-    summarize_trace,
-)
+from minivllm.bench.summary import Distribution, Goals, Quantiles, RequestLatency, RunSummary, percentile
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.workloads import generate_requests
 
 

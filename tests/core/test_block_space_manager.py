@@ -26,7 +26,7 @@ def allocate_and_compute(manager: BlockSpaceManager, seq: Sequence) -> int:
     assert manager.can_allocate(seq, cached)
     manager.allocate(seq, cached)
     seq.num_computed_tokens = seq.num_tokens
-    manager.mark_computed(seq)
+    manager.cache_full_blocks(seq)
     return len(cached) * manager.block_size
 
 

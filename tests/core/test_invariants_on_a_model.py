@@ -95,7 +95,7 @@ def engine_arguments(draw):
 def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload):
     llm = load(tiny_folder, **args)
     if args["num_speculative_tokens"]:
-        llm.llm_engine.scheduler._prompt_lookup = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
+        llm.llm_engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
     results = run(llm.llm_engine, workload)
     for name, job in zip(results, workload, strict=True):
         result = results[name]
@@ -117,7 +117,7 @@ def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alo
         enable_chunked_prefill=True, max_num_batched_tokens=16, max_num_seqs=4, trace=True,
     )  # fmt: skip
     right = {str(i): tokens_alone(job) for i, job in enumerate(workload)}
-    llm.llm_engine.scheduler._prompt_lookup = Seer(right)
+    llm.llm_engine.scheduler.speculation.proposer = Seer(right)
     assert {name: result.tokens for name, result in run(llm.llm_engine, workload).items()} == right
     trace = llm.llm_engine.trace
     assert any(step.phase == "mixed" and part.num_drafts for step in trace for part in step.scheduled)

@@ -15,7 +15,7 @@ from shadow import check_blocks, expected_tokens, habit, shadow_engine
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
-from minivllm.core import scheduler as scheduler_module
+from minivllm.core import speculation
 from minivllm.core.prompt_lookup import NgramIndex, PromptLookup, accept_drafts
 from minivllm.errors import ConfigError
 from minivllm.request import Request, Sequence
@@ -156,7 +156,7 @@ def run_shadow_workload(**args) -> int:
                 num_accepted += output.metrics.num_accepted_tokens
         check_blocks(engine.scheduler)
     assert executor.num_copied and executor.num_preempted
-    assert not engine.scheduler._prompt_lookup._indexes
+    assert not engine.scheduler.speculation.proposer._indexes
     return num_accepted
 
 
@@ -175,7 +175,7 @@ WRONG_RULES = {
 
 @pytest.mark.parametrize("rule", WRONG_RULES)
 def test_a_wrong_rule_would_be_noticed(rule, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "accept_drafts", WRONG_RULES[rule])
+    monkeypatch.setattr(speculation, "accept_drafts", WRONG_RULES[rule])
     with pytest.raises((AssertionError, shadow.Violation)):
         run_shadow_workload()
 

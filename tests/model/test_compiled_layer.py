@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
-from minivllm.layers.attention_backends import CPUAttentionBackend
+from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
 
 pytest.importorskip("numba")
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10], [11, 12, 13, 14], [15]]
@@ -82,6 +82,21 @@ class OwnForward(CPUAttentionBackend):
 
     def forward(self, *args):
         return super().forward(*args)
+
+
+class OneRowMore(TorchAttentionBackend):
+    """A mistake with which compiled code would read beyond its tensors."""
+
+    def forward(self, query, *args):
+        output = super().forward(query, *args)
+        return torch.cat((output, output[:1]))
+
+
+def test_what_a_wrong_backend_returns_is_found_before_compiled_code_reads_it(folder):
+    llm = load(folder, attention_backend=OneRowMore)
+    assert halves(llm) == (False, True)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+    assert "residual is [3, 64] of float32, but [4, 64] contiguous float32 is needed" in output.error
 
 
 class OwnScale(CPUAttentionBackend):

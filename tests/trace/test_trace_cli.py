@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from shadow import set_clock, shadow_engine
 
-from minivllm.bench.summary import count_output_tokens, percentile
+from minivllm.bench.summary import percentile
+from minivllm.bench.trace_summary import count_output_tokens
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints import cli
 from minivllm.entrypoints.trace_cli import format_summary, with_trace_command

@@ -20,7 +20,8 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 from shadow import ShadowExecutor, set_clock, shadow_engine
 
-from minivllm.bench.summary import percentile, request_latencies
+from minivllm.bench.summary import percentile
+from minivllm.bench.trace_summary import request_latencies
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError

@@ -10,7 +10,7 @@ import threading
 import pytest
 from viz_traces import TRACES
 
-from minivllm.bench.summary import summarize_trace
+from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError

@@ -16,6 +16,7 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
+from minivllm.kernels import checks
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
@@ -86,6 +87,7 @@ def attention_block(
     return out[:num_seqs], total
 
 
+@checks.checked(checks.check_mlp_block)
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm, SwiGLU and down projection of a few rows.
 

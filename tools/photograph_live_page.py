@@ -1,0 +1,91 @@
+"""Takes the documentation's picture of the live page, docs/live_page.png, after a busy minute of a real server.
+
+    python tools/photograph_live_page.py        # needs playwright and Chromium; about two minutes
+
+Conversations that begin alike arrive in waves: some ask for several answers, so they share blocks, and at the crest more arrive than may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import aiohttp
+from minivllm.bench.server_process import start_server
+from playwright.async_api import async_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "96")
+SECONDS = 66
+SYSTEM = "You are a patient storyteller. You answer in plain words, you never use lists, and every story has a lighthouse in it."
+QUESTIONS = (
+    "Tell me a story.",
+    "Who lives there?",
+    "What does the keeper see at night?",
+    "How does it end?",
+    "Why is the sea so loud?",
+)
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+async def ask(session: aiohttp.ClientSession, url: str, chance: random.Random) -> None:
+    """One request, of one or several answers."""
+    body = {
+        "model": OPTIONS[0],
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chance.choice(QUESTIONS)}],
+        "n": chance.choice((1, 1, 2, 3)),
+        "max_tokens": int(chance.lognormvariate(3.9, 0.7)) + 8,
+        "ignore_eos": True,
+    }
+    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        await response.read()
+
+
+async def load(url: str) -> None:
+    """Requests in two waves, the second one at its crest when the picture is taken."""
+    chance, loop = random.Random(0), asyncio.get_running_loop()
+    start, tasks = loop.time(), set()
+    async with aiohttp.ClientSession() as session:
+        try:
+            while True:
+                tasks.add(asyncio.create_task(ask(session, url, chance)))
+                rate = 0.65 - 0.55 * math.cos(4 * math.pi * (loop.time() - start) / SECONDS + 3.9)
+                await asyncio.sleep(chance.expovariate(rate))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def photograph(url: str) -> None:
+    """Watch the page for the whole minute, with one prompt of its own, and take its picture."""
+    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        page = await browser.new_page(viewport={"width": 1400, "height": 900})
+        await page.goto(url)
+        loading = asyncio.create_task(load(url))
+        await page.wait_for_timeout((SECONDS - 8) * 1000)
+        await page.get_by_role("textbox", name="Prompt").fill("Tell me a short story about a lighthouse keeper.")
+        await page.get_by_role("button", name="Send", exact=True).click()
+        await page.wait_for_function("Number(document.querySelector('#waiting-count').textContent) >= 3", timeout=30_000)
+        await page.screenshot(path=ROOT / "docs" / "live_page.png")
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await browser.close()
+
+
+def main() -> int:
+    """Start a server, load it, and take the picture."""
+    with start_server(*OPTIONS, "--enable-prefix-caching") as server:
+        asyncio.run(photograph(server.base_url))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
