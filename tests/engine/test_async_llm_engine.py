@@ -303,6 +303,7 @@ def test_a_bad_request_is_refused_at_the_door(engine, prompt, params, request_id
     assert engine.num_unfinished_requests() == 0
 
 
+@pytest.mark.slow
 def test_two_requests_cannot_have_one_id(engine):
     async def run():
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), "mine")) as stream:
@@ -772,6 +773,7 @@ def test_messages_to_the_core_come_back_whole(message):
     assert core_messages.decode_to_core(core_messages.encode(message)) == message
 
 
+@pytest.mark.slow
 def test_messages_from_the_core_come_back_whole(llm):
     engine = llm.llm_engine
     engine.start_trace()

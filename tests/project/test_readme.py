@@ -33,6 +33,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_runs(code, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
