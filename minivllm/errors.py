@@ -1,8 +1,7 @@
 """The errors that minivllm raises on purpose.
 
-Each message is a sentence for a person: what was given, what was expected, what to do. All of them derive from
-`MinivllmError`, and the ones that mean "a wrong value" derive from `ValueError` too, so `except ValueError` works
-as people expect.
+Each message is a sentence for a person: what was given, what was expected, what to do. All derive from `MinivllmError`, and those that
+mean an invalid value from `ValueError` too.
 """
 
 
@@ -11,7 +10,7 @@ class MinivllmError(Exception):
 
 
 class ConfigError(MinivllmError, ValueError):
-    """The engine was asked for a configuration that cannot work."""
+    """A configuration that cannot work."""
 
 
 class ModelLoadError(MinivllmError, ValueError):
@@ -19,15 +18,15 @@ class ModelLoadError(MinivllmError, ValueError):
 
 
 class RequestError(MinivllmError, ValueError):
-    """One request is wrong. Only that request fails."""
+    """One request is invalid. Only that request fails."""
 
 
 class EngineDeadError(MinivllmError, RuntimeError):
-    """The engine behind an `AsyncLLMEngine` has failed or was shut down; the text says why. Nothing more comes from it."""
+    """The engine has failed or was shut down; the message says why. It gives no further output."""
 
 
 class KernelError(MinivllmError, ValueError):
-    """Tensors that a kernel cannot take: a wrong shape, dtype, device or memory layout, or numbers out of range."""
+    """Tensors that a kernel does not support: shape, dtype, device or memory layout, or values out of range."""
 
 
 class CourseError(MinivllmError, ValueError):

@@ -1,4 +1,4 @@
-"""What the engine gives back: plain data, the same whether it is streamed step by step or returned at the end."""
+"""The outputs of the engine: plain data, whether streamed step by step or returned at the end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """When things happened to a request, in seconds of the engine's clock, and what it cost.
+    """A request's times, in seconds of the engine's clock, and its counters.
 
-    `num_preemptions` counts how often one of its sequences lost its cache blocks; `num_cached_tokens` is how many
-    prompt tokens the prefix cache spared it at its first admission. With speculative decoding, `num_draft_tokens` were
-    guessed for it, and the model agreed with `num_accepted_tokens` of them.
+    `num_preemptions` counts how often one of its sequences lost its blocks; `num_cached_tokens` is the number of prompt tokens found
+    in the prefix cache at its first admission. With speculative decoding, `num_accepted_tokens` of `num_draft_tokens` were accepted.
     """
 
     arrival_time: float
@@ -47,9 +46,9 @@ class RequestMetrics:
 class CompletionOutput:
     """One continuation of a prompt.
 
-    `finish_reason` is None while it runs, then "stop" (an end-of-sequence or stop token, or a stop string), "length"
-    (max_tokens, or the context is full) or "error"; "abort" where `AsyncLLMEngine.abort` ended it. `stop_reason` is the stop string or stop token id that
-    ended it; None for the end-of-sequence token.
+    `finish_reason` is None while it runs, then "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the
+    context is full), "error", or "abort" (`AsyncLLMEngine.abort`). `stop_reason` is the stop string or stop token id that ended
+    it; None for the end-of-sequence token.
     """
 
     index: int
@@ -68,10 +67,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and all that was generated for it so far.
+    """A request and its output so far.
 
-    `prompt_logprobs` has an entry for each prompt token, the first of them None (nothing predicts it). `error` is
-    set, and `outputs` may be empty, when the request failed.
+    `prompt_logprobs` has an entry per prompt token, None for the first (nothing predicts it). If the request failed, `error` is set and
+    `outputs` may be empty.
     """
 
     request_id: str
@@ -85,5 +84,5 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache spared the request."""
+        """Prompt tokens found in the prefix cache."""
         return 0 if self.metrics is None else self.metrics.num_cached_tokens

@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen.
+"""How the tokens of one request are sampled.
 
-The names and meanings are vLLM's (`vllm/sampling_params.py`). Values are checked where they are made, so that a wrong
-one is reported on the line that wrote it and never reaches the engine.
+Names and meanings are vLLM's (`vllm/sampling_params.py`). Values are validated on construction: an error points to the line that made
+them, and never reaches the engine.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from minivllm.errors import RequestError
 
 GREEDY_EPSILON = 1e-5
-"""Temperatures below this one mean greedy: dividing logits by less overflows float32."""
+"""Temperatures below this mean greedy: dividing logits by less overflows float32."""
 
 MAX_LOGPROBS = 1000
 """The most log-probabilities per token that a request may ask for."""
 
 
 class RequestOutputKind(enum.Enum):
-    """Which outputs of a request the engine gives."""
+    """Which outputs of a request the engine returns."""
 
     CUMULATIVE = "cumulative"
-    """At each token, all there is so far."""
+    """With each token, all output so far."""
     DELTA = "delta"
-    """At each token, what is new since the output before: texts and lists have the new part, and only sequences with something
-    new are there. Prompt log-probabilities come with the first output."""
+    """With each token, what is new since the last output: texts and lists have only the new part, and only sequences with a new part
+    are listed. Prompt log-probabilities come with the first output."""
     FINAL_ONLY = "final only"
-    """One, at its end."""
+    """One output, when the request finishes."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,24 @@ class SamplingParams:
         top_p: Keep the smallest set of most likely tokens whose probabilities reach `top_p`. In (0, 1]; 1 keeps all.
         top_k: Keep the `top_k` most likely tokens. 0 or -1 keeps all.
         min_p: Keep tokens at least `min_p` times as likely as the most likely one. In [0, 1]; 0 keeps all.
-        repetition_penalty: Above 1, makes tokens that stand in the prompt or the output less likely (CTRL paper).
-        presence_penalty: Subtracted from the logit of each token that stands in the output. In [-2, 2].
-        frequency_penalty: Subtracted once for each time the token stands in the output. In [-2, 2].
-        seed: Makes the request repeatable: alone or in any batch, it draws the same random numbers.
+        repetition_penalty: Above 1, makes tokens in the prompt or the output less likely (CTRL paper).
+        presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
+        frequency_penalty: Subtracted once for each occurrence of the token in the output. In [-2, 2].
+        seed: Makes the request reproducible: alone or in any batch, it draws the same random numbers.
         max_tokens: The most tokens to generate. None: until the model's context is full.
-        min_tokens: Before so many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
-        stop: Strings that end the generation. They are kept out of the text.
+        min_tokens: Before this many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
+        stop: Strings that end the generation. They are not part of the text.
         stop_token_ids: Tokens that end the generation.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
-        logprobs: Return the log-probabilities of that many most likely tokens at each step, and of the token
-            chosen. 0 returns the chosen one alone, None returns none. They are those of the model's own
-            distribution, before penalties, temperature and filters.
+        logprobs: Return log-probabilities of this many most likely tokens at each step, and of the sampled token: 0 returns the
+            latter alone, None none. They are of the model's own distribution, before penalties, temperature and filters.
         prompt_logprobs: The same, for the tokens of the prompt.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
-        output_kind: Which outputs the engine gives; `LLM` always wants the last one alone.
+        output_kind: Which outputs the engine returns; `LLM` always uses FINAL_ONLY.
 
     Raises:
-        RequestError: A value is out of its range; the sentence says which and what to change.
+        RequestError: A value is out of range; the message says which, and what to change.
     """
 
     n: int = 1
@@ -124,12 +123,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, so that no random number is drawn."""
+        """Whether the most likely token is taken, without a random number."""
         return self.temperature < GREEDY_EPSILON
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits, so that the sampler needs to know them."""
+        """Whether the logits depend on earlier tokens, which the sampler then needs."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

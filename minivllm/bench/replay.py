@@ -1,9 +1,9 @@
-"""Take a recorded run's decisions again: the real scheduler and block manager, without the model, on the recorded requests.
+"""Replay a recorded run: the real scheduler and block manager, without the model, on the recorded requests.
 
-What a run decides depends on when requests came, on their tokens, and on when they ended; a trace has all of it. So a replay must
-come to the same batches, block tables and preemptions, step by step, and `first_difference` says where it does not.
+Scheduling depends only on when requests arrive, on their tokens, and on when they finish, all of which a trace has. So a replay must
+produce the same batches, block tables and preemptions, step by step; `first_difference` says where it does not.
 
-What another scheduler, or an engine of another shape, would have made of the same requests is a question for the simulator:
+To see what another scheduler or configuration would do with the same requests, simulate them:
 `simulate(recorded_requests(trace), scheduler=..., max_num_seqs=...)`.
 """
 
@@ -36,21 +36,21 @@ def replay(
     scheduler_cls: type[Scheduler] | None = None,
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
 ) -> EngineTrace:
-    """Do what a trace tells of again, without a model.
+    """Replay a trace without a model.
 
-    Requests come and are given up before the step before which they were, every step takes the time that it took, and every
-    request says what it said. When another class decides something else, the replay means nothing from there on.
+    Requests are added and aborted before the same steps, steps take the same time, and requests get the same tokens. Once another class
+    decides differently, the rest of the replay means nothing.
 
     Args:
-        trace: Of an engine that had no requests, and nothing in its prefix cache, when the trace began.
-        scheduler_cls: The scheduler's class; found by its name in the trace if None.
+        trace: It must begin with no requests in the engine and nothing in its prefix cache.
+        scheduler_cls: The scheduler's class; by default the one named in the trace.
         block_space_manager_cls: The block manager's class.
 
     Returns:
         The trace of the replay.
 
     Raises:
-        ConfigError: The trace began too late, or its scheduler is not known here.
+        ConfigError: The trace began too late, or its scheduler is unknown.
     """
     config = trace.config
     scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
@@ -61,7 +61,7 @@ def replay(
         (config.num_cached_blocks, "blocks in its prefix cache"),
     ):
         if count:
-            raise ConfigError(f"There were {count} {what} when the trace began, of which it does not tell: begin it before them.")
+            raise ConfigError(f"The trace began with {count} {what}, which it does not describe: start it before them.")
     engine = make_simulated_engine(
         scheduler=scheduler,
         block_space_manager_cls=block_space_manager_cls,
@@ -76,25 +76,25 @@ def replay(
         **config.scheduler_config,
     )
     assert isinstance(engine.clock, VirtualClock)
-    _put_in_order(engine.block_manager.gpu_allocator, config.free_gpu_blocks)
-    _put_in_order(engine.block_manager.cpu_allocator, config.free_cpu_blocks)
+    _order_free_blocks(engine.block_manager.gpu_allocator, config.free_gpu_blocks)
+    _order_free_blocks(engine.block_manager.cpu_allocator, config.free_cpu_blocks)
     core = engine.core
     core.executor = _RecordedModel(engine.clock, trace)
     replayed = core.start_trace()
     num_tokens: Counter[tuple[str, int]] = Counter()
     for step in trace:
         engine.clock.advance_to(step.start)
-        _come_and_go(engine, trace, step)
+        _add_and_abort(engine, trace, step)
         if not core.has_unfinished_requests():
-            break  # a step was recorded, but nothing is left to do: the two have come apart
+            break  # a step was recorded, but nothing is left to do: the replay has diverged
         core.stop_sequences(_recorded_stops(core.step(), trace, num_tokens))
     return replayed
 
 
 def recorded_requests(trace: EngineTrace) -> list[WorkloadRequest]:
-    """The requests of a trace that came to their end, with their arrivals and lengths, for the simulator.
+    """The finished requests of a trace, with their arrival times and lengths, for the simulator.
 
-    Each continuation of a request with n > 1 becomes a request of its own.
+    Each continuation of a request with n > 1 becomes its own request.
     """
     return [
         WorkloadRequest(request.prompt_token_ids, len(token_ids), request.arrival_time)
@@ -104,8 +104,8 @@ def recorded_requests(trace: EngineTrace) -> list[WorkloadRequest]:
     ]
 
 
-def _put_in_order(allocator: BlockAllocator, blocks: list[int] | None) -> None:
-    """Let the allocator hand out its blocks in this order."""
+def _order_free_blocks(allocator: BlockAllocator, blocks: list[int] | None) -> None:
+    """Make the allocator allocate its blocks in this order."""
     if blocks is not None:
         for _ in blocks:
             allocator.allocate()
@@ -114,10 +114,7 @@ def _put_in_order(allocator: BlockAllocator, blocks: list[int] | None) -> None:
 
 
 def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None:
-    """Where two traces decide differently: the step, the field, and what each has there. None if nowhere.
-
-    Compared is everything but times.
-    """
+    """The first step and field in which two traces differ, times and errors aside, with both values; None if there is none."""
     for number, (step, other) in enumerate(zip(recorded, replayed, strict=False)):
         for item in dataclasses.fields(StepRecord):
             ours, theirs = getattr(step, item.name), getattr(other, item.name)
@@ -128,8 +125,8 @@ def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None
     return None
 
 
-def _come_and_go(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> None:
-    """Add and abort what was added and aborted before a step."""
+def _add_and_abort(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> None:
+    """Add and abort the requests that were added and aborted before a step."""
     for request_id in step.arrived:
         record = trace.requests[request_id]
         processed = engine.input_processor.process_inputs(
@@ -145,16 +142,16 @@ def _come_and_go(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> Non
 
 
 def _params_of(record: RequestRecord) -> SamplingParams:
-    """The recorded parameters, as far as they decide anything: stops are taken from the record instead."""
+    """The recorded parameters that affect scheduling; stops are taken from the record instead."""
     params = {name: value for name, value in record.params.items() if name in ("n", "prompt_logprobs") or "penalty" in name}
     return SamplingParams(**params, max_tokens=record.max_num_tokens - record.num_prompt_tokens)
 
 
 class _RecordedModel(SimulatedExecutor):
-    """Says what the recorded model said, and takes as long, and fails when it failed.
+    """Returns the recorded tokens, takes the recorded time, and fails where the model failed.
 
-    Where a stop token ended a sequence, it says the end-of-sequence token instead. Nobody ever sees the keys and values of a
-    last token, so this changes nothing else.
+    Where a stop token finished a sequence, it returns the end-of-sequence token instead: the keys and values of a last token are never
+    read, so nothing else changes.
     """
 
     def __init__(self, clock: VirtualClock, trace: EngineTrace) -> None:
@@ -187,7 +184,7 @@ class _RecordedModel(SimulatedExecutor):
 def _recorded_stops(
     outputs: EngineCoreOutputs, trace: EngineTrace, num_tokens: Counter[tuple[str, int]]
 ) -> list[StoppedSequence]:
-    """The sequences that a stop string finished after this step, which only the text could tell. Counts their tokens."""
+    """Sequences that a stop string finished after this step, which the core cannot know. Updates `num_tokens`."""
     stopped = []
     for output in outputs.outputs:
         record = trace.requests[output.request_id]

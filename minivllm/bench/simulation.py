@@ -1,7 +1,4 @@
-"""The real engine without a model: a workload runs under a virtual clock, in moments, and the same each time.
-
-Scheduler, block manager and engine are those that serve; `SimulatedExecutor` stands in for the model.
-"""
+"""The real engine on a virtual clock, with `SimulatedExecutor` in place of the model: fast, and the same every time."""
 
 from __future__ import annotations
 
@@ -49,15 +46,15 @@ def make_simulated_engine(
     """The real engine on a simulated device.
 
     Args:
-        clock: Time; a new clock if None. It is the engine's `clock`.
+        clock: The engine's clock; a new one if None.
         cost_model: Seconds of a step from its `StepWork`.
         scheduler: "continuous", "static", or a class.
-        block_space_manager_cls: The class to make.
+        block_space_manager_cls: The block manager's class.
         block_size, num_gpu_blocks, num_cpu_blocks, watermark, enable_prefix_caching: The cache.
-        max_model_len: The longest prompt and output together.
-        vocab_size, eos_token_ids: Of the model; the simulated one never says that it has come to an end.
-        max_num_seqs, max_num_batched_tokens: The most in a step; by default a prompt of any length fits.
-        trace: Record what is done.
+        max_model_len: Limit on prompt and output together.
+        vocab_size, eos_token_ids: Of the model; simulated tokens never end a sequence.
+        max_num_seqs, max_num_batched_tokens: Limits per step; by default a prompt of any length fits.
+        trace: Record a trace.
         **scheduler_options: Other fields of `SchedulerConfig`.
 
     Raises:
@@ -109,16 +106,15 @@ def simulate(
     progress_total: int | None = None,
     **engine_options: Any,
 ) -> EngineRun:
-    """Run requests, in the order of their arrival, to their end.
+    """Run requests to completion, in order of arrival.
 
-    Without a trace, memory does not grow with the requests that have ended: a million can be drawn one by one.
+    Without a trace, memory does not grow with finished requests: a million can be drawn one by one.
 
     Args:
-        requests: As `generate_requests` draws them; or any list, with arrival times that do not go back.
-        max_concurrency: At most so many requests are in the engine at a time; who would be one more arrives when another has
-            ended.
-        progress_total: Show progress towards so many requests.
-        **engine_options: See `make_simulated_engine`. Time begins with the first arrival.
+        requests: From `generate_requests`, or any list sorted by arrival time.
+        max_concurrency: Most requests in the engine at once; further ones arrive as others finish.
+        progress_total: Show progress towards this many requests.
+        **engine_options: See `make_simulated_engine`. Time starts with the first arrival.
 
     Raises:
         ConfigError: There are no requests, they are not in order, one does not fit, or an option is out of range.
@@ -126,7 +122,7 @@ def simulate(
     if max_concurrency is not None and (not isinstance(max_concurrency, int) or max_concurrency < 1):
         raise ConfigError(f"max_concurrency is {max_concurrency!r}, but must be a whole number of at least 1.")
     if "clock" in engine_options:
-        raise ConfigError("A simulation has a clock of its own, which begins with the first arrival: leave out clock.")
+        raise ConfigError("A simulation has its own clock, which starts with the first arrival: leave out clock.")
     queue = _in_order(requests)
     upcoming = next(queue, None)
     if upcoming is None:
@@ -158,22 +154,22 @@ def simulate(
 
 
 def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-    """The same requests; one whose arrival is no moment, or goes back, is an error."""
+    """The same requests, checked to have finite, ascending arrival times."""
     last = -math.inf
     for number, request in enumerate(requests):
         if not math.isfinite(request.arrival_time):
             raise ConfigError(f"Request {number} arrives at {request.arrival_time} s: arrival times must be finite.")
         if request.arrival_time < last:
-            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s, before the one before it: sort them.")
+            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s, before its predecessor: sort them.")
         last = request.arrival_time
         yield request
 
 
 def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time: float) -> None:
     num_tokens = len(request.prompt_token_ids) + request.output_len
-    if num_tokens > engine.cache_tokens + 1:  # the last token needs no place
+    if num_tokens > engine.cache_tokens + 1:  # the last token is not cached
         raise ConfigError(
-            f"Request {number} grows to {num_tokens} tokens, but the whole cache holds only {engine.cache_tokens}: raise "
+            f"Request {number} grows to {num_tokens} tokens, but the KV cache holds only {engine.cache_tokens}: raise "
             f"num_gpu_blocks, or make requests shorter."
         )
     try:
@@ -186,11 +182,7 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
 
 
 class _Totals:
-    """Adds up a simulation while it runs, in memory that does not grow with it.
-
-    Args:
-        engine: Whose steps are counted; its requests are counted by `add_request`.
-    """
+    """Running totals of a simulation, in constant memory."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.num_requests = 0
@@ -241,7 +233,7 @@ class _Totals:
 
 
 def format_simulations(results: list[EngineRun]) -> str:
-    """The simulations as a table of text."""
+    """A text table of simulations."""
     headers = (
         "scheduler", "requests/s", "tokens/s", "TTFT", "p95", "latency", "p95", "TPOT", "running", "cache use", "peak", "preempted",
     )  # fmt: skip

@@ -1,15 +1,13 @@
-"""Speculative decoding by prompt lookup: guess the next tokens from the text itself, verify them in one step.
+"""Speculative decoding by prompt lookup: draft the next tokens from the text itself, verify them in one step.
 
-A decode reads all weights to make one token; to compute a few tokens more costs it little. So the scheduler guesses
-("drafts") how the text goes on, the model computes the newest token and the drafts together, and the drafts that it agrees
-with are had for the price of one step. Where the answer repeats the prompt, as in rewriting, summarizing and code,
-the guess is simple: what followed the last time. Nothing is learned and no second model runs.
+A decode step reads all weights to generate one token; computing a few more tokens costs little. So the scheduler proposes draft tokens,
+the model computes the newest token and the drafts together, and each accepted draft saves a step. Where the output repeats the prompt,
+as in rewriting, summarizing and code, the draft is simple: what followed the last time. Nothing is learned, and no second model runs.
 
-Verifying is that of Leviathan et al., 2023 (arXiv:2211.17192). They accept a draft with probability p(draft) if it is
-the only one that the drafter could propose, and else draw from what remains of p. Here each position's random number
-belongs to the request and to the position (`worker/sampler.py`), so the token that it draws from p is there to compare
-with: it equals the draft with probability p(draft), and else is drawn from the rest. That is the same rule, and more: the tokens
-are those, one by one, that decoding without speculation gives, greedy or sampled.
+Verification follows Leviathan et al., 2023 (arXiv:2211.17192): a draft that is the drafter's only candidate is accepted with
+probability p(draft), and otherwise replaced by a sample from the rest of p. Here each position's random number depends only on the
+request and the position (`worker/sampler.py`), so the token sampled from p is simply compared with the draft. It equals the draft with
+probability p(draft): the same rule, and the tokens are exactly those of decoding without speculation, greedy or sampled.
 
 Mirrors `vllm/v1/spec_decode/ngram_proposer.py`.
 """
@@ -20,7 +18,7 @@ from minivllm.request import Sequence
 
 
 class NgramIndex:
-    """Where in a growing list of tokens each n-gram occurred last.
+    """The last occurrence of each n-gram in a growing list of tokens.
 
     Args:
         min_n, max_n: Tokens in the shortest and the longest n-gram.
@@ -30,18 +28,18 @@ class NgramIndex:
         self.min_n = min_n
         self.max_n = max_n
         self._ends: dict[tuple[int, ...], int] = {}
-        """N-gram to the position after its last occurrence that another token follows."""
+        """N-gram to the position of the token that followed it last."""
         self._num_indexed = 1
 
     def propose(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """How the text went on after the last earlier occurrence of its end, `num_tokens` tokens; empty if there is none.
+        """The `num_tokens` tokens that followed the last earlier occurrence of the text's suffix; empty if there is none.
 
-        The longest end (`max_n` tokens) that occurred before counts. Where the text after it is too short, it is read
-        over again: at "a b a b" the next tokens are "a b a b a b ...".
+        The longest suffix that occurred before counts. If too few tokens follow it, they are repeated: "a b a b" continues with
+        "a b a b a b ...".
 
         Args:
-            token_ids: All tokens. Since the last call, some may have been added at the end and nothing else.
-            num_tokens: How many to propose.
+            token_ids: All tokens. Since the last call, tokens may only have been appended.
+            num_tokens: Number of tokens to propose.
         """
         lengths = range(self.min_n, self.max_n + 1)
         for end in range(self._num_indexed, len(token_ids)):
@@ -58,10 +56,10 @@ class NgramIndex:
 
 
 class PromptLookup:
-    """Proposes draft tokens for sequences, and keeps an index of each one's tokens.
+    """Proposes draft tokens, with an index of each sequence's tokens.
 
-    A step costs a few dictionary operations for each new token, however long the text is. Preemption leaves a sequence's
-    tokens as they are, so its index too; a forked sibling gets one of its own.
+    A step costs a few dictionary operations per new token, however long the text is. Preemption keeps a sequence's tokens, and so its
+    index; a forked sibling gets its own.
     """
 
     def __init__(self, min_n: int, max_n: int) -> None:
@@ -70,7 +68,7 @@ class PromptLookup:
         self._indexes: dict[int, NgramIndex] = {}
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Draft tokens to follow the sequence's own: `num_tokens`, or none."""
+        """Draft tokens for a sequence: `num_tokens`, or none."""
         if num_tokens < 1:
             return []
         index = self._indexes.get(seq.seq_id)
@@ -79,21 +77,19 @@ class PromptLookup:
         return index.propose(seq.token_ids, num_tokens)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the index of a sequence that has ended."""
+        """Drop the index of a finished sequence."""
         self._indexes.pop(seq.seq_id, None)
 
 
 def accept_drafts(draft_token_ids: tuple[int, ...], chosen: list[int]) -> list[int]:
-    """The tokens that a step with drafts has won: the drafts that were right, and one more.
+    """The tokens that a step with drafts generates: the accepted drafts, and one more.
 
     Args:
         draft_token_ids: The drafts.
-        chosen: What the model chose after the newest known token, and then after each draft: one more than there are
-            drafts.
+        chosen: The model's token after the newest known one, and after each draft: one more than there are drafts.
 
     Returns:
-        `chosen` up to and with its first token that differs from the draft in its place: the drafts after that one, and
-        what was chosen after them, follow a text that is not to be. At least one token.
+        `chosen` up to and including its first token that differs from its draft: what follows was computed after a rejected draft.
     """
     for i, draft in enumerate(draft_token_ids):
         if chosen[i] != draft:

@@ -1,4 +1,4 @@
-"""A queue of sequences in scheduling order, for a hundred thousand of them."""
+"""The waiting queue: sequences in scheduling order, fast even with a hundred thousand of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from minivllm.request import Sequence
 
 
 class SequenceQueue:
-    """Sequences by their `order` key, smallest first. Adding and taking cost O(log n), looking at the first O(1).
+    """Sequences by their `order` key, smallest first: O(log n) to add and pop, O(1) to look at the first.
 
-    A heap and not a list, because a preempted sequence returns to its old place, and with priorities newcomers do
-    not go to the end. Removed sequences are dropped when they reach the top, or when they are most of the heap.
+    A heap, not a list: a preempted sequence returns to its old place, and with priorities new ones do not go to the end. Removed
+    sequences are dropped when they reach the top, or when they are most of the heap.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class SequenceQueue:
         self._members: dict[int, Sequence] = {}
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence at the place its `order` says."""
+        """Insert a sequence by its `order`."""
         self._members[seq.seq_id] = seq
         heapq.heappush(self._heap, (seq.order, seq))
 
     def first(self) -> Sequence | None:
-        """The sequence whose turn it is, or None."""
+        """The next sequence, or None."""
         while self._heap and self._heap[0][1].seq_id not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Take the first sequence out."""
+        """Remove and return the next sequence."""
         seq = self.first()
         if seq is None:
             raise IndexError("the queue is empty")
@@ -40,7 +40,7 @@ class SequenceQueue:
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
+        """Remove a sequence from anywhere in the queue."""
         del self._members[seq.seq_id]
         if len(self._heap) > 2 * len(self._members) + 16:
             self._heap = [entry for entry in self._heap if entry[1].seq_id in self._members]

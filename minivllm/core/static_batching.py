@@ -1,8 +1,8 @@
-"""Batching as it was before Orca: fill a batch, compute it to the end, fill the next.
+"""Static batching, as before Orca: fill a batch, run it to the end, fill the next.
 
-The rest of the engine is the same, so running a workload under `Scheduler` and under `StaticBatchScheduler` compares
-the two policies and nothing else. Rows that have finished are dropped from the computation here, where a batched
-`generate` call would go on computing padding for them: the comparison is kind to static batching.
+The rest of the engine is the same, so running a workload under `Scheduler` and under `StaticBatchScheduler` compares only the policies.
+Finished rows are dropped from the computation, where a batched `generate` call would go on computing padding for them: the comparison
+favours static batching.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from minivllm.request import Sequence
 from minivllm.scheduler_output import SchedulerOutput
 
 MEMBER = float("-inf")
-"""First part of the `order` of a batch's members: before everybody who is none."""
+"""First part of the `order` of the batch's members: ahead of all other sequences."""
 
 
 class StaticBatchScheduler(Scheduler):
-    """Nobody joins a batch that has begun, and nobody's place is reused until its slowest member has finished."""
+    """No sequence joins a running batch, and no slot is reused until its slowest member has finished."""
 
     def schedule(self) -> SchedulerOutput:
-        """Form a new batch when nothing runs and the next in the queue is no member, then schedule as usual."""
+        """Form a new batch when the last one is done, then schedule as usual."""
         head = self.waiting.first()
         if head is not None and not self.running and not self.swapped and not self._may_join(head):
             self._form_batch()
         return super().schedule()
 
     def _form_batch(self) -> None:
-        """Make members of the first in the queue, as many as there are places for. They stay so when preempted."""
-        places, members = self.config.max_num_seqs, []
-        while (seq := self.waiting.first()) is not None and 1 + seq.num_unforked_siblings <= places:
-            places -= 1 + seq.num_unforked_siblings
+        """Make as many sequences members as fit, from the head of the queue. They stay members when preempted."""
+        num_slots, members = self.config.max_num_seqs, []
+        while (seq := self.waiting.first()) is not None and 1 + seq.num_unforked_siblings <= num_slots:
+            num_slots -= 1 + seq.num_unforked_siblings
             members.append(self.waiting.pop())
         for seq in members:
             seq.order = (MEMBER, *seq.order)

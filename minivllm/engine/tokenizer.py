@@ -1,7 +1,7 @@
-"""Text to tokens and back, also bit by bit.
+"""Text to tokens and back, also incrementally.
 
-The work is done by the tokenizers and transformers libraries; what is ours is the incremental detokenizer, which
-turns tokens into text as they come and never gives out half a character.
+The tokenizers and transformers libraries do the work; the incremental detokenizer is ours. It turns tokens into text as they come, and
+never returns half a character.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from minivllm.errors import ModelLoadError, RequestError
 
 REPLACEMENT = "\ufffd"
-"""What decoding shows for bytes that are no character, or not yet."""
+"""Decoded from bytes that are not, or not yet, a character."""
 
 
 class Tokenizer:
@@ -46,36 +46,33 @@ class Tokenizer:
         self.skipped_token_ids = frozenset(
             token_id for token_id, token in self.hf_tokenizer.added_tokens_decoder.items() if token.special
         )
-        """The tokens that `skip_special_tokens` leaves out."""
+        """What `skip_special_tokens` leaves out."""
 
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if the tokenizer names one."""
         return self.hf_tokenizer.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the model wants before or after it.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, by default with the model's special tokens around it.
 
         Raises:
             RequestError: The text is not valid Unicode.
         """
-        return self._encode(text)
-
-    def _encode(self, text: str, **kwargs: Any) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"The text is not valid Unicode (character {error.start}): it has bytes that are no UTF-8."
+                f"The text is not valid Unicode (character {error.start}): it has bytes that are not UTF-8."
             ) from None
-        return self.hf_tokenizer.encode(text, **kwargs)
+        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of some tokens."""
+        """The text of tokens."""
         return self.hf_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, laid out as the model was trained to read it.
+        """Token ids of a conversation in the model's chat template.
 
         Args:
             messages: Dicts with "role" and "content", a string or a list of {"type": "text", "text": ...}.
@@ -92,8 +89,8 @@ class Tokenizer:
         try:
             text = self.hf_tokenizer.apply_chat_template(checked, add_generation_prompt=add_generation_prompt, tokenize=False)
         except Exception as error:  # a template is a program, and may object to a role or an order
-            raise RequestError(f"The model's chat template does not take this conversation ({error}).") from error
-        return self._encode(text, add_special_tokens=False)
+            raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
+        return self.encode(text, add_special_tokens=False)
 
 
 def _checked_message(message: Any) -> dict[str, str]:
@@ -108,36 +105,35 @@ def _checked_message(message: Any) -> dict[str, str]:
 
 
 class IncrementalDetokenizer:
-    """Gives the text of a growing list of tokens piece by piece; the pieces joined are the text.
+    """Decodes a growing list of tokens piece by piece; the pieces joined are the text.
 
-    A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before
-    the first word of whatever they decode. So a short window of tokens is decoded, opened by some whose text has been
-    given out, and what follows that text is new. Bytes at the end that are not a character yet are held back; while
-    there are any, the window grows, and else it moves on. The method is that of Hugging Face's TGI and of vLLM
-    (`detokenize_incrementally`).
+    A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before the first word that
+    they decode. So a short window is decoded that starts with tokens already returned; the text after theirs is new. Trailing bytes
+    that do not yet make a character are held back, and the window grows until they do. This is the method of Hugging Face's TGI and
+    vLLM (`detokenize_incrementally`).
 
     Args:
         tokenizer: The model's.
-        prompt_token_ids: What came before; its last tokens open the first window.
+        prompt_token_ids: Its last tokens open the first window.
         skip_special_tokens: Leave special tokens out.
     """
 
     PROMPT_WINDOW = 5
-    """Prompt tokens in the first window: enough for the tokenizer to know that it is not at the start of a text."""
+    """Prompt tokens in the first window: enough for the tokenizer to see that the text has begun before."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = prompt_token_ids[-self.PROMPT_WINDOW :]
         text = self._decode()
-        if text.endswith(REPLACEMENT):  # the prompt ends within a character: the output stands for itself
+        if text.endswith(REPLACEMENT):  # the prompt ends within a character: decode the output by itself
             self._window, text = [], ""
         self._num_old_tokens = len(self._window)
         self._num_given = len(text)
-        """Characters of the window's text that have been given out."""
+        """Characters of the window's text already returned."""
 
     def add(self, token_id: int) -> str:
-        """The new text that one more token brings; "" while a character is incomplete."""
+        """The new text after one more token; "" while a character is incomplete."""
         if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids:
             return ""
         self._window.append(token_id)
@@ -152,7 +148,7 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """What was held back, when no more tokens will come."""
+        """The text held back, after the last token."""
         text = self._decode()
         new = text[self._num_given :]
         self._num_given = len(text)

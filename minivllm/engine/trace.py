@@ -1,4 +1,4 @@
-"""What an engine did, step by step, as plain data: for pictures, measurements, and to do it again.
+"""What an engine did, step by step, as plain data for pictures, measurements and replay.
 
 A trace is recorded by `engine/trace_recorder.py`, saved as JSON, drawn by `viz/`, and replayed by `bench/replay.py`. Nothing in it
 refers to a living engine.
@@ -22,16 +22,16 @@ from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
 
 VERSION = 1
-"""Of the JSON form. It changes when a reader of the old form would read the new one wrongly."""
+"""Version of the JSON format, raised by incompatible changes."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
-"""A moment of the engine's clock."""
+"""A time on the engine's clock."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A number of things, or the number of one."""
+"""A count or an index."""
 
 
 class SequenceKey(NamedTuple):
-    """Names a sequence: its request, and which of the request's `n` continuations it is."""
+    """Identifies a sequence: its request, and its index among the request's `n` continuations."""
 
     request_id: str
     index: Count = 0
@@ -42,13 +42,12 @@ class SequenceStep(NamedTuple):
 
     Attributes:
         request_id, index: The sequence.
-        action: "prefill" (a prompt, a part of one, or what preemption lost) or "decode".
+        action: "prefill" (a prompt, a chunk of one, or recomputation after preemption) or "decode".
         num_tokens: Tokens computed for it.
-        context_len: Tokens whose keys and values it has when the step is done.
-        num_new_tokens: Tokens that it has won: 0 after a part of a prompt, more than 1 with speculation. Siblings that the step
-            forks from it win one each besides.
-        num_drafts, num_accepted: With speculative decoding, guesses among `num_tokens`, and the tokens won by them: one less than
-            `num_new_tokens`.
+        context_len: Tokens in the KV cache after the step.
+        num_new_tokens: Tokens generated: 0 after a chunk that does not end the prompt, more than 1 with speculation. Siblings forked in
+            the step get one more each.
+        num_drafts, num_accepted: Draft tokens among `num_tokens`, and those accepted: one less than `num_new_tokens`.
     """
 
     request_id: str
@@ -75,7 +74,7 @@ class Preemption(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """A sequence that ended, and its finish reason: "stop", "length", "abort" or "error"."""
+    """A sequence that finished, and its finish reason: "stop", "length", "abort" or "error"."""
 
     request_id: str
     index: Count
@@ -86,21 +85,21 @@ class Finish(NamedTuple):
 class StepRecord:
     """One step of the engine.
 
-    Queues, tables and counts are those while the model computed: after the step was scheduled, before its tokens were taken in.
+    Queues, tables and counts are those after scheduling, before the new tokens were appended.
 
     Attributes:
-        start, end: Seconds of the engine's clock: when it began to schedule, and when the model had computed.
+        start, end: When scheduling began, and when the model had finished, in seconds of the engine's clock.
         phase: "prefill", "decode" or "mixed".
         scheduled: What was computed, in the order of the batch.
-        preempted, swapped_in: Sequences that lost their blocks, and that got them back.
-        finished: Sequences that ended with the step.
-        arrived, aborted: Requests that came, and that were given up, since the step before.
+        preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
+        finished: Sequences that finished in the step.
+        arrived, aborted: Requests added and aborted since the last step.
         num_running, num_waiting, num_swapped: Sequences in each queue.
-        num_free_blocks: Of the device.
+        num_free_blocks: Free blocks on the device.
         block_tables: Device blocks of each running sequence, in the order of its tokens.
         swapped_tables: Host blocks of each sequence that is swapped out.
         ref_counts: Reference counts of the blocks in `block_tables`, where they are not 1.
-        cached_blocks: Blocks, free or not, whose contents the prefix cache knows.
+        cached_blocks: Blocks, free or not, in the prefix cache.
         blocks_to_copy: (source, destination) pairs on the device, copied before the step computed (copy-on-write).
         blocks_to_swap_out, blocks_to_swap_in: (device, host) and (host, device) pairs, copied likewise.
         error: Why the model failed, if it did.
@@ -136,16 +135,14 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request of a trace: what it asked for, when things happened to it (seconds of the engine's clock), what it got.
-
-    What it got is what it has so far; the time, and the reasons, of its end are there when it has ended.
+    """A request: what it asked for, its times (seconds of the engine's clock), and its output so far.
 
     Attributes:
-        params: Its sampling parameters, those that differ from the defaults.
-        max_num_tokens: Prompt and output together never grow beyond this.
-        output_token_ids, finish_reasons, stop_reasons: One for each of its sequences.
+        params: The sampling parameters that differ from the defaults.
+        max_num_tokens: Limit on prompt and output together.
+        output_token_ids, finish_reasons, stop_reasons: One per sequence; the reasons are empty until it finishes.
         num_preemptions: How often one of its sequences lost its blocks.
-        num_cached_tokens: Prompt tokens that the prefix cache spared it.
+        num_cached_tokens: Prompt tokens found in the prefix cache.
     """
 
     request_id: str
@@ -171,12 +168,11 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class TraceConfig:
-    """The engine that a trace was recorded of.
+    """The recorded engine.
 
     `scheduler` and `block_space_manager` are the names of classes; `scheduler_config` has the fields of `SchedulerConfig`.
-    `free_gpu_blocks` and `free_cpu_blocks` are the free blocks when the trace began, in the order in which they are handed out: None
-    where that is the order of their numbers. `num_earlier_requests` were in the engine already, and `num_cached_blocks` blocks in
-    its prefix cache.
+    `free_gpu_blocks` and `free_cpu_blocks` are the free blocks at the start of the trace in the order of allocation, None if ascending;
+    `num_earlier_requests` and `num_cached_blocks` are the engine's requests and the blocks in its prefix cache at that time.
     """
 
     model: str
@@ -198,7 +194,7 @@ class TraceConfig:
 
 @dataclass
 class EngineTrace:
-    """The steps of an engine, its requests by id in the order of arrival, and what it was made of.
+    """The steps of an engine, its requests by id in order of arrival, and its configuration.
 
     It is a sequence of its steps: `len(trace)`, `trace[0]`, `for step in trace`.
     """
@@ -223,16 +219,16 @@ class EngineTrace:
         return self.steps[index]
 
     def is_idle_after(self, number: int) -> bool:
-        """Whether the engine had nothing left to do when a step had ended."""
+        """Whether the engine had nothing left to do after a step."""
         step = self.steps[number]
-        ended = {(finish.request_id, finish.index) for finish in step.finished}
+        finished = {(finish.request_id, finish.index) for finish in step.finished}
         queues_are_empty = step.num_waiting + step.num_swapped == 0
-        return queues_are_empty and len(ended) >= step.num_running and ended.issuperset(step.block_tables)
+        return queues_are_empty and len(finished) >= step.num_running and finished.issuperset(step.block_tables)
 
     # -- JSON ----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON. It has the requests' tokens, so treat the file as you would treat their text.
+        """Write the trace as JSON. It contains the requests' tokens: treat the file like their text.
 
         Raises:
             OSError: The file cannot be written.
@@ -244,12 +240,12 @@ class EngineTrace:
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: The file is missing or is no trace of a version that this code reads.
+            ConfigError: The file is missing, or not a trace of the supported version.
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"There is no trace {path} that can be read ({error.strerror}).") from None
+            raise ConfigError(f"The trace {path} cannot be read ({error.strerror}).") from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not a trace: it is not valid JSON ({error}).") from None
         try:
@@ -258,7 +254,7 @@ class EngineTrace:
             raise ConfigError(f"{path} cannot be used. {error}") from None
 
     def to_json(self) -> dict[str, Any]:
-        """Lists, dicts, numbers and strings. Of block tables and cached blocks, a step has what changed since the one before."""
+        """JSON-ready data. Of block tables and cached blocks, a step has only the changes."""
         return {
             "minivllm_trace": VERSION,
             "config": dataclasses.asdict(self.config),
@@ -271,7 +267,7 @@ class EngineTrace:
         """The trace that `to_json` gave.
 
         Raises:
-            ConfigError: It is no trace, one of another version, or says what cannot have been.
+            ConfigError: It is not a trace, has another version, or is inconsistent.
         """
         version = content.get("minivllm_trace") if isinstance(content, dict) else None
         if version is None:
@@ -290,7 +286,7 @@ class EngineTrace:
                 trace.steps.append(before)
             _check(trace)
         except KeyError as error:
-            raise ConfigError(f"It is a damaged trace, without {error}: record it again.") from None
+            raise ConfigError(f"It is a damaged trace: {error} is missing. Record it again.") from None
         except (AttributeError, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
             raise ConfigError(f"It is a damaged trace ({error}): record it again.") from None
         return trace
@@ -298,11 +294,11 @@ class EngineTrace:
 
 _TABLES = ("block_tables", "swapped_tables")
 _TableRow = tuple[str, Count, tuple[Count, ...] | None]
-"""The request and index of a sequence, and its blocks, or None where it has no more."""
+"""A sequence's request id, index and blocks; None where it has lost them."""
 
 
 def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
-    """A step without its empty fields. Tables are [request_id, index, blocks], or null instead of blocks where one is gone."""
+    """A step without its empty fields. Tables are [request_id, index, blocks], with null for blocks where one is gone."""
     content: dict[str, Any] = {}
     for item in dataclasses.fields(StepRecord):
         value = getattr(step, item.name)
@@ -340,7 +336,7 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
 
 
 def _check(trace: EngineTrace) -> None:
-    """Raise a ValueError if blocks, requests or times are not those of a run."""
+    """Raise a ValueError if blocks, requests or times are inconsistent."""
     config, now = trace.config, -math.inf
     msgspec.convert(config.scheduler_config, SchedulerConfig)
     for request in trace.requests.values():
@@ -348,18 +344,18 @@ def _check(trace: EngineTrace) -> None:
         if not request.request_id.isprintable():
             raise ValueError(f"request {request.request_id!r} has an id that cannot be printed")
         if len(request.finish_reasons) not in (0, len(request.output_token_ids)):
-            raise ValueError(f"request {request.request_id!r} has another number of endings than of sequences")
+            raise ValueError(f"request {request.request_id!r} has not as many finish reasons as sequences")
     if config.block_size < 1 or config.num_gpu_blocks < 1:
         raise ValueError("a cache without blocks")
     for number, step in enumerate(trace):
         if not now <= step.start <= step.end:
-            raise ValueError(f"step {number} begins before the last one ended, or ends before it began")
+            raise ValueError(f"step {number} starts before the last one ends, or ends before it starts")
         now = step.end
         named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
         named.update(item.request_id for item in (*step.scheduled, *step.preempted, *step.finished, *step.swapped_in))
         if not named <= trace.requests.keys():
-            raise ValueError(f"step {number} has a request {min(named - trace.requests.keys())!r} that is nowhere described")
+            raise ValueError(f"step {number} names an unknown request {min(named - trace.requests.keys())!r}")
         gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
         for tables, num_blocks in ((gpu_blocks, config.num_gpu_blocks), (step.swapped_tables.values(), config.num_cpu_blocks)):
             if max(itertools.chain.from_iterable(tables), default=-1) >= num_blocks:
-                raise ValueError(f"step {number} has a block beyond the {num_blocks} that there are")
+                raise ValueError(f"step {number} has a block id beyond the {num_blocks} blocks of the cache")

@@ -1,7 +1,6 @@
 """Records the steps of an engine core in an `EngineTrace`.
 
-The core calls it when a request is added, aborted or stopped, when a step has been scheduled, and when the scheduler has been updated. It
-only reads; a core without a recorder does the same.
+The core calls it when a request is added, aborted or stopped, after scheduling, and after the scheduler's update. It only reads.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _free_blocks(manager: Any, name: str) -> list[int] | None:
-    """The free blocks of one of the manager's pools; None if they are in order, or if it has no such pool."""
+    """The free blocks of one of the manager's pools; None if ascending, or if there is no such pool."""
     allocator = getattr(manager, name, None)
     free = allocator.get_free_blocks() if allocator is not None else []
     return None if free == sorted(free) else free
@@ -43,7 +42,7 @@ def _num_cached_blocks(manager: Any) -> int:
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from the defaults, as JSON has them."""
+    """The parameters that differ from the defaults, as JSON-ready data."""
     given: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
         value = _plain(getattr(params, field.name))
@@ -53,7 +52,7 @@ def given_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: lists, dicts with text for keys, and no numbers of numpy."""
+    """A value as JSON-ready data: lists, dicts with string keys, no NumPy scalars."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -65,7 +64,7 @@ class TraceRecorder:
     """Records one engine core.
 
     Args:
-        core: Read, never changed. Requests that it already has are recorded as arrived.
+        core: Read, never changed. Requests that it has already are recorded as arrived.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -93,13 +92,13 @@ class TraceRecorder:
         self._arrived: list[str] = []
         self._aborted: list[str] = []
         self._stopped: list[Finish] = []
-        """Sequences stopped since a step whose record has been taken away."""
+        """Sequences stopped after the record of their step was removed from the trace."""
         self._names: dict[str, str] = {}
-        """The names in the trace of living requests whose id an earlier one had already."""
-        self._ended: set[SequenceKey] = set()
-        """Sequences of living requests that have finished."""
+        """Names in the trace of unfinished requests that reuse an id."""
+        self._finished: set[SequenceKey] = set()
+        """Finished sequences of unfinished requests."""
         self._tables: dict[SequenceKey, tuple[int, ...]] = {}
-        """Of the step before: equal tables are kept once."""
+        """Of the last step: equal tables are stored once."""
         for request in core.scheduler.requests.values():
             self.add_request(request)
 
@@ -120,21 +119,21 @@ class TraceRecorder:
         )
 
     def abort_request(self, request: Request) -> None:
-        """A request has been ended from outside, between two steps."""
+        """A request has been aborted between two steps."""
         self._aborted.append(self._names.get(request.request_id, request.request_id))
         self._finish_request(request)
 
     def stop_sequence(self, seq: Sequence) -> None:
-        """A stop string finished a sequence: it counts with the step that completed the string."""
+        """A stop string finished a sequence: recorded in the step that completed the string."""
         key = self._key(seq)
-        self._ended.add(key)
+        self._finished.add(key)
         finished = self.trace.steps[-1].finished if self.trace.steps else self._stopped
         finished.append(Finish(*key, seq.finish_reason or ""))
         if seq.request.finished:
             self._finish_request(seq.request)
 
     def begin_step(self, output: SchedulerOutput, start: float) -> StepRecord:
-        """A step has been scheduled, and nothing is computed yet. `end_step` completes what this returns."""
+        """A step has been scheduled and not yet computed. `end_step` completes the returned record."""
         scheduler, manager = self._core.scheduler, self._core.block_manager
         tables = {}
         for seq in scheduler.running:
@@ -178,13 +177,13 @@ class TraceRecorder:
     def end_step(
         self, record: StepRecord, output: SchedulerOutput, results: list[SequenceOutput], requests: Iterable[Request], end: float
     ) -> None:
-        """A step's tokens have been taken in.
+        """A step's tokens have been appended.
 
         Args:
-            record: What `begin_step` gave.
-            output, results: The step, and what the model gave; nothing counts if `record.error` is set.
-            requests: Those that got tokens or ended.
-            end: When the model had computed.
+            record: From `begin_step`.
+            output, results: The step and the model's results, which are ignored if `record.error` is set.
+            requests: Those that got tokens or finished.
+            end: When the model had finished.
         """
         record.end = end
         for i, item in enumerate(output.scheduled):
@@ -202,8 +201,8 @@ class TraceRecorder:
                 record.scheduled[i] = part._replace(num_new_tokens=0)
         for request in requests:
             for seq in request.sequences:
-                if seq.finished and (key := self._key(seq)) not in self._ended:
-                    self._ended.add(key)
+                if seq.finished and (key := self._key(seq)) not in self._finished:
+                    self._finished.add(key)
                     record.finished.append(Finish(*key, seq.finish_reason or ""))
             self._update_request(request)
             if request.finished:
@@ -220,7 +219,7 @@ class TraceRecorder:
         return SequenceStep(*self._key(seq), action, item.num_tokens, seq.num_computed_tokens + item.num_tokens)
 
     def _update_request(self, request: Request) -> None:
-        """Note how far a request has come."""
+        """Record a request's progress."""
         record, metrics = self.trace.requests[self._names.get(request.request_id, request.request_id)], request.metrics
         for field in ("first_scheduled_time", "first_token_time", "num_preemptions", "num_cached_tokens"):
             setattr(record, field, getattr(metrics, field))
@@ -231,11 +230,11 @@ class TraceRecorder:
             tokens += seq.token_ids[seq.num_prompt_tokens + len(tokens) :]
 
     def _finish_request(self, request: Request) -> None:
-        """Note what a request has come to."""
+        """Record a finished request."""
         self._update_request(request)
         name = self._names.pop(request.request_id, request.request_id)
         record = self.trace.requests[name]
         record.finished_time = request.metrics.finished_time
         record.finish_reasons = [seq.finish_reason for seq in request.sequences]
         record.stop_reasons = [seq.stop_reason for seq in request.sequences]
-        self._ended.difference_update(SequenceKey(name, seq.index) for seq in request.sequences)
+        self._finished.difference_update(SequenceKey(name, seq.index) for seq in request.sequences)

@@ -1,8 +1,7 @@
-"""A simulated model: the real scheduler drives it under a virtual clock.
+"""A simulated model, driven by the real scheduler on a virtual clock.
 
-Above the executor, everything is the real engine: queues, blocks, preemption, outputs. Below it is a formula for how long a step takes.
-So minutes of load are simulated in seconds, with the same result every time, on any machine. `bench/calibrate.py` fits the formula to a
-measured run.
+Above the executor, everything is the real engine; below it is a formula for the duration of a step. Minutes of load are simulated in
+seconds, with the same result every time, on any machine. `bench/calibrate.py` fits the formula to a measured run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, Sequenc
 
 
 class VirtualClock:
-    """Time that passes only when told to. An engine's `clock`.
+    """An engine's `clock` that moves only when told to.
 
     Args:
         now: Where it starts, in seconds.
@@ -32,20 +31,20 @@ class VirtualClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let this many seconds pass."""
+        """Advance by this many seconds."""
         self.now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Let time pass until a moment; no effect if it is in the past."""
+        """Advance to a time; no effect if it is in the past."""
         self.now = max(self.now, moment)
 
 
 class StepWork(NamedTuple):
-    """The work of a step that takes time.
+    """The work of a step.
 
     Attributes:
-        prefill_tokens: Tokens of prompts, and those that are recomputed.
-        prefill_pairs: Pairs of such a token and one that it attends to, itself included.
+        prefill_tokens: Prompt tokens computed, or recomputed after preemption.
+        prefill_pairs: Pairs of such a token and a token that it attends to, itself included.
         decode_seqs: Sequences that decode; a draft token counts as one more.
         context_tokens: Tokens whose keys and values the decoding sequences read.
     """
@@ -60,7 +59,7 @@ def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
     """Sum up a step.
 
     Args:
-        parts: For each sequence whether it decodes, how many tokens are computed, and how many it has when they are.
+        parts: For each sequence: whether it decodes, the tokens computed, and its context length after the step.
     """
     prefill_tokens = prefill_pairs = decode_seqs = context_tokens = 0
     for is_decode, num_tokens, context_len in parts:
@@ -77,12 +76,12 @@ def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
 class CostModel:
     """Seconds of a step: a fixed part, plus a price for each unit of work (`StepWork`).
 
-    Linear layers cost by token, decode attention by the context it reads, prefill attention by pair. Copying and swapping blocks is free.
+    Linear layers cost per token, decode attention per context token, prefill attention per pair. Copying and swapping blocks is free.
 
     Attributes:
-        fixed: For any step.
+        fixed: Per step.
         per_prefill_step: Extra for a step that computes prompts.
-        per_prefill_token, per_prefill_pair, per_decode_seq, per_context_token: For each unit.
+        per_prefill_token, per_prefill_pair, per_decode_seq, per_context_token: Per unit.
         decode_curve: (sequences, seconds) points, interpolated linearly, because the cost of a decode is not linear in the batch size.
             `per_decode_seq` applies beyond the last point.
     """
@@ -116,9 +115,9 @@ class CostModel:
 
 
 class SimulatedExecutor(Executor):
-    """Advances the clock by the time a step would take, and makes up its tokens.
+    """Advances the clock by the cost of a step, and makes up its tokens.
 
-    A request's tokens follow from its seed and their positions, and mean nothing: end requests by `max_tokens`, with `ignore_eos`.
+    Tokens depend on the request's seed and their position, and mean nothing: finish requests by `max_tokens`, with `ignore_eos`.
 
     Args:
         clock: The engine's.
@@ -141,7 +140,7 @@ class SimulatedExecutor(Executor):
         self.clock = clock
         self.cost_model = cost_model
         self.watch: Callable[[float], None] | None = None
-        """Called in each step with its seconds, before they pass."""
+        """Called in each step with its duration, before the clock advances."""
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self._vocab_size = vocab_size
 
@@ -154,14 +153,14 @@ class SimulatedExecutor(Executor):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         seconds = self.cost_model(work_of(request))
         if not 0 <= seconds < math.inf:
-            raise ConfigError(f"The cost model says that a step takes {seconds} seconds, but it must take 0 or more, and end.")
+            raise ConfigError(f"The cost model returned {seconds} seconds for a step, but must return a finite number >= 0.")
         if self.watch is not None:
             self.watch(seconds)
         self.clock.advance(seconds)
         return [SequenceOutput(self._tokens(seq)) if seq.num_samples else SequenceOutput() for seq in request.sequences]
 
     def _tokens(self, seq: SequenceData) -> list[int]:
-        """The next token, one more for each sibling forked now, and one after each draft."""
+        """The next token, one per sibling forked now, and one per draft."""
         num_known = seq.num_computed_tokens + seq.num_tokens - seq.num_drafts
         first = seq.request.seed + 7919 * seq.index + num_known
         return [(first + i) % self._vocab_size for i in range(seq.num_samples + seq.num_drafts)]

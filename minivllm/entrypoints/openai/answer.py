@@ -1,6 +1,6 @@
-"""What the two generating endpoints have in common: prompts go to the engine, and outputs come back as one answer or many chunks.
+"""Shared by the two generating endpoints: prompts go to the engine, and outputs become one response or a stream of chunks.
 
-A subclass of `Answer` knows one endpoint's JSON. How an answer gets to the client, and how it is ended early, is `answer_response.py`.
+A subclass of `Answer` knows one endpoint's JSON; `answer_response.py` delivers it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHARACTERS_PER_TOKEN = 16
-"""A text longer than so many characters for each token of the context is refused before it is tokenized.
+"""Texts with more characters than this per token of context are refused before tokenization.
 
-Prose has three to five characters a token, deeply indented code up to eight. What has more than 16 is nearly all runs of one character,
-and tokenizing megabytes of it to learn that it is too long would take a processor's time from everybody."""
+Prose has three to five characters a token, deeply indented code up to eight. Anything above 16 is nearly all runs of one character, and
+tokenizing megabytes of it only to refuse it would waste CPU time."""
 
 
 class Answer(ABC):
-    """One request and what comes of it.
+    """One request and its results.
 
     Args:
         engine: Generates.
-        model_name: As clients call the model.
-        params: What is wanted.
-        num_prompts: How many prompts `make_prompts` will give.
-        stream: Send chunks as they come, and no whole answer.
-        include_usage: Send the usage as the last chunk.
+        model_name: The model's name for clients.
+        params: Sampling parameters.
+        num_prompts: Number of prompts that `make_prompts` will return.
+        stream: Send chunks instead of a whole response.
+        include_usage: End the stream with the usage.
         priority: With the "priority" policy, smaller goes first.
 
     Attributes:
@@ -70,7 +70,7 @@ class Answer(ABC):
         self.priority = priority
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Json = {"id": self.id, "object": self.object_name, "created": int(time.time()), "model": model_name}
-        """What the answer, or each chunk, begins with."""
+        """The first fields of the response, or of each chunk."""
         if stream:
             self.head["object"] = self.chunk_name
         self.usage: Usage = {
@@ -84,38 +84,38 @@ class Answer(ABC):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return tokenizer_of(self.engine)
 
     # -- what an endpoint knows ------------------------------------------------------------------------------------
 
     @abstractmethod
     async def make_prompts(self) -> list[Prompt]:
-        """The prompts, as the engine takes them; their lengths have been looked at. Raises RequestError."""
+        """The prompts for the engine, with their lengths checked. Raises RequestError."""
 
     @abstractmethod
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
-        """A whole continuation, in an answer that does not stream."""
+        """A continuation in a response that does not stream."""
 
     @abstractmethod
     def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
-        """What a stream says of a continuation before its first token, if anything."""
+        """The chunk before the first token of a continuation, if any."""
 
     @abstractmethod
     def delta(self, index: int, completion: CompletionOutput) -> Json:
-        """What is new of a continuation, in a stream."""
+        """The new part of a continuation, in a stream."""
 
     def extras(self, outputs: list[RequestOutput]) -> Json:
-        """What an answer that does not stream has besides choices and usage."""
+        """Further fields of a response that does not stream."""
         return {}
 
     # -- from outputs to JSON --------------------------------------------------------------------------------------
 
     async def response(self) -> Json:
-        """Generate to the end. Returns the answer.
+        """Generate to the end, and return the response.
 
         Raises:
-            RequestError, EngineDeadError, ApiError: There is none.
+            RequestError, EngineDeadError, ApiError: It failed.
         """
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
@@ -135,10 +135,10 @@ class Answer(ABC):
         return {**self.head, "choices": choices, "usage": self.usage, **extras}
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """Generate, and yield the choices of each chunk as they come; those of one output together.
+        """Generate, and yield the choices of each output as it comes.
 
         Raises:
-            RequestError, EngineDeadError, ApiError: It ends early; before the first chunk if the request is wrong.
+            RequestError, EngineDeadError, ApiError: It failed; before the first chunk if the request is invalid.
         """
         begun: set[int] = set()
         n = self.params.n
@@ -168,7 +168,7 @@ class Answer(ABC):
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all prompts as they come, with the prompt's number. All prompts are validated before any is generated from."""
+        """Outputs of all prompts as they come, with the prompt's number. All prompts are validated before generation starts."""
         self.engine.check_health()
         requests = [
             await self.engine.process_inputs(
@@ -182,13 +182,13 @@ class Answer(ABC):
                 if output.error is not None:
                     raise ApiError(500, output.error)
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
-                    raise ApiError(503, "The request was ended by the server: try again.")
+                    raise ApiError(503, "The server aborted the request: try again.")
                 yield number, output
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What several streams give, as it comes, with the stream's number. When this one is closed or fails, all of them are closed."""
-    if len(streams) == 1:  # nearly always, and then nothing stands between the engine and its reader
+    """Merge streams: outputs as they come, with their stream's number. If this one is closed or fails, all are closed."""
+    if len(streams) == 1:  # the usual case needs no queue
         async with aclosing(streams[0]) as stream:
             async for output in stream:
                 yield 0, output
@@ -233,11 +233,11 @@ def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
 
 
 def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
-    """Refuse what cannot fit, before a text is tokenized or a list is looked through.
+    """Refuse what cannot fit, before tokenizing or scanning it.
 
     Args:
-        count: How many there are.
-        unit: Of what: "characters", "tokens" or "messages", which take a token each at least.
+        count: Number of units.
+        unit: "characters", "tokens" or "messages" (at least a token each).
         engine: Has the limit.
 
     Raises:
@@ -246,5 +246,5 @@ def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
     limit = engine.model_config.max_model_len
     if count > limit * (MAX_CHARACTERS_PER_TOKEN if unit == "characters" else 1):
         raise RequestError(
-            f"The prompt has {count} {unit}, far more than fits the {limit} tokens that the model takes: shorten it."
+            f"The prompt has {count} {unit}, far more than fit in the model's context of {limit} tokens: shorten it."
         )

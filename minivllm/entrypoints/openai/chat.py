@@ -15,7 +15,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 class ChatAnswer(Answer):
-    """The next message of a conversation, or several to choose from.
+    """The next message of a conversation, or `n` alternatives.
 
     Raises:
         RequestError: Parameters that do not fit together.
@@ -42,7 +42,7 @@ class ChatAnswer(Answer):
         )
 
     async def make_prompts(self) -> list[Prompt]:
-        """The conversation as the model was trained to read it."""
+        """The conversation with the chat template applied."""
         return [await encode_chat(self.engine, self.messages)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
@@ -50,7 +50,7 @@ class ChatAnswer(Answer):
         return self._choice(index, completion, {"message": {"role": "assistant", "content": completion.text}})
 
     def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json:
-        """Who speaks."""
+        """The role."""
         return self._choice(index, None, {"delta": {"role": "assistant", "content": ""}})
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
@@ -77,10 +77,10 @@ class ChatAnswer(Answer):
 
 
 async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of a conversation, found in a thread: a long one takes long, and others want to be served meanwhile.
+    """Token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
     Raises:
-        RequestError: The model's template does not take it, or it is far too long.
+        RequestError: The chat template rejects it, or it is far too long.
     """
     conversation = [message.for_template() for message in messages]
     check_length(len(conversation), "messages", engine)

@@ -1,4 +1,4 @@
-"""/v1/completions: continue texts. Mirrors vllm/entrypoints/openai/serving_completion.py."""
+"""/v1/completions: complete prompts. Mirrors vllm/entrypoints/openai/serving_completion.py."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class CompletionAnswer(Answer):
 
     def __init__(self, engine: AsyncLLMEngine, model_name: str, body: CompletionRequest) -> None:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        wanted = body.shared_sampling_params()
+        sampling = body.shared_sampling_params()
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-            wanted["prompt_logprobs"] = body.logprobs
+            sampling["prompt_logprobs"] = body.logprobs
         self.prompts = split_prompts(body.prompt)
         self.echo = bool(body.echo)
         self.only_echo = max_tokens == 0
-        """The engine has to generate a token nevertheless, which nobody gets to see."""
+        """The engine generates one token all the same, which is dropped."""
         self.num_logprobs = body.logprobs
         self.wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes: list[str] = []
-        """The text of each prompt, if it is to be echoed."""
+        """The text of each prompt, with `echo`."""
         self._offsets: dict[int, int] = {}
-        """Of each continuation that streams: where in its text the next token begins."""
-        params = SamplingParams(**wanted, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
+        """Where in its text the next token of each streamed continuation begins."""
+        params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
         super().__init__(
             engine,
             model_name,
@@ -53,7 +53,7 @@ class CompletionAnswer(Answer):
         )
 
     async def make_prompts(self) -> list[Prompt]:
-        """The prompts as they were given; with `echo`, their texts are found too."""
+        """The prompts as given; with `echo`, token ids are decoded too."""
         for prompt in self.prompts:
             check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens", self.engine)
         if self.echo:
@@ -76,7 +76,7 @@ class CompletionAnswer(Answer):
         return choice
 
     def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
-        """The prompt, if it is to be echoed."""
+        """The prompt, with `echo`."""
         if not self.echo:
             return None
         text = self._echoes[prompt_number]
@@ -88,7 +88,7 @@ class CompletionAnswer(Answer):
         if self.only_echo:
             completion = without_tokens(completion)
         logprobs = self._logprobs(completion, self._offsets.get(index, 0))
-        if logprobs and logprobs["tokens"]:  # not the text's length: what may begin a stop string is held back
+        if logprobs and logprobs["tokens"]:  # not the text's length: the possible start of a stop string is held back
             self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         return make_choice(index, completion.text, logprobs, completion)
 
@@ -109,14 +109,14 @@ class CompletionAnswer(Answer):
 
 
 def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts that were given, one or several, each a text or token ids."""
+    """The prompts as a list, each a text or token ids."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return list(prompt)  # type: ignore[arg-type]
 
 
 def make_choice(index: int, text: str, logprobs: CompletionLogprobs | None, completion: CompletionOutput | None) -> Json:
-    """A continuation, or what is new of it, in OpenAI's form; None where nothing has been generated yet."""
+    """A continuation, or its new part, as OpenAI's JSON; `completion` is None before the first token."""
     return {
         "index": index,
         "text": text,
@@ -127,11 +127,11 @@ def make_choice(index: int, text: str, logprobs: CompletionLogprobs | None, comp
 
 
 def without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """A continuation of no tokens, for who wants the prompt alone."""
+    """An empty continuation, for requests that want only the prompt."""
     has_logprobs = completion.logprobs is not None
     return CompletionOutput(completion.index, "", [], logprobs=[] if has_logprobs else None, finish_reason="length")
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """The log-probabilities of a text and of what follows it."""
+    """Concatenate log-probabilities."""
     return {name: first[name] + second[name] for name in first}  # type: ignore[literal-required, return-value]

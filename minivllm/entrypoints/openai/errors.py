@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients expect them: a status code, and a body {"error": {"message", "type", "param", "code"}}.
 
-Whatever goes wrong becomes an `ApiError`: a value out of range, an unknown route, a full server, a dead engine. Its body is sent as
-the answer, or as an event if the answer streams already. Nothing answers with status 422: a client of OpenAI expects 400.
+Every failure becomes an `ApiError`: a value out of range, an unknown route, a full server, a dead engine. Its body is the response, or
+an event if streaming has begun. Invalid requests get status 400, not FastAPI's 422, as OpenAI's clients expect.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from minivllm.errors import EngineDeadError, RequestError
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = {429: 1, 503: 5}
-"""What Retry-After says, by status code."""
+"""Retry-After by status code."""
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 _MAX_MESSAGE = 1000
-"""Characters of an error message: it may quote what was given, and that may be long."""
+"""Longest error message, in characters: it may quote the input."""
 
 _EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
     "stop": "a string, or a list of at most 64 strings",
-    "content": "text, or a list of parts of type text (images, audio and files are not served)",
+    "content": "text, or a list of parts of type text (images, audio and files are not supported)",
 }
-"""What a field that takes several types must be, by its name."""
+"""What fields that take several types must be, by name."""
 
 _KINDS = {
     "int": "a whole number",
@@ -46,18 +46,18 @@ _KINDS = {
     "dict": "an object",
     "model": "an object",
 }
-"""What a field must be, by the first word of pydantic's name for the mistake ("int_type", "bool_parsing")."""
+"""What a field must be, by the first word of pydantic's error type ("int_type", "bool_parsing")."""
 
 
 class ApiError(HTTPException):
-    """A request that gets an error for an answer.
+    """An error response.
 
     Args:
         status_code: HTTP's.
-        message: One sentence for a person: what was given, what was expected, what to do.
-        param: The field of the request that is wrong, if it is one.
-        code: OpenAI's short name for some errors, for example "model_not_found".
-        headers: Sent with the answer. 429 and 503 get a Retry-After by themselves.
+        message: What was given, what was expected, what to do.
+        param: The invalid field, if any.
+        code: OpenAI's error code, if any: "model_not_found", for example.
+        headers: Of the response. 429 and 503 get a Retry-After in any case.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> ErrorResponse:
-        """What OpenAI's clients read."""
+        """The JSON that OpenAI's clients expect."""
         kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer."""
+        """The HTTP response."""
         body = msgspec.json.encode(self.body)
         return Response(body, self.status_code, dict(self.headers or {}), media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The `ApiError` that stands for any error. What nobody foresaw is logged, and told without its details."""
+    """Convert any exception. Unexpected ones are logged, and reported without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -100,12 +100,12 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, message, param=param)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    logger.error("A request failed in a way that nobody foresaw.", exc_info=error)
-    return ApiError(500, f"The server failed ({type(error).__name__}); its log says more.")
+    logger.error("Unexpected error while serving a request.", exc_info=error)
+    return ApiError(500, f"Internal server error ({type(error).__name__}): see the server's log.")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of the app an answer in OpenAI's form."""
+    """Answer every error of the app in OpenAI's format."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and not isinstance(error, ApiError):
@@ -117,21 +117,18 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
-    """No such path, or another method than those that the path takes."""
+    """An unknown path or method."""
     path = f"{request.method} {quoted(request.url.path)[1:-1]}"
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"There is no {path}: see /openapi.json for what there is."
+        message = f"There is no {path}: see /openapi.json for the available routes."
     elif error.status_code == 405:
-        message = f"{path} is not possible: use {(error.headers or {}).get('Allow', 'another method')}."
+        message = f"{path} is not allowed: use {(error.headers or {}).get('Allow', 'another method')}."
     return ApiError(error.status_code, message, headers=error.headers)
 
 
 def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
-    """One of pydantic's errors as a sentence, and the field that it is about ("messages.0.role"; None for the whole body).
-
-    The sentence opens with the field's name.
-    """
+    """One of pydantic's errors as a sentence that opens with the field's name, and the field ("messages.0.role"; None for the body)."""
     kind, context = mistake["type"], mistake.get("ctx") or {}
     if kind == "value_error":  # one of our own checks; its sentence opens with the field's name
         message = str(context["error"])
@@ -161,7 +158,7 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def _field_path(location: Sequence[str | int]) -> str:
-    """Where a mistake is, without what pydantic adds for the branches of a union."""
+    """A field's path, without pydantic's parts for the branches of a union."""
     path: list[str] = []
     for part in location[1:]:  # the first is "body"
         path.append(str(part))
@@ -178,12 +175,12 @@ def quoted(value: Any) -> str:
         return "an object"
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):  # no JSON, or a number of thousands of digits
+    except (TypeError, ValueError):  # not JSON, or an integer of thousands of digits
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _first_word(message: str) -> str | None:
-    """The field that a sentence of ours opens with ("top_p is 0, ..."), or None if it opens otherwise."""
+    """The field that one of our messages opens with ("top_p is 0, ..."), if any."""
     word, _, rest = message.partition(" ")
     return word if word.islower() and rest.split(" ", 1)[0] in ("is", "has", "must", "contains", "does", "or") else None

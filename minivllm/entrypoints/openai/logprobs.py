@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms (four lists for completions, a list of entries for chat), and in vLLM's for prompts."""
+"""Log-probabilities in OpenAI's two formats (four lists for completions, a list of entries for chat), and in vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from minivllm.entrypoints.openai.responses import ChatLogprobs, CompletionLogpro
 from minivllm.outputs import Logprob
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON lacks."""
 
 Candidates = dict[int, Logprob]
-"""Of one place: the token that was chosen and the most likely ones, by token id."""
+"""At one position: the sampled token and the most likely ones, by token id."""
 
 
 def completion_logprobs(
@@ -19,8 +19,8 @@ def completion_logprobs(
 
     Args:
         token_ids: The tokens.
-        candidates: For each token, what the model thought there; None for the first token of a prompt.
-        num_logprobs: How many of the most likely candidates to name, besides the token itself.
+        candidates: The candidates at each token; None at the first token of a prompt.
+        num_logprobs: Number of most likely candidates to return besides the token itself.
         offset: Where in the text the first token begins, in characters.
         first_token: The text of a token without candidates.
     """
@@ -36,7 +36,7 @@ def completion_logprobs(
 
 
 def _by_text(token_id: int, candidates: Candidates, num_logprobs: int) -> dict[str, float]:
-    """Candidates by their text. Of several with one text (halves of a character, say) the chosen or most likely one counts."""
+    """Candidates by text. If several have the same (parts of a character, say), the sampled or most likely one counts."""
     texts: dict[str, float] = {}
     for candidate in [candidates[token_id], *_most_likely(candidates, num_logprobs)]:
         texts.setdefault(candidate.decoded_token or "", finite(candidate.logprob))
@@ -58,12 +58,12 @@ def _entry(candidate: Logprob) -> TokenLogprob:
 
 
 def _most_likely(candidates: Candidates, num_logprobs: int) -> list[Logprob]:
-    """The so many most likely candidates; the token that was chosen may or may not be one of them."""
+    """The `num_logprobs` most likely candidates; the sampled token may not be among them."""
     return sorted(candidates.values(), key=lambda candidate: candidate.rank)[:num_logprobs]
 
 
 def prompt_logprobs(candidates: list[Candidates | None] | None) -> PromptLogprobs | None:
-    """vLLM's form for the tokens of a prompt."""
+    """vLLM's format for the tokens of a prompt."""
     if candidates is None:
         return None
     return [
@@ -77,5 +77,5 @@ def prompt_logprobs(candidates: list[Candidates | None] | None) -> PromptLogprob
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability that JSON can represent."""
     return max(logprob, LEAST)

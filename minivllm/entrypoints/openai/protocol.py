@@ -1,8 +1,7 @@
-"""What clients may ask: OpenAI's request bodies with vLLM's extra sampling fields. Mirrors vllm/entrypoints/openai/protocol.py.
+"""Request bodies: OpenAI's fields, and vLLM's extra sampling parameters. Mirrors vllm/entrypoints/openai/protocol.py.
 
-pydantic checks types and ranges at the door, strictly: "5" is no number and true is no 1. Three kinds of fields are not listed here. Those that
-OpenAI or vLLM have and this server cannot serve are refused when they are given a value that would change the answer
-(`UNSERVED`). All others are ignored, and named in the log, as vLLM does: clients send what the next server understands.
+pydantic validates types and ranges strictly: "5" is not a number and true is not 1. Fields that OpenAI or vLLM have but this server does
+not support (`UNSERVED`) are refused if their value would change the output. Other unknown fields are ignored and logged, as in vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 4096
-"""Messages of a conversation, and parts of all of them together, that are looked at: pydantic takes seconds for a million."""
+"""Limits checked before pydantic validates each entry, which takes seconds for a million. MAX_MESSAGES also limits message parts."""
 
 _NONE: tuple[Any, ...] = (None,)
 _NO_TOOLS = (None, [])
@@ -55,10 +54,10 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
 }
-"""Fields that would change the answer, each with the values that would not."""
+"""Fields that would change the output, each with the values that would not."""
 
 _COMPLETION_UNSERVED = UNSERVED | {"add_special_tokens": (None, True)}
-_CHAT_UNSERVED = UNSERVED | {"add_special_tokens": (None, False), "echo": (None, False)}  # templates have special tokens anyway
+_CHAT_UNSERVED = UNSERVED | {"add_special_tokens": (None, False), "echo": (None, False)}  # templates add special tokens
 
 WholeNumber = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -67,8 +66,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-def _not_too_many_prompts(value: Any) -> Any:
-    """Counts before pydantic looks at each."""
+def _check_num_prompts(value: Any) -> Any:
+    """Before pydantic validates each."""
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise RequestError(
             f"prompt has {len(value)} prompts, but a request may have at most {MAX_PROMPTS}: send them in several."
@@ -76,15 +75,15 @@ def _not_too_many_prompts(value: Any) -> Any:
     return value
 
 
-def _not_too_many(value: Any) -> Any:
-    """Counts before pydantic looks at each: a million wrong entries would take it seconds."""
+def _check_num_biases(value: Any) -> Any:
+    """Before pydantic validates each."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(value)} entries, but must have at most {MAX_LOGIT_BIAS}.")
     return value
 
 
 class _Body(BaseModel):
-    """What all requests share: strict types, and what happens to fields that are not listed."""
+    """Shared by all requests: strict types, and the treatment of unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     unserved: ClassVar[dict[str, tuple[Any, ...]]] = UNSERVED
@@ -93,34 +92,34 @@ class _Body(BaseModel):
     def _refuse_unserved(self) -> _Body:
         for name, value in (self.model_extra or {}).items():
             if name in self.unserved and value not in self.unserved[name]:
-                raise RequestError(f"{name} is {quoted(value)}, but this server cannot do that: leave {name} out.")
+                raise RequestError(f"{name} is {quoted(value)}, but this server does not support that: leave {name} out.")
         return self
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names of fields that have no effect, as a log can take them."""
+        """Names of ignored fields, escaped and shortened for the log."""
         return [ascii(name)[1:41].rstrip("'") for name in list(self.model_extra or {})[:20]]
 
 
 class StreamOptions(_Body):
-    """How to stream."""
+    """Streaming options."""
 
-    include_usage: bool | None = Field(None, description="End with an event that has the usage.")
+    include_usage: bool | None = Field(None, description="End with a usage event.")
 
 
 class _GenerationBody(_Body):
     """The fields that /v1/completions and /v1/chat/completions share. Null means the default."""
 
     model: str | None = Field(None, description="The model of /v1/models; it may be left out.")
-    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations of each prompt (1).")
+    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations per prompt (1).")
     temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy (1).")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling (1).")
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_not_too_many)] | None = Field(
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] | None = Field(
         None, description="Token ids (as strings) to numbers from -100 to 100."
     )
-    seed: WholeNumber | None = Field(None, description="Makes the answer repeatable.")
+    seed: WholeNumber | None = Field(None, description="Makes sampling reproducible.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = None
@@ -149,7 +148,7 @@ class _GenerationBody(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def shared_sampling_params(self) -> dict[str, Any]:
-        """The arguments of `SamplingParams` that have the same name and meaning here; the defaults where nothing is given."""
+        """The given fields that `SamplingParams` has too, by name and meaning."""
         names = SamplingParams.__dataclass_fields__.keys() & _GenerationBody.model_fields.keys()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -164,10 +163,10 @@ class CompletionRequest(_GenerationBody):
         | TokenIds
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-        BeforeValidator(_not_too_many_prompts),
+        BeforeValidator(_check_num_prompts),
     ] = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Tokens to generate (16).")
-    logprobs: NumLogprobs | None = Field(None, description="Log-probabilities of so many candidates at each token.")
+    logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return log-probabilities for.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
     best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="Must be n, if given.")
 
@@ -196,13 +195,13 @@ class Message(_Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates know it: one text, and "system" for what OpenAI calls "developer" now."""
+        """As chat templates expect it: one text, and the role "system" for OpenAI's "developer"."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-def _not_too_many_parts(messages: Any) -> Any:
-    """Counts before pydantic looks at each."""
+def _check_num_parts(messages: Any) -> Any:
+    """Before pydantic validates each."""
     if not isinstance(messages, list):
         return messages
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -215,7 +214,7 @@ def _not_too_many_parts(messages: Any) -> Any:
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_not_too_many_parts)
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_num_parts)
 ]
 
 
@@ -225,12 +224,12 @@ class ChatCompletionRequest(_GenerationBody):
     unserved = _CHAT_UNSERVED
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, description="An older name of max_completion_tokens.")
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, description="Old name of max_completion_tokens.")
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="Tokens to generate (until the context is full)."
     )
     logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
-    top_logprobs: NumLogprobs | None = Field(None, description="And those of so many candidates.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return, too.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
@@ -245,9 +244,9 @@ class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = Field(True, description="Add what the model wants around a prompt; messages have it anyway.")
+    add_special_tokens: bool = Field(True, description="Add special tokens to a prompt; chat templates add their own.")
     add_generation_prompt: bool = Field(True, description="End messages with the opening of the model's turn.")
-    return_token_strs: bool = Field(False, description="Return each token as the vocabulary spells it, too.")
+    return_token_strs: bool = Field(False, description="Return tokens as strings, too.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> TokenizeRequest:

@@ -1,7 +1,7 @@
-"""What the server answers: the shapes of OpenAI's (and, where it has more, vLLM's) JSON.
+"""Response bodies: OpenAI's JSON, and vLLM's extra fields.
 
-They are typed dicts, so at run time plain dicts: a token that streams costs one small dict and one call of msgspec. FastAPI reads the
-types for /openapi.json, and tests check answers against them.
+TypedDicts are plain dicts at run time: a streamed token costs one small dict and one msgspec call. FastAPI reads the types for
+/openapi.json, and tests check responses against them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -21,13 +21,13 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorResponse(TypedDict):
-    """The body of every answer that is an error, and of an event that ends a stream with one."""
+    """The body of every error response, and of the event that ends a failed stream."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(TypedDict):
-    """`cached_tokens` is how many the prefix cache spared the request."""
+    """`cached_tokens`: prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
@@ -42,7 +42,7 @@ class Usage(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """vLLM's entry for one candidate at one place of the prompt."""
+    """vLLM's entry for one candidate at one prompt position."""
 
     logprob: float
     rank: int
@@ -54,7 +54,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(TypedDict):
-    """Four lists with an entry for each token; `text_offset` is where in `text` the token begins, in characters."""
+    """Four lists with an entry per token; `text_offset` is where the token begins in `text`, in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -71,7 +71,7 @@ class _CompletionChoice(TypedDict):
 
 
 class CompletionChoice(_CompletionChoice, total=False):
-    """One continuation, or in a stream what is new of it. `stop_reason` is the stop string or stop token that ended it."""
+    """One continuation, or its new part in a stream. `stop_reason` is the stop string or stop token that ended it."""
 
     prompt_logprobs: PromptLogprobs | None
 
@@ -85,7 +85,7 @@ class _CompletionResponse(TypedDict):
 
 
 class CompletionResponse(_CompletionResponse):
-    """The answer to /v1/completions."""
+    """The response of /v1/completions."""
 
     usage: Usage
 
@@ -105,26 +105,26 @@ class TokenLogprob(TypedDict):
 
 
 class ChatTokenLogprob(TokenLogprob):
-    """A token that was chosen, and the most likely ones there."""
+    """A sampled token, and the most likely candidates."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """An entry for each token."""
+    """An entry per token."""
 
     content: list[ChatTokenLogprob]
 
 
 class ChatMessage(TypedDict):
-    """What the model says."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(TypedDict):
-    """One answer. `stop_reason` is the stop string or stop token that ended it."""
+    """One message. `stop_reason` is the stop string or stop token that ended it."""
 
     index: int
     message: ChatMessage
@@ -143,20 +143,20 @@ class _ChatResponse(TypedDict):
 
 
 class ChatCompletionResponse(_ChatResponse, total=False):
-    """The answer to /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     prompt_logprobs: PromptLogprobs | None
 
 
 class ChatDelta(TypedDict, total=False):
-    """What is new of a message; the first of each choice has its role."""
+    """The new part of a message; the first of each choice has its role."""
 
     role: Literal["assistant"]
     content: str
 
 
 class ChatChunkChoice(TypedDict):
-    """What is new of one answer."""
+    """The new part of a choice."""
 
     index: int
     delta: ChatDelta
@@ -180,7 +180,7 @@ class ChatCompletionChunk(_ChatChunk, total=False):
 
 
 class ModelCard(TypedDict):
-    """A model; `max_model_len` is the most tokens of prompt and output together."""
+    """A model; `max_model_len` limits prompt and output together."""
 
     id: str
     object: Literal["model"]
@@ -192,14 +192,14 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The answer to /v1/models."""
+    """The response of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(TypedDict):
-    """The answer to /tokenize; `token_strs` if asked for."""
+    """The response of /tokenize; `token_strs` if asked for."""
 
     count: int
     max_model_len: int
@@ -208,22 +208,22 @@ class TokenizeResponse(TypedDict):
 
 
 class DetokenizeResponse(TypedDict):
-    """The answer to /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
 
 class HealthResponse(TypedDict):
-    """The answer to /health."""
+    """The response of /health."""
 
     status: Literal["ok"]
 
 
 class VersionResponse(TypedDict):
-    """The answer to /version."""
+    """The response of /version."""
 
     version: str
 
 
 Json = dict[str, Any]
-"""Any of the dicts above, where code does not care which."""
+"""Any of the dicts above."""
