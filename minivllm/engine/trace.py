@@ -20,6 +20,7 @@ import msgspec
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import Phase
 
 VERSION = 1
 """Of the JSON form. It changes when a reader of the old form would read the new one wrongly."""
@@ -90,7 +91,7 @@ class StepRecord:
 
     Attributes:
         start, end: Seconds of the engine's clock: when it began to schedule, and when the model had computed.
-        phase: "prefill", "decode" or "mixed".
+        phase: "prefill", "decode", "mixed", or "idle" where it only preempted.
         scheduled: What was computed, in the order of the batch.
         preempted, swapped_in: Sequences that lost their blocks, and that got them back.
         finished: Sequences that ended with the step.
@@ -108,7 +109,7 @@ class StepRecord:
 
     start: Seconds
     end: Seconds
-    phase: Literal["prefill", "decode", "mixed"]
+    phase: Phase
     scheduled: list[SequenceStep]
     num_running: Count
     num_waiting: Count

@@ -39,7 +39,7 @@ class Connection(H11Protocol):
     _limit: asyncio.TimerHandle | None = None
     _head_limit: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Have the client watched from the first byte that cannot be sent, and give every request the way to end it all."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
