@@ -78,7 +78,8 @@ class CoreThread:
         loop = EngineCoreLoop(core)
         ready = loop.output_queue.get()
         assert isinstance(ready, CoreReady)
-        self.ready, self.process_id, self.last_heard = ready, os.getpid(), None
+        self.ready, self.process_id = ready, os.getpid()
+        self.last_heard: float | None = None
         self._input, self._output = loop.input_queue, loop.output_queue
         self._shut_down = threading.Event()
         self._thread = threading.Thread(target=loop.run_busy_loop, name="minivllm engine core", daemon=True)

@@ -20,6 +20,7 @@ import msgspec
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import Phase
 
 VERSION = 1
 """Version of the JSON format, raised by incompatible changes."""
@@ -89,7 +90,7 @@ class StepRecord:
 
     Attributes:
         start, end: When scheduling began, and when the model had finished, in seconds of the engine's clock.
-        phase: "prefill", "decode" or "mixed".
+        phase: "prefill", "decode", "mixed", or "idle" where it only preempted.
         scheduled: What was computed, in the order of the batch.
         preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
         finished: Sequences that finished in the step.
@@ -107,7 +108,7 @@ class StepRecord:
 
     start: Seconds
     end: Seconds
-    phase: Literal["prefill", "decode", "mixed"]
+    phase: Phase
     scheduled: list[SequenceStep]
     num_running: Count
     num_waiting: Count
