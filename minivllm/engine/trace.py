@@ -35,7 +35,7 @@ class SequenceKey(NamedTuple):
     """Identifies a sequence: its request, and its index among the request's `n` continuations."""
 
     request_id: str
-    index: Count = 0
+    index: Count = 0  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
 
 class SequenceStep(NamedTuple):
@@ -52,7 +52,7 @@ class SequenceStep(NamedTuple):
     """
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     action: Literal["prefill", "decode"]
     num_tokens: Count
     context_len: Count
@@ -70,7 +70,7 @@ class Preemption(NamedTuple):
     """A sequence that lost its blocks, by "recompute" or by "swap"."""
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     mode: str
 
 
@@ -78,7 +78,7 @@ class Finish(NamedTuple):
     """A sequence that finished, and its finish reason: "stop", "length", "abort" or "error"."""
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     reason: str
 
 
