@@ -124,7 +124,8 @@ class ModelRunner:
         else:
             with checks.trusted(shapes=self.trusts_backend):  # prepare_inputs has checked the numbers
                 hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
-        logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
+        rows = self._tensor(inputs.sampled_rows)  # index_select, because hidden[rows] would wake all threads for a few rows
+        logits = self.model.compute_logits(hidden.index_select(0, rows)) if inputs.sampled_rows else None
         outputs = self._sample(scheduled, logits)
         start = 0
         for item, output in zip(scheduled, outputs, strict=True):
