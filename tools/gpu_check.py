@@ -34,7 +34,7 @@ from minivllm.request import Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402
 
-TESTS = ["tests/test_kernels.py", "tests/test_attention_backends.py", "tests/test_models.py"]
+TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
 NOT_HERE = "not smollm2"
 """The default model is a package that this machine need not have."""
 QWEN3 = {

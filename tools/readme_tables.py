@@ -3,7 +3,7 @@
     python tools/readme_tables.py
 
 What stands between `<!-- FILE -->` and `<!-- end -->` is replaced by the command, its time and its text, as they are in FILE.
-tests/test_readme.py checks that nobody has typed anything there.
+tests/project/test_readme.py checks that nobody has typed anything there.
 """
 
 import json

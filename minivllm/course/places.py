@@ -1,6 +1,6 @@
 """Where the course lies on the web, and the cells with which a notebook begins because of it: badges, and what installs the course.
 
-tests/test_notebooks.py holds every notebook to them. Whoever moves the repository changes `REPOSITORY`, then the notebooks' first
+tests/course/test_notebooks.py holds every notebook to them. Whoever moves the repository changes `REPOSITORY`, then the notebooks' first
 cells with `python -m minivllm.course.places`, and the exercises with `make exercises`.
 """
 

@@ -1,7 +1,7 @@
 """Small mistakes, made one at a time in the answers of a lesson's solution: do the checks catch them?
 
-    python tests/mutate_lesson.py 07            all of them
-    python tests/mutate_lesson.py 07 --every 9  each ninth, for a quick look
+    python tests/support/mutate_lesson.py 07            all of them
+    python tests/support/mutate_lesson.py 07 --every 9  each ninth, for a quick look
 
 Each mutant runs in a process of its own with a time limit. What survives is printed as a difference of lines; mutants that are no mistakes,
 because nobody could tell them from the answer, are listed in `EQUIVALENT` with the reason, and left out of the share.

@@ -17,7 +17,7 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `pip install playwright`")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "out" / "browser"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("MINIVLLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)

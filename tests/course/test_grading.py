@@ -17,7 +17,7 @@ from submissions import cases
 
 from minivllm.entrypoints.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = sorted(cases(Path("/solutions"), Path("/project")))
 
 

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a GPU of compute capability 9.0 (Hopper), on a machine that needs to have none.
 
-    python tests/compile_triton_kernels.py
+    python tests/support/compile_triton_kernels.py
 
 The interpreter runs much that the compiler refuses. Triton compiles for any GPU if told which; only running needs one. So a
 driver that pretends stands in for the real one, and each launch ends after compiling. Prints what each kernel takes.

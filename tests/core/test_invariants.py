@@ -1,4 +1,4 @@
-"""The invariants of the design, over random workloads, on the real engine with a shadow model (tests/shadow.py).
+"""The invariants of the design, over random workloads, on the real engine with a shadow model (tests/support/shadow.py).
 
 `HYPOTHESIS_PROFILE=nightly` runs 1,000 examples of each.
 """

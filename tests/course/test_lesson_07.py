@@ -1,6 +1,6 @@
 """Lesson 07's checks, tested as code is: the solution passes, a stub fails, and a plausible mistake fails where it belongs.
 
-`tests/mutate_lesson.py 07` makes many more mistakes, small ones.
+`tests/support/mutate_lesson.py 07` makes many more mistakes, small ones.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def test_a_file_that_is_no_cost_model_is_refused_in_a_sentence(tmp_path, content
 
 def test_the_default_costs_are_those_that_were_measured():
     """Rounded to four digits."""
-    measured = load_costs(Path(__file__).parents[1] / "benchmarks" / "results" / "calibrate_2026-11-21.json")
+    measured = load_costs(Path(__file__).parents[2] / "benchmarks" / "results" / "calibrate_2026-11-21.json")
     assert (
         CostModel(
             **{name: float(f"{value:.4g}") for name, value in vars(measured).items() if name != "decode_curve"},

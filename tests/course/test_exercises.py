@@ -17,7 +17,7 @@ from minivllm.course.cells import find_problems, graded_cells, is_answer, is_che
 from minivllm.course.exercises import generate_exercises, main, make_exercise, write_exercises
 from minivllm.errors import CourseError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 ADD_TO_BE_WRITTEN = """\
 def add(a, b):

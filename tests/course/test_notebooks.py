@@ -16,7 +16,7 @@ import pytest
 
 from minivllm.course.places import INSTALL, badges
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} | set(FOLDERS)
 

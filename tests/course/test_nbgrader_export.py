@@ -128,7 +128,7 @@ def test_a_solution_that_is_marked_wrong_is_named(solutions, tmp_path):
 
 
 def test_the_badges_open_the_exercises(tmp_path):
-    for source in export_course(Path(__file__).parents[1] / "solutions", tmp_path / "course"):
+    for source in export_course(Path(__file__).parents[2] / "solutions", tmp_path / "course"):
         text = next(cell.source for cell in nbformat.read(source, as_version=4).cells if cell.id == "badges")
         assert f"/exercises/{source.name}" in text
         assert "/solutions/" not in text

@@ -81,9 +81,9 @@ def test_an_error_of_the_learner_shows_the_learners_lines():
     shown = failure(lambda: Growing().append()).split("\n")
     assert shown[0] == "Your code raised an error:"
     assert shown[-5:] == [
-        f"  tests/test_course_checks.py, line {line_of('return self.take()')}, in {qualified('append')}:",
+        f"  tests/course/test_course_checks.py, line {line_of('return self.take()')}, in {qualified('append')}:",
         "      return self.take()",
-        f"  tests/test_course_checks.py, line {line_of('return self.free.pop()')}, in {qualified('take')}:",
+        f"  tests/course/test_course_checks.py, line {line_of('return self.free.pop()')}, in {qualified('take')}:",
         "      return self.free.pop()",
         "IndexError: pop from empty list",
     ]
@@ -98,7 +98,7 @@ def qualified(method):
 
 
 def test_a_body_that_is_not_written_is_told_so():
-    assert failure(Growing().swap, points=1).startswith("Not written yet: tests/test_course_checks.py, line ")
+    assert failure(Growing().swap, points=1).startswith("Not written yet: tests/course/test_course_checks.py, line ")
     assert failure(Growing().swap).endswith(f"in {qualified('swap')}.")
 
 

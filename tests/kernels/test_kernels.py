@@ -146,11 +146,11 @@ def test_an_odd_prefix_and_an_odd_group(kernels, device):
 def test_the_cpu_kernels_leave_the_number_of_threads_alone(num_threads):
     """In a fresh process, where the first call starts the pool of threads."""
     code = (
-        "import torch, sys; sys.path.insert(0, 'tests'); from kernel_cases import make_attention_case;"
+        "import torch, sys; sys.path.insert(0, 'tests/support'); from kernel_cases import make_attention_case;"
         f"torch.set_num_threads({num_threads}); from minivllm.kernels import cpu;"
         "cpu.paged_decode_attention(*make_attention_case([5], [1]).args); print(torch.get_num_threads())"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == f"{num_threads}\n"
 
 

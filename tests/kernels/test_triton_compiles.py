@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this system")
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """Attention on the matrix units (wgmma) of a Hopper GPU, nothing beyond its shared memory."""
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(HERE / "compile_triton_kernels.py")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(SUPPORT / "compile_triton_kernels.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     for kernel in (

@@ -28,7 +28,7 @@ from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 from minivllm.viz.latency import draw_latencies, percentile, request_latencies
 from minivllm.viz.roofline import RooflinePoint, _spread, draw_roofline
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kernels_2026-11-21.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json"
 
 
 def timed_engine(*args: int, seconds: float = 0.25, **options: object) -> tuple[LLMEngine, ShadowExecutor]:

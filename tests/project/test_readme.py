@@ -11,7 +11,7 @@ import pytest
 from minivllm.config import EngineArgs
 from minivllm.entrypoints import cli
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 

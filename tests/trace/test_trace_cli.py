@@ -16,7 +16,7 @@ from minivllm.entrypoints.trace_cli import count_output_tokens, format_summary, 
 from minivllm.sampling_params import SamplingParams
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kernels_2026-11-21.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json"
 PNG = b"\x89PNG"
 
 

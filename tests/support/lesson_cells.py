@@ -1,6 +1,6 @@
 """A lesson's solved notebook as cells that can be changed and run without Jupyter: for tests of the checks.
 
-Used by the tests of each lesson and by `tests/mutate_lesson.py`.
+Used by the tests of each lesson and by `tests/support/mutate_lesson.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = 'raise NotImplementedError("write this")'
 

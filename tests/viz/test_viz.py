@@ -605,7 +605,7 @@ HASHES = {
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts.
 
-To renew them, `python tests/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
+To renew them, `PYTHONPATH=tests/support python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
 """
 
 
@@ -638,7 +638,7 @@ def guarded_figures():
         trace = TRACES[name]()
         for figure, draw in (FIGURES | COMPOSED).items():
             yield f"{name}, {figure}", lambda draw=draw, trace=trace: draw(trace)
-    results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
+    results = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_2026-11-21.json").read_text())
     points = [RooflinePoint(**point) for point in kernel_points(results)]
     yield "roofline", lambda: draw_roofline(points, *peaks(results), "kernels")
 
