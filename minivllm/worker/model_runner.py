@@ -116,7 +116,8 @@ class ModelRunner:
             hidden = self.graphs.run(inputs)
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
-        logits = self.model.compute_logits(hidden[inputs.sampled_rows]) if inputs.sampled_rows else None
+        rows = self._tensor(inputs.sampled_rows)  # index_select, because hidden[rows] would wake all threads for a few rows
+        logits = self.model.compute_logits(hidden.index_select(0, rows)) if inputs.sampled_rows else None
         outputs = self._sample(sequences, logits)
         start = 0
         for seq, output in zip(sequences, outputs, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
@@ -34,9 +34,12 @@ from minivllm.kernels.cpu.launch import (
     prefetch,
     use_threads_of_torch,
 )
+from minivllm.kernels.cpu.thread_pool import parallel_for
 
 UNROLL = 4
 """Values that are added to an output at once, so that it is read and written less often."""
+PARTS_PER_THREAD = 2
+"""Runs of tiles that the batch is cut into, for each thread."""
 
 
 @checks.checked(checks.check_decode, checks.check_decode_numbers)
@@ -146,41 +149,61 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
                             output[head, d] += weight * load(values[t, kv_head, d])
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+@njit(error_model="numpy")
+def _attend_part(
+    part, query, key_cache, value_cache, block_tables, context_lens, first_tile, scale, num_parts, outputs, maxima, sums,
+    channels, group,
+):  # fmt: skip
+    tile = tile_size(key_cache.shape[1])
+    for seq in range(len(query)):
+        first, last = common_tiles(first_tile, part, num_parts, seq)
+        if first < last:
+            place = part + seq
+            _attend(
+                query[seq], key_cache, value_cache, block_tables[seq], first * tile, min(last * tile, context_lens[seq]), scale,
+                outputs[place], maxima[place], sums[place], channels, group,
+            )  # fmt: skip
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _combine_part(seq, context_lens, first_tile, num_parts, outputs, maxima, sums, out):
+    """Put a sequence together from the parts that have worked on it."""
+    num_heads, head_dim = out.shape[1:]
+    for head in range(num_heads):
+        maximum, total = MINUS_INFINITY, ZERO
+        for d in range(head_dim):
+            out[seq, head, d] = ZERO
+        for part in range(num_parts):
+            first, last = common_tiles(first_tile, part, num_parts, seq)
+            if first < last:
+                place = part + seq
+                new_maximum = max(maximum, maxima[place, head])
+                shrink, weight = exp2(maximum - new_maximum), exp2(maxima[place, head] - new_maximum)
+                maximum, total = new_maximum, total * shrink + sums[place, head] * weight
+                for d in range(head_dim):
+                    out[seq, head, d] = out[seq, head, d] * shrink + outputs[place, head, d] * weight
+        if context_lens[seq] > 0:
+            for d in range(head_dim):
+                out[seq, head, d] /= total
+
+
+@njit(error_model="numpy", cache=True)
 def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, out, channels, group):
     num_seqs, num_heads, head_dim = query.shape
     tile = tile_size(key_cache.shape[1])
     first_tile = np.zeros(num_seqs + 1, np.int64)
     for seq in range(num_seqs):
         first_tile[seq + 1] = first_tile[seq] + (context_lens[seq] + tile - 1) // tile
-    # A thread works on a run of tiles. Runs and sequences both go up, so no two pairs have the same `thread + seq`.
-    outputs = np.empty((num_threads + num_seqs, num_heads, head_dim), np.float32)
-    maxima = np.empty((num_threads + num_seqs, num_heads), np.float32)
-    sums = np.empty((num_threads + num_seqs, num_heads), np.float32)
-    for thread in prange(num_threads):
-        for seq in range(num_seqs):
-            first, last = common_tiles(first_tile, thread, num_threads, seq)
-            if first < last:
-                part = thread + seq
-                _attend(
-                    query[seq], key_cache, value_cache, block_tables[seq], first * tile,
-                    min(last * tile, context_lens[seq]), scale, outputs[part], maxima[part], sums[part],
-                    channels, group,
-                )  # fmt: skip
-    for seq in prange(num_seqs):
-        for head in range(num_heads):
-            maximum, total = MINUS_INFINITY, ZERO
-            for d in range(head_dim):
-                out[seq, head, d] = ZERO
-            for thread in range(num_threads):
-                first, last = common_tiles(first_tile, thread, num_threads, seq)
-                if first < last:
-                    part = thread + seq
-                    new_maximum = max(maximum, maxima[part, head])
-                    shrink, weight = exp2(maximum - new_maximum), exp2(maxima[part, head] - new_maximum)
-                    maximum, total = new_maximum, total * shrink + sums[part, head] * weight
-                    for d in range(head_dim):
-                        out[seq, head, d] = out[seq, head, d] * shrink + outputs[part, head, d] * weight
-            if context_lens[seq] > 0:
-                for d in range(head_dim):
-                    out[seq, head, d] /= total
+    num_parts = 1 if num_threads == 1 else PARTS_PER_THREAD * num_threads
+    # A part is a run of tiles. Runs and sequences both go up, so no two pairs have the same `part + seq`.
+    outputs = np.empty((num_parts + num_seqs, num_heads, head_dim), np.float32)
+    maxima = np.empty((num_parts + num_seqs, num_heads), np.float32)
+    sums = np.empty((num_parts + num_seqs, num_heads), np.float32)
+    parallel_for(
+        num_threads, num_parts, _attend_part,
+        (
+            query, key_cache, value_cache, block_tables, context_lens, first_tile, scale, num_parts, outputs, maxima, sums,
+            channels, group,
+        ),
+    )  # fmt: skip
+    parallel_for(num_threads, num_seqs, _combine_part, (context_lens, first_tile, num_parts, outputs, maxima, sums, out))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -16,6 +13,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from minivllm.errors import KernelError
+from minivllm.kernels.cpu.thread_pool import start_workers
 
 TILE = 32
 """Cached tokens whose scores are computed before their values are read."""
@@ -57,27 +55,10 @@ def constant(number: int) -> tuple:
     return (None,) * number
 
 
-_threads = threading.local()  # Numba keeps its number of threads for each Python thread
-
-
-def configure_numba() -> None:
-    """What these kernels need of Numba, set when the first of them is about to be compiled."""
-    if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
-        # The OpenMP pool that torch has. Threads of a second pool would fight with torch's, which wait spinning, for the cores.
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    numba.config.PARFOR_MAX_TUPLE_SIZE = max(numba.config.PARFOR_MAX_TUPLE_SIZE, MAX_HEAD_DIM)  # see `constant`
-
-
 def use_threads_of_torch() -> int:
-    """Let Numba use as many threads as torch does."""
-    wanted = torch.get_num_threads()
-    num_threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
-    if num_threads != getattr(_threads, "number", None):  # asked at every launch, so it should cost nothing when all is as it was
-        configure_numba()
-        numba.set_num_threads(num_threads)
-        if torch.get_num_threads() != wanted:  # Numba has just started the pool that both use, with a number of its own
-            torch.set_num_threads(wanted)
-        _threads.number = num_threads
+    """As many threads as torch computes with; all but the calling one are there from now on."""
+    num_threads = torch.get_num_threads()
+    start_workers(num_threads - 1)
     return num_threads
 
 

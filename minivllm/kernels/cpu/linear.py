@@ -27,7 +27,7 @@ import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
@@ -35,6 +35,7 @@ from torch import Tensor
 from minivllm.errors import KernelError
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
+from minivllm.kernels.cpu.thread_pool import parallel_for
 
 PANEL = 16
 """Output features of a panel: the float32 numbers of one AVX-512 register."""
@@ -46,8 +47,11 @@ MANY_ROWS, MANY_PANELS = (12, 2) if _HAS_AVX512 else (3, 2)
 """Larger batches go in tiles of this many rows and panels: each number of `x` that is loaded is used twice."""
 PREFETCH_DISTANCE = 64
 """How many vectors ahead memory is prefetched: 4 KiB."""
-GROUP_BYTES = 2**20
-"""Panels that all rows read before the next ones, small enough to stay in the second-level cache meanwhile."""
+PART_BYTES = 2**17
+"""How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
+second-level cache while all rows pass by."""
+PARALLEL_NUMBERS = 2**13
+"""A transposition of fewer numbers is not worth a second thread."""
 
 
 class PackedWeight:
@@ -196,30 +200,38 @@ def _multiply_panels(
     return types.void(x, panels, first_panel, bias, out, first_row, rows, width), generate
 
 
-@njit(parallel=True, error_model="numpy", cache=True)
+@njit(error_model="numpy")
+def _transpose_part(part, num_parts, x, columns):
+    num_tiles, in_features, tile = columns.shape
+    for i in range(num_tiles):
+        for row in range(tile):
+            token = min(i * tile + row, x.shape[0] - 1)  # the last tile is filled up with its last row
+            for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
+                columns[i, k, row] = x[token, k]
+
+
+@njit(error_model="numpy")
+def _multiply_part(part, size, columns, panels, bias, out, rows, width):
+    """`size` panels by all rows."""
+    first, last = part * size, min((part + 1) * size, len(panels))
+    odd = (last - first) % len(width)
+    for i in range(len(columns)):
+        for panel in range(first, last - odd, len(width)):
+            _multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, width)
+        for panel in range(last - odd, last):
+            _multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, (None,))
+
+
+@njit(error_model="numpy", cache=True)
 def _multiply(x, panels, bias, out, num_threads, rows, width):
-    """Transpose `x`, tile by tile; then the threads share the panels evenly."""
+    """Transpose the rows of `x`, tile by tile; then the threads take a few panels at a time."""
     num_panels, in_features, _ = panels.shape
-    num_tokens, tile = x.shape[0], len(rows)
-    num_tiles = out.shape[0] // tile
-    columns = np.empty((num_tiles, in_features, tile), x.dtype)
-    for thread in prange(num_threads):
-        for i in range(num_tiles):
-            for row in range(tile):
-                token = min(i * tile + row, num_tokens - 1)  # the last tile is padded with the last row
-                for k in range(in_features * thread // num_threads, in_features * (thread + 1) // num_threads):
-                    columns[i, k, row] = x[token, k]
-    group = max(1, GROUP_BYTES // (4 * PANEL * in_features))
-    for thread in prange(num_threads):
-        last = num_panels * (thread + 1) // num_threads
-        for first in range(num_panels * thread // num_threads, last, group):
-            end = min(first + group, last)
-            odd = (end - first) % len(width)
-            for i in range(num_tiles):
-                for panel in range(first, end - odd, len(width)):
-                    _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, width)
-                for panel in range(end - odd, end):
-                    _multiply_panels(columns[i], panels, panel, bias, out, i * tile, rows, (None,))
+    num_tiles = out.shape[0] // len(rows)
+    columns = np.empty((num_tiles, in_features, len(rows)), x.dtype)
+    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, x, columns))
+    size = max(len(width), PART_BYTES // (4 * PANEL * in_features))
+    parallel_for(num_threads, -(-num_panels // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
 
 
 @njit(error_model="numpy")

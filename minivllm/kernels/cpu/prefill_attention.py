@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
@@ -26,6 +26,7 @@ from minivllm.kernels.cpu.launch import (
     load,
     use_threads_of_torch,
 )
+from minivllm.kernels.cpu.thread_pool import parallel_for
 
 QUERY_TILE = 32
 """Query tokens that share a tile of the cache; even, because rows are taken two at a time."""
@@ -47,24 +48,23 @@ def paged_prefill_attention(
     out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
     starts, lengths = query_start_loc.numpy(), context_lens.numpy()
-    tasks = _share_out(starts, lengths, num_threads)
+    tiles = _order_tiles(starts, lengths)
     result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
     result[int(starts[-1]) :] = 0
     _prefill(
         as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), lengths, starts,
-        np.float32(scale), tasks, as_numpy(result), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+        np.float32(scale), tiles, num_threads, as_numpy(result), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return out if result is out else out.copy_(result)
 
 
-def _share_out(starts: np.ndarray, context_lens: np.ndarray, num_threads: int) -> np.ndarray:
-    """Deal the query tiles of a prefill to the threads, so that all have about the same work.
+def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+    """The query tiles of a prefill, those with the most work first: threads take one after the other, and the last are short.
 
-    A tile's work is the context that it attends to. The tiles are dealt from the largest to the smallest, in alternating
-    order of the threads.
+    A tile's work is the context that it sees.
 
     Returns:
-        `[num_threads, tiles, 2]`: sequence and first row of each tile; the sequence is -1 where there is no tile.
+        `[tiles, 2]`: the sequence of each tile, and its first row in it.
     """
     tiles = [
         (context_len - (end - start) + first, seq, first)
@@ -72,11 +72,7 @@ def _share_out(starts: np.ndarray, context_lens: np.ndarray, num_threads: int) -
         for first in range(0, end - start, QUERY_TILE)
     ]
     tiles.sort(reverse=True)
-    tasks = np.full((num_threads, -(-len(tiles) // num_threads), 2), -1, dtype=np.int64)
-    for i, (_, seq, first) in enumerate(tiles):
-        round_, place = divmod(i, num_threads)
-        tasks[place if round_ % 2 == 0 else num_threads - 1 - place, round_] = seq, first
-    return tasks
+    return np.array(tiles, dtype=np.int64).reshape(-1, 3)[:, 1:].copy()
 
 
 @njit(fastmath=FASTMATH, error_model="numpy", inline="always")
@@ -146,16 +142,19 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
             out[row // group_size, kv_head * group_size + row % group_size, d] = output[row, d] / sums[row]
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
-def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, tasks, out, channels, group):
-    for thread in prange(tasks.shape[0]):
-        for i in range(tasks.shape[1]):
-            seq, first = tasks[thread, i]
-            if seq >= 0:
-                start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
-                position = context_lens[seq] - (starts[seq + 1] - start)
-                for kv_head in range(key_cache.shape[2]):
-                    _attend(
-                        query[start:end], key_cache, value_cache, block_tables[seq], kv_head, position, scale, out[start:end],
-                        channels, group,
-                    )  # fmt: skip
+@njit(error_model="numpy")
+def _prefill_part(part, query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group):
+    seq, first = tiles[part]
+    start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
+    position = context_lens[seq] - (starts[seq + 1] - start)
+    for kv_head in range(key_cache.shape[2]):
+        _attend(
+            query[start:end], key_cache, value_cache, block_tables[seq], kv_head, position, scale, out[start:end],
+            channels, group,
+        )  # fmt: skip
+
+
+@njit(error_model="numpy", cache=True)
+def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, num_threads, out, channels, group):
+    arguments = (query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group)
+    parallel_for(num_threads, len(tiles), _prefill_part, arguments)

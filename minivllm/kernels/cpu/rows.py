@@ -11,16 +11,19 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
 from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
+from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
 
 PARALLEL_ROWS = 12
 """The fewest rows that are worth more than one thread."""
+ROWS_PER_PART = 4
+"""Rows that a thread takes at a time."""
 
 
 @checks.checked(checks.check_rms_norm)
@@ -142,30 +145,39 @@ def _row(address, row, stride, size):
 
 
 @njit
-def _share(num_rows, thread, num_threads):
-    """The rows of a thread."""
-    return range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
+def _rows_of(part, num_rows):
+    return range(part * ROWS_PER_PART, min((part + 1) * ROWS_PER_PART, num_rows))
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
-def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address, num_threads):
+@njit
+def _num_parts(num_rows):
+    return -(-num_rows // ROWS_PER_PART)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _norm_part(part, x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address):
     """Without a residual (address 0), `x` itself is normalized."""
     weight = _row(weight_address, 0, 0, size)
-    for thread in prange(num_threads):
-        for row in _share(num_rows, thread, num_threads):
-            x = _row(x_address, row, size, size)
-            if residual_address != 0:
-                residual, total = _row(residual_address, row, size, size), _row(total_address, row, size, size)
-                for i in range(size):
-                    total[i] = x[i] + residual[i]
-                x = total
-            squares = np.float32(0)
+    for row in _rows_of(part, num_rows):
+        x = _row(x_address, row, size, size)
+        if residual_address != 0:
+            residual, total = _row(residual_address, row, size, size), _row(total_address, row, size, size)
             for i in range(size):
-                squares += x[i] * x[i]
-            factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-            out = _row(out_address, row, size, size)
-            for i in range(size):
-                out[i] = x[i] * factor * weight[i]
+                total[i] = x[i] + residual[i]
+            x = total
+        squares = np.float32(0)
+        for i in range(size):
+            squares += x[i] * x[i]
+        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        out = _row(out_address, row, size, size)
+        for i in range(size):
+            out[i] = x[i] * factor * weight[i]
+
+
+@njit(error_model="numpy", cache=True)
+def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address, num_threads):
+    arguments = (x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address)
+    parallel_for(num_threads, _num_parts(num_rows), _norm_part, arguments)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -179,66 +191,127 @@ def _rotate_heads(x, cos, sin, out, num_heads, half_head):
             out[start + half + i] = x[start + half + i] * cos[i] + x[start + i] * sin[i]
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
-def _rotate(
-    positions_address, num_tokens, half_head, query_address, query_stride, num_heads, key_address, key_stride, num_kv_heads,
-    cos_address, sin_address, query_out_address, key_out_address, num_threads,
-):  # fmt: skip
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _rotate_part(
+    part,
+    positions_address,
+    num_tokens,
+    half_head,
+    query_address,
+    query_stride,
+    num_heads,
+    key_address,
+    key_stride,
+    num_kv_heads,
+    cos_address,
+    sin_address,
+    query_out_address,
+    key_out_address,
+):
     positions = numba.carray(_integers(positions_address), (num_tokens,))
     half = len(half_head)
     query_size, key_size = 2 * half * num_heads, 2 * half * num_kv_heads
-    for thread in prange(num_threads):
-        for token in _share(num_tokens, thread, num_threads):
-            cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
-            query, query_out = (
-                _row(query_address, token, query_stride, query_size),
-                _row(query_out_address, token, query_size, query_size),
-            )
-            key, key_out = _row(key_address, token, key_stride, key_size), _row(key_out_address, token, key_size, key_size)
-            _rotate_heads(query, cos, sin, query_out, num_heads, half_head)
-            _rotate_heads(key, cos, sin, key_out, num_kv_heads, half_head)
+    for token in _rows_of(part, num_tokens):
+        cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
+        query, query_out = (
+            _row(query_address, token, query_stride, query_size),
+            _row(query_out_address, token, query_size, query_size),
+        )
+        key, key_out = _row(key_address, token, key_stride, key_size), _row(key_out_address, token, key_size, key_size)
+        _rotate_heads(query, cos, sin, query_out, num_heads, half_head)
+        _rotate_heads(key, cos, sin, key_out, num_kv_heads, half_head)
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
-def _gate(x_address, num_rows, size, out_address, num_threads):
+@njit(error_model="numpy", cache=True)
+def _rotate(
+    positions_address,
+    num_tokens,
+    half_head,
+    query_address,
+    query_stride,
+    num_heads,
+    key_address,
+    key_stride,
+    num_kv_heads,
+    cos_address,
+    sin_address,
+    query_out_address,
+    key_out_address,
+    num_threads,
+):
+    arguments = (
+        positions_address,
+        num_tokens,
+        half_head,
+        query_address,
+        query_stride,
+        num_heads,
+        key_address,
+        key_stride,
+        num_kv_heads,
+        cos_address,
+        sin_address,
+        query_out_address,
+        key_out_address,
+    )
+    parallel_for(num_threads, _num_parts(num_tokens), _rotate_part, arguments)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _gate_part(part, x_address, num_rows, size, out_address):
     """silu(g) = g / (1 + e**-g), with e**-|g|, which never overflows."""
-    for thread in prange(num_threads):
-        for row in _share(num_rows, thread, num_threads):
-            x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
-            for i in range(size):
-                gate = x[i]
-                small = exp2(-abs(gate) * LOG2_E)
-                share = np.float32(1) / (np.float32(1) + small)
-                out[i] = gate * (share if gate >= np.float32(0) else small * share) * x[size + i]
+    for row in _rows_of(part, num_rows):
+        x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
+        for i in range(size):
+            gate = x[i]
+            small = exp2(-abs(gate) * LOG2_E)
+            share = np.float32(1) / (np.float32(1) + small)
+            out[i] = gate * (share if gate >= np.float32(0) else small * share) * x[size + i]
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
+def _gate(x_address, num_rows, size, out_address, num_threads):
+    arguments = (x_address, num_rows, size, out_address)
+    parallel_for(num_threads, _num_parts(num_rows), _gate_part, arguments)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _split_part(part, x_address, num_rows, size, digits_address, stride, first_low_row, scales_address):
+    scales = _row(scales_address, 0, 0, num_rows)
+    for row in _rows_of(part, num_rows):
+        x = _row(x_address, row, size, size)
+        high = numba.carray(_bytes(digits_address + row * stride), (size,))
+        low = numba.carray(_bytes(digits_address + (first_low_row + row) * stride), (size,))
+        # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
+        largest = np.int32(0)
+        for i in range(size):
+            largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
+        scale = max(np.int32(largest).view(np.float32) / np.float32(LARGEST), np.float32(1e-30))
+        scales[row] = scale
+        for i in range(size):
+            whole = np.int32(np.floor(x[i] / scale + np.float32(0.5)))
+            upper = np.int32((whole + np.int32(DIGIT_BASE // 2)) >> np.int32(6))
+            high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
+            low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
+
+
+@njit(error_model="numpy", cache=True)
 def _split(x_address, num_rows, size, digits_address, stride, first_low_row, scales_address, num_threads):
+    arguments = (x_address, num_rows, size, digits_address, stride, first_low_row, scales_address)
+    parallel_for(num_threads, _num_parts(num_rows), _split_part, arguments)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _join_part(part, products_address, num_rows, size, scales_address, out_address):
     scales = _row(scales_address, 0, 0, num_rows)
-    for thread in prange(num_threads):
-        for row in _share(num_rows, thread, num_threads):
-            x = _row(x_address, row, size, size)
-            high = numba.carray(_bytes(digits_address + row * stride), (size,))
-            low = numba.carray(_bytes(digits_address + (first_low_row + row) * stride), (size,))
-            # Without their sign, floats are ordered like their bits as integers, whose maximum is faster to find.
-            largest = np.int32(0)
-            for i in range(size):
-                largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
-            scale = max(np.int32(largest).view(np.float32) / np.float32(LARGEST), np.float32(1e-30))
-            scales[row] = scale
-            for i in range(size):
-                whole = np.int32(np.floor(x[i] / scale + np.float32(0.5)))
-                upper = np.int32((whole + np.int32(DIGIT_BASE // 2)) >> np.int32(6))
-                high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
-                low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
+    for row in _rows_of(part, num_rows):
+        high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
+        out = _row(out_address, row, size, size)
+        for i in range(size):
+            out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]
 
 
-@njit(parallel=True, fastmath=FASTMATH, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _join(products_address, num_rows, size, scales_address, out_address, num_threads):
-    scales = _row(scales_address, 0, 0, num_rows)
-    for thread in prange(num_threads):
-        for row in _share(num_rows, thread, num_threads):
-            high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
-            out = _row(out_address, row, size, size)
-            for i in range(size):
-                out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]
+    arguments = (products_address, num_rows, size, scales_address, out_address)
+    parallel_for(num_threads, _num_parts(num_rows), _join_part, arguments)

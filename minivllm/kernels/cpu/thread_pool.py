@@ -1,0 +1,318 @@
+"""Threads for the kernels: `parallel_for` runs a compiled function for each part of the work.
+
+OpenMP assigns each thread its share in advance, and all threads spin until the last one is done. On a machine that runs something
+else as well, a thread that has lost its core stalls the others for milliseconds, hundreds of times in a decode step. Here
+
+- the work is cut into more parts than there are threads, and any free thread takes the next one: a thread without a core takes none,
+  and the others finish without it, the calling thread alone if need be;
+- a waiting thread spins for about as long as Python takes to reach the next kernel, then sleeps, or yields its core;
+- a worker yields its core now and then between two parts. Otherwise the operating system would preempt it within a part, and all
+  others would wait for that part.
+
+The threads share one array of integers, `_state`. A *job* is a function and the number of its parts. The word at `JOB` holds the job's
+number in its upper half and the count of unclaimed parts in its lower half, so that one compare-and-swap claims a part and makes sure
+that the job is still the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import platform
+import sys
+import threading
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+LINE = 16
+"""Words between those that different threads write, so that they do not share a cache line: 128 bytes."""
+JOB, UNFINISHED, OWNED, CODE, DATA, PARTS, HELPERS = 0, LINE, 2 * LINE, *range(3 * LINE, 3 * LINE + 4)
+STOP, IDLE_SPINS, WAIT_SPINS, YIELD, ACQUIRE, RELEASE = range(4 * LINE, 4 * LINE + 6)
+FIRST_WORKER = 5 * LINE
+"""Each worker has a line: whether it is asleep, and the lock that it sleeps on."""
+MAX_WORKERS = 255
+UNCLAIMED = 2**32 - 1
+"""The lower half of the word at `JOB`."""
+PARTS_BETWEEN_YIELDS = 4
+"""Parts that a worker runs before it yields its core."""
+IDLE_MICROSECONDS = 100
+"""How long a worker without work spins before it sleeps: longer than Python takes from one kernel to the next."""
+WAIT_MICROSECONDS = 20
+"""How long the calling thread spins for the last parts of others before it yields its core."""
+
+_MACHINE = platform.machine().lower()
+_SYMBOL = "minivllm_thread_pool"
+_state = np.zeros(FIRST_WORKER + LINE * MAX_WORKERS, np.int64)
+llvmlite.binding.add_symbol(_SYMBOL, _state.ctypes.data)  # compiled code, kept on disk, finds the array by this name
+
+
+def _pointer(builder: Any, address: Any, index: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [index])
+
+
+@intrinsic
+def _shared(typing_context: Any) -> Any:
+    """The address of `_state`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        return builder.ptrtoint(context.get_c_value(builder, ir.IntType(64), _SYMBOL), ir.IntType(64))
+
+    return types.int64(), generate
+
+
+@intrinsic
+def _read(typing_context: Any, state: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        return builder.load_atomic(_pointer(builder, *arguments), "seq_cst", 8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _write(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        builder.store_atomic(arguments[2], _pointer(builder, *arguments[:2]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _add(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
+    """Returns what the word was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, *arguments[:2]), arguments[2], "seq_cst")
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _replace(typing_context: Any, state: Any, index: Any, old: Any, new: Any) -> Any:
+    """Compare and swap: whether the word was `old`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        result = builder.cmpxchg(_pointer(builder, *arguments[:2]), arguments[2], arguments[3], "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _pause(typing_context: Any) -> Any:
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        int32 = ir.IntType(32)
+        if _MACHINE in ("x86_64", "amd64"):
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), []
+            )
+        elif _MACHINE in ("aarch64", "arm64"):
+            hint = ir.FunctionType(ir.VoidType(), [int32])
+            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.aarch64.hint"), [int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _call(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
+    """Call the C function at an address with two words."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [word, word]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], function), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@njit
+def _take_part(state, helper):
+    """Run an unclaimed part. False if there is none."""
+    job = _read(state, JOB)
+    while job & UNCLAIMED and helper < _read(state, HELPERS):
+        # Until this part is finished, so is not the job, and what is read of it here is of the same job as `JOB`.
+        if _replace(state, JOB, job, job - 1):
+            part = _read(state, PARTS) - (job & UNCLAIMED)
+            _call(_read(state, CODE), _read(state, DATA), part)
+            _add(state, UNFINISHED, -1)
+            return True
+        job = _read(state, JOB)
+    return False
+
+
+@njit
+def _sleep(state, worker):
+    """Sleep until `_wake`, unless there is a job already."""
+    asleep = FIRST_WORKER + LINE * worker
+    _write(state, asleep, 1)
+    has_work = (_read(state, JOB) & UNCLAIMED) != 0 or _read(state, STOP) != 0
+    if not has_work or not _replace(state, asleep, 1, 0):
+        _call(_read(state, ACQUIRE), _read(state, asleep + 1), 1)
+
+
+@njit
+def _wake(state, worker):
+    asleep = FIRST_WORKER + LINE * worker
+    if _read(state, asleep) == 1 and _replace(state, asleep, 1, 0):
+        _call(_read(state, RELEASE), _read(state, asleep + 1), 0)
+
+
+@njit(nogil=True, cache=True)
+def _work(worker):
+    """A worker's loop."""
+    state = _shared()
+    spins = parts = 0
+    while _read(state, STOP) == 0:
+        if _take_part(state, worker):
+            spins, parts = 0, parts + 1
+            if parts % PARTS_BETWEEN_YIELDS == 0:
+                _call(_read(state, YIELD), 0, 0)
+        elif spins < _read(state, IDLE_SPINS):
+            spins += 1
+            _pause()
+        else:
+            _sleep(state, worker)
+            spins = 0
+
+
+@njit
+def _run(num_threads, num_parts, code, data):
+    state = _shared()
+    if num_threads < 2 or num_parts < 2 or not _replace(state, OWNED, 0, 1):
+        # The pool is in use, by another thread or by the job whose part this is: run alone.
+        for part in range(num_parts):
+            _call(code, data, part)
+        return
+    _write(state, CODE, code)
+    _write(state, DATA, data)
+    _write(state, PARTS, num_parts)
+    _write(state, HELPERS, num_threads - 1)
+    _write(state, UNFINISHED, num_parts)
+    _write(state, JOB, (((_read(state, JOB) >> 32) + 1) & 0x3FFFFFFF) << 32 | num_parts)
+    for worker in range(min(num_threads, num_parts) - 1):
+        _wake(state, worker)
+    while _take_part(state, -1):
+        pass
+    spins = 0
+    while _read(state, UNFINISHED) != 0:
+        spins += 1
+        if spins < _read(state, WAIT_SPINS):
+            _pause()
+        else:
+            _call(_read(state, YIELD), 0, 0)
+    _write(state, OWNED, 0)
+
+
+@intrinsic
+def _task(typing_context: Any, function: Any, arguments: Any) -> Any:
+    """The addresses of a C function that calls `function(part, *arguments)`, and of what it takes `arguments` from.
+
+    They are valid until the caller returns.
+    """
+    types_of_part = (types.int64, *arguments.types)
+    function_signature = function.get_call_type(typing_context, types_of_part, {})
+
+    def generate(context: Any, builder: Any, signature: Any, values: list) -> Any:
+        word = ir.IntType(64)
+        data = cgutils.alloca_once_value(builder, values[1])
+        compiled = function.dispatcher.get_compile_result(function_signature)
+        context.add_linking_libs([compiled.library])
+        name = builder.module.get_unique_name("part_of_" + function.dispatcher.py_func.__name__)
+        code = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [word, word]), name)
+        code.linkage = "internal"
+        inner = ir.IRBuilder(code.append_basic_block())
+        packed = inner.load(inner.inttoptr(code.args[0], data.type))
+        unpacked = cgutils.unpack_tuple(inner, packed, len(arguments.types))
+        of_part = [
+            context.cast(inner, value, given, wanted)
+            for value, given, wanted in zip([code.args[1], *unpacked], types_of_part, function_signature.args, strict=True)
+        ]
+        context.call_internal_no_propagate(inner, compiled.fndesc, function_signature, of_part)
+        inner.ret_void()
+        addresses = [builder.ptrtoint(code, word), builder.ptrtoint(data, word)]
+        return context.make_tuple(builder, signature.return_type, addresses)
+
+    return types.UniTuple(types.int64, 2)(function, arguments), generate
+
+
+@njit
+def parallel_for(num_threads, num_parts, function, arguments):
+    """Call `function(part, *arguments)` for each part, in up to `num_threads` threads, in any order.
+
+    For compiled callers. `function` is compiled too, and must not raise.
+    """
+    code, data = _task(function, arguments)
+    _run(num_threads, num_parts, code, data)
+
+
+_workers: list[threading.Thread] = []
+
+
+def start_workers(num_workers: int) -> None:
+    """Make sure that there are at least this many workers besides the calling thread."""
+    if not _workers:
+        _configure()
+    for worker in range(len(_workers), min(num_workers, MAX_WORKERS)):
+        thread = threading.Thread(target=_work, args=(worker,), name=f"minivllm-kernels-{worker}", daemon=True)
+        _workers.append(thread)
+        thread.start()
+
+
+def _configure() -> None:
+    api = ctypes.pythonapi
+    api.PyThread_allocate_lock.restype = ctypes.c_void_p
+    api.PyThread_acquire_lock.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    yield_ = ctypes.windll.kernel32.SwitchToThread if sys.platform == "win32" else ctypes.CDLL(None).sched_yield
+    for index, function in ((YIELD, yield_), (ACQUIRE, api.PyThread_acquire_lock), (RELEASE, api.PyThread_release_lock)):
+        _state[index] = ctypes.cast(function, ctypes.c_void_p).value
+    for worker in range(MAX_WORKERS):
+        lock = api.PyThread_allocate_lock()
+        api.PyThread_acquire_lock(lock, 1)
+        _state[FIRST_WORKER + LINE * worker + 1] = lock
+    per_microsecond = _measure_spins()
+    _state[IDLE_SPINS] = int(IDLE_MICROSECONDS * per_microsecond)
+    _state[WAIT_SPINS] = int(WAIT_MICROSECONDS * per_microsecond)
+
+
+@njit(cache=True)
+def _spin(count):
+    state = _shared()
+    for _ in range(count):
+        if _read(state, JOB) != -1:
+            _pause()
+
+
+def _measure_spins() -> float:
+    from time import perf_counter
+
+    _spin(1)
+    times = []
+    for _ in range(5):
+        start = perf_counter()
+        _spin(1000)
+        times.append(perf_counter() - start)
+    return 1000 / (min(times) * 1e6)
+
+
+@njit
+def _wake_all(num_workers):
+    for worker in range(num_workers):
+        _wake(_shared(), worker)
+
+
+@atexit.register
+def _stop() -> None:
+    _state[STOP] = 1
+    _wake_all(len(_workers))
+    for thread in _workers:
+        thread.join()
