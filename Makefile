@@ -35,9 +35,10 @@ exercises: setup ## Renew badges and install cells, and make the exercises from 
 	"$(VENV)/bin/python" -m minivllm.course.first_cells
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
-lint: setup ## Check style and form of the code
+lint: setup ## Check style, form and types of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
 	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m mypy
 
 gpu-check: ## On a machine with a GPU: kernels compiled, engine, CUDA graphs, benchmark; installs nothing
 	@"$(PYTHON)" tools/gpu_check.py $(ARGS)

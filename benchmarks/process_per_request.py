@@ -14,6 +14,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +36,6 @@ from minivllm.engine.core_messages import (
 )
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints import cli, serve_cli
-from minivllm.errors import MinivllmError
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -95,7 +95,7 @@ class ProcessPerRequestCore:
         try:
             if not request.finished.is_set():
                 request.run(self._config, self._num_threads, self._forward)
-        except MinivllmError as error:
+        except Exception as error:  # no memory, no process: this request fails alone
             self._forward(request, CoreFailed("", str(error)))
         finally:
             with self._lock:
@@ -105,7 +105,9 @@ class ProcessPerRequestCore:
     def _forward(self, request: _RequestProcess, message: FromCore) -> None:
         """Pass on a message of a process. One that dies fails its own request only."""
         if isinstance(message, CoreFailed):
-            message = EngineCoreOutputs([request.failure(f"The engine has ended: {message.message}.")], 0.0, SchedulerStats())
+            message = EngineCoreOutputs(
+                [request.failure(f"The engine has ended: {message.message}.")], time.perf_counter(), SchedulerStats()
+            )
         if isinstance(message, EngineCoreOutputs):
             with self._lock:
                 num_running = sum(other.is_running for other in self._requests.values())
@@ -134,7 +136,7 @@ class _RequestProcess:
             self._core.send(AddRequest(self._request))
             while not self.finished.is_set() and (message := self._core.receive()) is not None:
                 forward(self, message)
-                if isinstance(message, CoreFailed) or any(output.finished for output in message.outputs):
+                if isinstance(message, CoreFailed) or message.stats.num_running + message.stats.num_waiting == 0:
                     break
         finally:
             self.finished.set()

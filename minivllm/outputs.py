@@ -47,7 +47,7 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     `finish_reason` is None while it runs, then "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the
-    context is full) or "error"; an aborted request has no further output. `stop_reason` is the stop string or stop token id that ended
+    context is full), "error", or "abort" (`AsyncLLMEngine.abort`). `stop_reason` is the stop string or stop token id that ended
     it; None for the end-of-sequence token.
     """
 

@@ -34,7 +34,6 @@ class EngineCoreRequest:
 
     Attributes:
         request_id: The caller's name for it, unique among unfinished requests.
-        number: Tells apart requests that use the same id one after the other. It comes back with every output.
         prompt_token_ids: At least one token.
         sampling_params: How to generate. `seed` below takes precedence over the one in here.
         max_num_tokens: The limit on prompt and output together.
@@ -42,10 +41,10 @@ class EngineCoreRequest:
         seed: Start of the request's random stream.
         arrival_time: Seconds of the engine's clock.
         priority: With the "priority" policy, smaller goes first.
+        number: Tells apart requests that use the same id one after the other. It comes back with every output.
     """
 
     request_id: str
-    number: int
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     max_num_tokens: int
@@ -53,6 +52,7 @@ class EngineCoreRequest:
     seed: int = 0
     arrival_time: float = 0.0
     priority: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,6 @@ class Request:
         self.priority = priority
         self.seed = seed
         self.metrics = RequestMetrics(arrival_time)
-        self.error: str | None = None
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
         eos = () if sampling_params.ignore_eos else eos_token_ids

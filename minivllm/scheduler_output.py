@@ -9,9 +9,13 @@ gets the same as one in this process.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from minivllm.outputs import Logprob
 from minivllm.request import RequestData, Sequence
+
+Phase = Literal["prefill", "decode", "mixed", "idle"]
+"""What a step computes; "idle" where it only preempts."""
 
 
 @dataclass(slots=True)
@@ -124,8 +128,8 @@ class SchedulerOutput:
     """How many of the scheduled sequences compute a prompt, a chunk of one, or tokens lost to preemption."""
 
     @property
-    def phase(self) -> str:
-        """ "prefill", "decode", "mixed" or "idle"."""
+    def phase(self) -> Phase:
+        """What the step computes."""
         if not self.scheduled:
             return "idle"
         if self.num_prefills == 0:

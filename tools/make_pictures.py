@@ -9,11 +9,10 @@ docs/static_vs_continuous.png from `minivllm demo`.
 import json
 from pathlib import Path
 
-from minivllm.bench.arrivals import generate_requests
-
 from minivllm.bench.served_request import ServedRequest
 from minivllm.bench.simulation import simulate
 from minivllm.bench.what_if import what_if
+from minivllm.bench.workloads import generate_requests
 from minivllm.engine.trace import EngineTrace
 from minivllm.viz.engine_map import draw_engine_map
 from minivllm.viz.serving import draw_serving

@@ -48,10 +48,10 @@ class NgramIndex:
                     self._ends[tuple(token_ids[end - n : end])] = end
         self._num_indexed = max(self._num_indexed, len(token_ids))
         for n in reversed(lengths):
-            end = self._ends.get(tuple(token_ids[-n:]))
-            if end is not None:
-                period = len(token_ids) - end
-                return [token_ids[end + i % period] for i in range(num_tokens)]
+            start = self._ends.get(tuple(token_ids[-n:]))
+            if start is not None:
+                period = len(token_ids) - start
+                return [token_ids[start + i % period] for i in range(num_tokens)]
         return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from typing import Any
 
 from minivllm.request import Sequence
 
@@ -16,7 +17,7 @@ class SequenceQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple, Sequence]] = []
+        self._heap: list[tuple[tuple[Any, ...], Sequence]] = []
         self._members: dict[int, Sequence] = {}
 
     def add(self, seq: Sequence) -> None:

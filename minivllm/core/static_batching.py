@@ -36,4 +36,4 @@ class StaticBatchScheduler(Scheduler):
             self.waiting.add(seq)
 
     def _may_join(self, seq: Sequence) -> bool:
-        return seq.order[0] == MEMBER
+        return bool(seq.order[0] == MEMBER)

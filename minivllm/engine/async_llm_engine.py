@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import threading
 import time
 import uuid
 from collections import deque
@@ -32,6 +34,8 @@ from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 _MAX_KEPT_STEPS = 256
 """Steps kept for a slow reader of `steps`; older ones are dropped."""
 
@@ -46,6 +50,7 @@ class AsyncLLMEngine:
         model_config, cache_config, scheduler_config: What the core was made with.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
+        input_processor: Of an engine that this one takes over, whose stream of seeds goes on.
 
     Attributes:
         num_gpu_blocks: Blocks of the KV cache on the device.
@@ -71,6 +76,7 @@ class AsyncLLMEngine:
         tokenizer: Tokenizer | None,
         *,
         seed: int = 0,
+        input_processor: InputProcessor | None = None,
     ) -> None:
         self.model_config = model_config
         self.cache_config = cache_config
@@ -81,7 +87,7 @@ class AsyncLLMEngine:
         self.metrics = Metrics(model_config.name)
         self.dead_error: EngineDeadError | None = None
         self._client = client
-        self.input_processor = InputProcessor(
+        self.input_processor = input_processor or InputProcessor(
             model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
         )
         self.output_processor = OutputProcessor(tokenizer)
@@ -116,6 +122,8 @@ class AsyncLLMEngine:
                 "trace=True would keep every step of a server forever: leave it out, and watch AsyncLLMEngine.steps()."
             )
         if in_process:
+            if restart or num_threads is not None:
+                raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
             return cls.from_engine(LLMEngine.from_engine_args(args))
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
@@ -135,7 +143,14 @@ class AsyncLLMEngine:
         if core.trace is not None:
             raise ConfigError("The engine records a trace, which would grow forever: stop_trace() first.")
         client = AsyncMPClient(lambda: CoreThread(core))
-        return cls(client, core.model_config, core.cache_config, core.scheduler_config, engine.tokenizer, seed=engine.seed)
+        return cls(
+            client,
+            core.model_config,
+            core.cache_config,
+            core.scheduler_config,
+            engine.tokenizer,
+            input_processor=engine.input_processor,
+        )
 
     @property
     def process_id(self) -> int:
@@ -206,7 +221,7 @@ class AsyncLLMEngine:
         stream = RequestStream(self.output_processor.add_request(prompt))
         self._streams[request.request_id] = stream
         try:
-            self._client.add_request(request)
+            self._client.add_request(stream.state.request)
             while True:
                 output = await stream.get()
                 yield output
@@ -314,8 +329,6 @@ class AsyncLLMEngine:
             self._is_restarting = message.restarting
             again = " Another engine is being started: try again in some seconds." if message.restarting else ""
             self.dead_error = EngineDeadError(f"{dead_error(message)}{again}")  # known at once, whatever the event loop does
-        elif isinstance(message, CoreReady):
-            self.dead_error, self._is_restarting = None, False
         loop = self._loop
         if loop is not None and loop.is_running():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
@@ -325,8 +338,14 @@ class AsyncLLMEngine:
 
     def _handle(self, message: FromCore) -> None:
         if isinstance(message, EngineCoreOutputs) and not self._is_final:
-            self._handle_outputs(message)
-        elif isinstance(message, CoreReady):
+            try:
+                self._handle_outputs(message)
+            except Exception as error:  # the requests of this step have lost tokens: go no further
+                logger.exception("The outputs of a step could not be processed.")
+                threading.Thread(target=self._client.shutdown).start()
+                self._receive(CoreFailed(type(error).__name__, str(error)))
+        elif isinstance(message, CoreReady) and not self._is_final:
+            self.dead_error, self._is_restarting = None, False
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
         elif isinstance(message, CoreFailed):
@@ -335,8 +354,7 @@ class AsyncLLMEngine:
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
         self._set_stats(outputs.stats)
         processed = self.output_processor.process_outputs(outputs)
-        if processed.stopped:
-            self._client.stop_sequences(processed.stopped)
+        self._client.stop_sequences(processed.stopped)
         now = time.perf_counter()
         for state in processed.updated:
             self.metrics.record_output(state, now, self.cache_config.enable_prefix_caching)

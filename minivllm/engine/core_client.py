@@ -24,6 +24,7 @@ from minivllm.engine.core_messages import (
     CoreFailed,
     EngineCoreOutputs,
     FromCore,
+    Shutdown,
     StoppedSequence,
     StopSequences,
     ToCore,
@@ -108,7 +109,8 @@ class MPClient(EngineCoreClient):
         self.send(AbortRequests(request_ids))
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
-        self.send(StopSequences(sequences))
+        if sequences:
+            self.send(StopSequences(sequences))
 
 
 class SyncMPClient(MPClient):
@@ -155,7 +157,7 @@ class AsyncMPClient(MPClient):
 
     def __init__(self, start_core: Callable[[], CoreHandle], *, restart: bool = False) -> None:
         self._supervisor = CoreSupervisor(start_core, restart)
-        self._finalizer = weakref.finalize(self, self._supervisor.stop)  # its threads hold the supervisor, and not the client
+        self._finalizer = weakref.finalize(self, self._supervisor.let_go)  # its thread holds the supervisor, and not the client
         self.num_gpu_blocks = self._supervisor.core.ready.num_gpu_blocks
 
     @property
@@ -200,19 +202,22 @@ class CoreSupervisor:
         self._start_core = start_core
         self._restart = restart
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
         self._on_message: Callable[[], OnMessage | None]
 
     def start(self, on_message: Callable[[], OnMessage | None]) -> None:
         """Begin to forward, for as long as the weak reference gives a method to forward to."""
         self._on_message = on_message
-        self._thread = threading.Thread(target=self._run, name="minivllm outputs", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="minivllm outputs", daemon=True).start()
 
     def stop(self) -> None:
         """End the core, and one that is being started as soon as it is there."""
         self._stopped.set()
         self.core.shutdown()
+
+    def let_go(self) -> None:
+        """Tell the core to end, without waiting for it: called by the garbage collector, in any thread."""
+        self._stopped.set()
+        self.core.send(Shutdown())
 
     def _run(self) -> None:
         failed_starts, started = 0, -float("inf")
@@ -220,7 +225,7 @@ class CoreSupervisor:
             failure = self._forward()
             if failure is None:
                 return
-            logger.error("The engine died: %s", dead_error(failure))
+            logger.error("%s", dead_error(failure))
             self.core.shutdown()
             if not self._restart:
                 self._tell(failure)
@@ -258,9 +263,11 @@ class CoreSupervisor:
             try:
                 core = self._start_core()
             except Exception as error:  # many kinds: no memory, no file, no process
+                if self._stopped.is_set():
+                    return False
                 failed_starts += 1
                 logger.error("Start %d of %d of another engine failed: %s", failed_starts, self.MAX_FAILED_STARTS, error)
-                failure = CoreFailed("", f"it died, and another could not be started: {error}", restarting=True)
+                failure = CoreFailed("", f"starting another failed: {error}", restarting=True)
                 self._tell(failure)
                 continue
             self.core = core

@@ -78,7 +78,8 @@ class CoreThread:
         loop = EngineCoreLoop(core)
         ready = loop.output_queue.get()
         assert isinstance(ready, CoreReady)
-        self.ready, self.process_id, self.last_heard = ready, os.getpid(), None
+        self.ready, self.process_id = ready, os.getpid()
+        self.last_heard: float | None = None
         self._input, self._output = loop.input_queue, loop.output_queue
         self._shut_down = threading.Event()
         self._thread = threading.Thread(target=loop.run_busy_loop, name="minivllm engine core", daemon=True)
@@ -97,7 +98,8 @@ class CoreThread:
     def shutdown(self) -> None:
         self._shut_down.set()
         self._stop()
-        self._thread.join(_GRACE_SECONDS)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_GRACE_SECONDS)
 
 
 class CoreProcess:
@@ -106,6 +108,7 @@ class CoreProcess:
     Args:
         config: The engine's.
         num_threads: Threads that it computes with; one for each processor if None.
+        heartbeats: Whether the process is to give signs of life when it has nothing else to say.
 
     Raises:
         ModelLoadError: The model cannot be found or used.
@@ -113,7 +116,7 @@ class CoreProcess:
         EngineDeadError: The process ended before it was ready.
     """
 
-    def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int | None = None, *, heartbeats: bool = True) -> None:
         packed = config.pack()
         folder = _make_socket_folder()
         addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
@@ -128,13 +131,19 @@ class CoreProcess:
         """A socket may be used by one thread at a time."""
         self._receiving = threading.Lock()
         """Held while a thread uses the output socket."""
-        self._process = _start_process(num_threads)
+        try:
+            self._process = _start_process(num_threads)
+        except BaseException:
+            self._context.destroy(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self.process_id = self._process.pid
-        self.last_heard: float | None = time.monotonic()
+        self.last_heard: float | None = time.monotonic() if heartbeats else None
         self._shut_down = threading.Event()
         self._end = weakref.finalize(self, _end_process, self._process, self._shut_down, folder)
         """Also called when this object is garbage, or Python exits."""
-        setup = CoreSetup(packed, folder, *addresses, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel())
+        log_level = logging.getLogger().getEffectiveLevel()
+        setup = CoreSetup(packed, heartbeats, folder, *addresses, sys_path=sys.path, log_level=log_level)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
@@ -152,7 +161,8 @@ class CoreProcess:
         message = self.receive()
         if isinstance(message, CoreReady):
             return message
-        assert isinstance(message, CoreFailed)
+        if not isinstance(message, CoreFailed):
+            raise EngineDeadError("The engine was shut down while it started.")
         if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
             raise kind(message.message)
         raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
@@ -169,7 +179,8 @@ class CoreProcess:
             while not self._shut_down.is_set():
                 if self._output.poll(_POLL_MS):
                     message = self._decode(self._output.recv())
-                    self.last_heard = time.monotonic()
+                    if self.last_heard is not None:
+                        self.last_heard = time.monotonic()
                     if isinstance(message, CoreLog):
                         logging.getLogger(message.logger).log(message.level, "%s", message.text)
                     elif not isinstance(message, Heartbeat):

@@ -174,8 +174,8 @@ def _plain_number(value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
-_TO_CORE = msgspec.msgpack.Decoder(ToCore)
-_FROM_CORE = msgspec.msgpack.Decoder(FromCore)
+_TO_CORE: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_FROM_CORE: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
 def encode(message: ToCore | FromCore) -> bytes:

@@ -33,7 +33,6 @@ class EngineConfig:
     worker_config: WorkerConfig
     scheduler_cls: type[Scheduler] = Scheduler
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager
-    seed: int = 0
     has_tokenizer: bool = True
 
     @classmethod
@@ -60,7 +59,6 @@ class EngineConfig:
             args.worker_config(),
             args.scheduler_cls or Scheduler,
             args.block_space_manager_cls or BlockSpaceManager,
-            args.seed,
             not args.skip_tokenizer_init,
         )
 
@@ -88,8 +86,9 @@ class EngineConfig:
         values = {name: _unpack(value) for name, value in packed.items()}
         model = ModelConfig(**values["model_config"])
         values["model_config"] = replace(model, path=Path(model.path), eos_token_ids=tuple(model.eos_token_ids))
-        for name, section in (("cache", CacheConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig)):
-            values[f"{name}_config"] = section(**values[f"{name}_config"])
+        values["cache_config"] = CacheConfig(**values["cache_config"])
+        values["scheduler_config"] = SchedulerConfig(**values["scheduler_config"])
+        values["worker_config"] = WorkerConfig(**values["worker_config"])
         return cls(**values)
 
 

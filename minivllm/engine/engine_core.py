@@ -173,9 +173,10 @@ class EngineCore:
             return self.make_outputs(outputs)
         start = self.clock()
         scheduled = self.scheduler.schedule()
-        self._note_scheduled(scheduled, start)
         if not scheduled.scheduled and not scheduled.preempted:
+            self._check_idle()
             return self.make_outputs([])
+        self._note_scheduled(scheduled, start)
         record = self._recorder.begin_step(scheduled, start) if self._recorder is not None else None
         try:
             results = self.executor.execute_model(scheduled.to_request())
@@ -209,18 +210,16 @@ class EngineCore:
         )
         return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
 
-    def _note_scheduled(self, scheduled: SchedulerOutput, start: float) -> None:
-        """Count the step.
-
-        Raises:
-            RuntimeError: Nothing was scheduled, though there is something to do: a mistake in a learner's scheduler.
-        """
-        if scheduled.scheduled or scheduled.preempted:
-            self.num_steps += 1
-            self.num_preemptions += len(scheduled.preempted)
-        elif self.scheduler.has_unfinished_requests():
+    def _check_idle(self) -> None:
+        """Nothing was scheduled: raise a RuntimeError if there is something to do, which is a mistake in a learner's scheduler."""
+        if self.scheduler.has_unfinished_requests():
             name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
             raise RuntimeError(f"{name} scheduled nothing, though {count} requests are unfinished: it would do so forever.")
+
+    def _note_scheduled(self, scheduled: SchedulerOutput, start: float) -> None:
+        """Count the step, and note which requests it is the first for."""
+        self.num_steps += 1
+        self.num_preemptions += len(scheduled.preempted)
         for item in scheduled.scheduled:
             metrics = item.seq.request.metrics
             if metrics.first_scheduled_time is None:
@@ -262,14 +261,14 @@ class EngineCore:
         """Finish every request of the failed step: the contents of their cache blocks are unknown."""
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
         requests, outputs, now = dict.fromkeys(seq.request for seq in sequences), [], self.clock()
+        message = f"The model failed in a step: {type(error).__name__}: {error}."
         for request in requests:
-            request.error = f"The model failed in a step: {type(error).__name__}: {error}."
             unfinished = [seq for seq in request.sequences if not seq.finished]
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
             request.metrics.finished_time = now
             ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
             metrics = replace(request.metrics)
-            outputs.append(EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=request.error))
+            outputs.append(EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=message))
         if record is not None and self._recorder is not None:
             record.error = f"{type(error).__name__}: {error}"
             self._recorder.end_step(record, scheduled, [], requests, now)

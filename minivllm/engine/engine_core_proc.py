@@ -131,8 +131,8 @@ class EngineCoreLoop:
         message = self.core.step()
         outputs = message.outputs
         self._send(message)
-        if outputs:
-            self._num_failed_steps = self._num_failed_steps + 1 if all(output.error for output in outputs) else 0
+        failed = bool(outputs) and all(output.error for output in outputs)
+        self._num_failed_steps = self._num_failed_steps + 1 if failed else 0
         if self._num_failed_steps == MAX_FAILED_STEPS:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
 
@@ -150,6 +150,7 @@ class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
     """What the process is told at its start: the configuration, the sockets, and where Python finds modules."""
 
     config: dict[str, Any]
+    heartbeats: bool
     socket_folder: str
     input_address: str
     output_address: str
@@ -188,6 +189,7 @@ class EngineCoreProc:
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
         self._config = setup.config
+        self._heartbeat_seconds = HEARTBEAT_SECONDS if setup.heartbeats else None
         self._log = LogToFrontend(lambda message: self._output.send(encode(message)))
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
@@ -227,18 +229,17 @@ class EngineCoreProc:
     def _send(self, loop: EngineCoreLoop) -> None:
         """The output thread: it ends after the core's last message."""
         try:
-            while (message := _next_message(loop)) is not None:
+            while (message := self._next_message(loop)) is not None:
                 self._output.send(encode(message))
             self._output.close(linger=1000)
         except Exception:
             _exit_at_once()
 
-
-def _next_message(loop: EngineCoreLoop) -> FromCore | None:
-    try:
-        return loop.output_queue.get(timeout=HEARTBEAT_SECONDS)
-    except queue.Empty:
-        return Heartbeat()
+    def _next_message(self, loop: EngineCoreLoop) -> FromCore | None:
+        try:
+            return loop.output_queue.get(timeout=self._heartbeat_seconds)
+        except queue.Empty:
+            return Heartbeat()
 
 
 def _exit_at_once() -> None:

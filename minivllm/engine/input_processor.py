@@ -5,7 +5,6 @@ A request that passes can be served; one that does not has cost nobody a block. 
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -64,7 +63,6 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self.clock = clock
         self._random = random.Random(seed)
-        self._numbers = itertools.count()
         eos = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -98,7 +96,6 @@ class InputProcessor:
         max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
         request = EngineCoreRequest(
             request_id,
-            next(self._numbers),
             token_ids,
             params,
             max_num_tokens,

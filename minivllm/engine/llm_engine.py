@@ -54,7 +54,6 @@ class LLMEngine:
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
         self.tokenizer = tokenizer
-        self.seed = seed
         self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
         """Tokens that the whole KV cache holds."""
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
@@ -84,7 +83,7 @@ class LLMEngine:
 
             if args.trace:
                 raise ConfigError("trace=True records in this process: leave it out, or run the engine in this process.")
-            client = SyncMPClient(CoreProcess(config))
+            client = SyncMPClient(CoreProcess(config, heartbeats=False))
         engine = cls(client, config.model_config, config.cache_config, config.scheduler_config, tokenizer, seed=args.seed)
         if args.trace:
             engine.start_trace()
@@ -132,14 +131,14 @@ class LLMEngine:
         processed = self.input_processor.process_inputs(
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )  # fmt: skip
-        self.engine_core.add_request(processed.core_request)
-        self.output_processor.add_request(processed)
-        return processed.core_request
+        request = self.output_processor.add_request(processed).request
+        self.engine_core.add_request(request)
+        return request
 
     def abort_request(self, request_id: str) -> None:
         """Finish a request and free its blocks. Unknown and finished ids are ignored."""
-        if self.output_processor.abort_request(request_id) is not None:
-            self.engine_core.abort_requests([request_id])
+        self.output_processor.abort_request(request_id)
+        self.engine_core.abort_requests([request_id])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -156,13 +155,19 @@ class LLMEngine:
 
         Returns:
             For each request with new tokens, or that finished, everything so far or what is new, as its `output_kind` says. If the
-            model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C, the next step
-            reports the requests that it ended.
+            model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
+            step reports the requests that it ended.
         """
+        if not self.has_unfinished_requests():
+            return []
         outputs = self.engine_core.get_output()
-        processed = self.output_processor.process_outputs(outputs)
-        if processed.stopped:
+        try:
+            processed = self.output_processor.process_outputs(outputs)
             self.engine_core.stop_sequences(processed.stopped)
+        except BaseException:  # Ctrl-C: these requests have lost tokens
+            for output in outputs.outputs:
+                self.abort_request(output.request_id)
+            raise
         return [
             state.make_output()
             for state in processed.updated

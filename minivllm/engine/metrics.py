@@ -7,6 +7,7 @@ Names (with `minivllm:` for `vllm:`) and meanings are vLLM's: `vllm/v1/metrics/l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -39,6 +40,8 @@ _REQUEST_S = (
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
+_Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
+
 
 @dataclass
 class SequenceTimes:
@@ -70,7 +73,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         """Of its own, so that two engines in one process do not share metrics."""
 
-        def label(metric: type, name: str, text: str, **options: object):  # noqa: ANN202 - Gauge, Counter or Histogram
+        def label(metric: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
             return metric(f"minivllm:{name}", text, ["model_name"], registry=self.registry, **options).labels(model_name)
 
         self._running = label(Gauge, "num_requests_running", "Sequences in the batch.")

@@ -6,6 +6,7 @@ The engine core gives tokens; here they become text, and a stop string in the te
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, StoppedSequence
@@ -123,16 +124,17 @@ class RequestState:
         if self.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
 
-    def add(self, output: EngineCoreOutput, timestamp: float) -> list[StoppedSequence]:
-        """Add what a step computed. Returns the sequences whose text completed a stop string."""
+    def add(self, output: EngineCoreOutput, timestamp: float) -> tuple[bool, list[StoppedSequence]]:
+        """Add what a step computed. Returns whether it added tokens, and the sequences whose text completed a stop string."""
         for position, entry in (output.prompt_logprobs or {}).items():
             if self._prompt_logprobs is not None:
                 self._prompt_logprobs[position] = add_decoded_tokens(entry, self._tokenizer)
-        stopped = []
+        has_new, stopped = False, []
         for new in output.sequences:
             text = self.text(new.index)
             if text.output.finished:
                 continue  # a stop string finished it, and the core had gone on meanwhile
+            has_new = True
             stop = _add_tokens(text, new)
             if stop is not None:
                 text.output.finish_reason, text.output.stop_reason = "stop", stop
@@ -145,7 +147,7 @@ class RequestState:
         self.finished = output.finished or all_stopped
         if self.finished and self.metrics.finished_time is None:
             self.metrics.finished_time = timestamp
-        return stopped
+        return has_new, stopped
 
     def abort(self) -> None:
         """Finish it here: sequences that have not finished get the finish reason "abort"."""
@@ -223,11 +225,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
+        self._numbers = itertools.count()
 
     def add_request(self, processed: ProcessedRequest) -> RequestState:
-        """Begin to track a request."""
-        state = RequestState(processed, self.tokenizer)
-        self.states[processed.core_request.request_id] = state
+        """Begin to track a request, and number it."""
+        request = replace(processed.core_request, number=next(self._numbers))
+        state = RequestState(replace(processed, core_request=request), self.tokenizer)
+        self.states[request.request_id] = state
         return state
 
     def abort_request(self, request_id: str) -> RequestState | None:
@@ -241,9 +245,10 @@ class OutputProcessor:
             state = self.states.get(output.request_id)
             if state is None or state.request.number != output.number:
                 continue  # aborted meanwhile
-            processed.stopped += state.add(output, outputs.timestamp)
+            has_new, stopped = state.add(output, outputs.timestamp)
+            processed.stopped += stopped
             if state.finished:
                 del self.states[output.request_id]
-            if state.finished or output.sequences:
+            if state.finished or has_new:
                 processed.updated.append(state)
         return processed

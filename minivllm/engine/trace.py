@@ -20,6 +20,7 @@ import msgspec
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import Phase
 
 VERSION = 1
 """Version of the JSON format, raised by incompatible changes."""
@@ -34,7 +35,7 @@ class SequenceKey(NamedTuple):
     """Identifies a sequence: its request, and its index among the request's `n` continuations."""
 
     request_id: str
-    index: Count = 0
+    index: Count = 0  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
 
 class SequenceStep(NamedTuple):
@@ -51,7 +52,7 @@ class SequenceStep(NamedTuple):
     """
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     action: Literal["prefill", "decode"]
     num_tokens: Count
     context_len: Count
@@ -69,7 +70,7 @@ class Preemption(NamedTuple):
     """A sequence that lost its blocks, by "recompute" or by "swap"."""
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     mode: str
 
 
@@ -77,7 +78,7 @@ class Finish(NamedTuple):
     """A sequence that finished, and its finish reason: "stop", "length", "abort" or "error"."""
 
     request_id: str
-    index: Count
+    index: Count  # type: ignore[assignment]  # shadows tuple.index, which is not used
     reason: str
 
 
@@ -89,7 +90,7 @@ class StepRecord:
 
     Attributes:
         start, end: When scheduling began, and when the model had finished, in seconds of the engine's clock.
-        phase: "prefill", "decode" or "mixed".
+        phase: "prefill", "decode", "mixed", or "idle" where it only preempted.
         scheduled: What was computed, in the order of the batch.
         preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
         finished: Sequences that finished in the step.
@@ -107,7 +108,7 @@ class StepRecord:
 
     start: Seconds
     end: Seconds
-    phase: Literal["prefill", "decode", "mixed"]
+    phase: Phase
     scheduled: list[SequenceStep]
     num_running: Count
     num_waiting: Count

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.engine.trace import (
     EngineTrace,
@@ -215,7 +215,7 @@ class TraceRecorder:
 
     def _sequence_step(self, item: ScheduledSequence) -> SequenceStep:
         seq = item.seq
-        action = "decode" if item.is_decode else "prefill"
+        action: Literal["prefill", "decode"] = "decode" if item.is_decode else "prefill"
         return SequenceStep(*self._key(seq), action, item.num_tokens, seq.num_computed_tokens + item.num_tokens)
 
     def _update_request(self, request: Request) -> None:

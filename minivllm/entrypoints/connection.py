@@ -37,7 +37,7 @@ class Connection(H11Protocol):
     _limit: asyncio.TimerHandle | None = None
     _head_limit: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Watch the client from the first unsent byte, and let every request abort the connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)

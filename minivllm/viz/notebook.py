@@ -71,7 +71,7 @@ def show_png(image: Any, png: bytes) -> None:
 def _pictured_box() -> type:
     """The class behind `make_box`, defined on first use because it needs ipywidgets."""
 
-    class PicturedBox(import_widgets().VBox):  # type: ignore[misc]
+    class PicturedBox(import_widgets().VBox):  # type: ignore[misc]  # a base class known only at run time
         """A column of widgets that shows its picture where there are no widgets."""
 
         picture: Any = None

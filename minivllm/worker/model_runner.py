@@ -176,5 +176,5 @@ class ModelRunner:
             result.update(enumerate(top_logprobs(logits, token_ids, num_logprobs), start=first + i))
         return result
 
-    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

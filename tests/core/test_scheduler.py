@@ -11,6 +11,7 @@ from shadow import shadow_engine
 
 from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.core.sequence_queue import SequenceQueue
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.errors import ConfigError, RequestError
 from minivllm.scheduler_output import SchedulerOutput
 
@@ -356,3 +357,44 @@ def test_the_queue_lets_go_of_aborted_requests():
             engine.abort_request(str(i))
     gc.collect()
     assert sum(request() is not None for request in requests) < 40
+
+
+def interrupt_a_step(engine, executor):
+    """Add two requests, and press Ctrl-C in their first step."""
+    execute = executor.execute_model
+
+    def interrupt(request):
+        executor.execute_model = execute
+        raise KeyboardInterrupt
+
+    executor.execute_model = interrupt
+    for name in "ab":
+        engine.add_request(name, [1], SamplingParams(max_tokens=2, **GREEDY))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+
+
+def test_after_ctrl_c_the_next_step_reports_the_requests_that_it_ended():
+    engine, executor = shadow_engine(10)
+    interrupt_a_step(engine, executor)
+    assert engine.has_unfinished_requests()
+    outputs = engine.step()
+    assert [(output.request_id, "KeyboardInterrupt" in output.error) for output in outputs] == [("a", True), ("b", True)]
+    assert not engine.has_unfinished_requests()
+
+
+def test_after_ctrl_c_aborted_requests_are_not_reported_and_the_engine_is_free_for_others():
+    engine, executor = shadow_engine(10)
+    interrupt_a_step(engine, executor)
+    engine.abort_request("a")
+    engine.add_request("a", [2], SamplingParams(max_tokens=1, **GREEDY))
+    assert [(output.request_id, output.error is None) for output in [*engine.step(), *engine.step()]] == [
+        ("b", False),
+        ("a", True),
+    ]
+    interrupt_a_step(engine, executor)
+    for name in "ab":
+        engine.abort_request(name)
+    assert not engine.has_unfinished_requests()
+    AsyncLLMEngine.from_engine(engine).shutdown()
+    engine.core.use_scheduler(Scheduler)  # as run_offline does

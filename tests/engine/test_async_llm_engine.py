@@ -162,7 +162,7 @@ def test_a_slow_reader_gets_several_tokens_at_once(engine):
 
 def make_state(params: SamplingParams, tokenizer=None, arrival_time=0.0) -> RequestState:
     return RequestState(
-        ProcessedRequest(None, EngineCoreRequest("r", 0, [1, 2, 3], params, 100, arrival_time=arrival_time)), tokenizer
+        ProcessedRequest(None, EngineCoreRequest("r", [1, 2, 3], params, 100, arrival_time=arrival_time)), tokenizer
     )
 
 
@@ -239,6 +239,7 @@ def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_abort_ends_the_stream_with_a_reason(engine):
     async def run():
         params = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=DELTA, n=2)
@@ -302,6 +303,7 @@ def test_a_bad_request_is_refused_at_the_door(engine, prompt, params, request_id
     assert engine.num_unfinished_requests() == 0
 
 
+@pytest.mark.slow
 def test_two_requests_cannot_have_one_id(engine):
     async def run():
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True), "mine")) as stream:
@@ -598,6 +600,31 @@ def test_a_killed_engine_ends_every_stream_within_two_seconds():
     engine.shutdown()
 
 
+def test_a_process_that_is_stopped_is_reported_as_not_responding_until_it_goes_on(in_a_process, monkeypatch):
+    monkeypatch.setattr("minivllm.engine.core_client.NOT_RESPONDING_SECONDS", 2.5)
+
+    async def run():
+        os.kill(in_a_process.process_id, signal.SIGSTOP)
+        try:
+            await becomes(lambda: not is_healthy(in_a_process))
+            with pytest.raises(EngineDeadError, match="not responding: nothing heard from its process for"):
+                await collect(in_a_process, PROMPT, None)
+        finally:
+            os.kill(in_a_process.process_id, signal.SIGCONT)
+        await becomes(lambda: is_healthy(in_a_process))
+        return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
+
+    assert asyncio.run(run()) == " Paris"
+
+
+def is_healthy(engine):
+    try:
+        engine.check_health()
+    except EngineDeadError:
+        return False
+    return True
+
+
 @pytest.mark.slow
 def test_the_process_ends_with_its_frontend_and_leaves_no_socket(tmp_path):
     code = """
@@ -726,7 +753,7 @@ def test_no_thread_stays_behind(llm):
 LOGPROBS = [{5: Logprob(-0.25, 1, "x"), 7: Logprob(-2.5, 3)}]
 PARAMS = SamplingParams(stop="x", stop_token_ids=[3], logit_bias={5: 1.0}, seed=2**62, output_kind=DELTA)
 MESSAGES = [
-    AddRequest(EngineCoreRequest("r", 7, [1, 2], PARAMS, 100, (2,), seed=2**64 - 1, arrival_time=1.5, priority=-1)),
+    AddRequest(EngineCoreRequest("r", [1, 2], PARAMS, 100, (2,), seed=2**64 - 1, arrival_time=1.5, priority=-1, number=7)),
     AbortRequests(["r"]),
     StopSequences([StoppedSequence("r", 7, 1, "né\U0001f600")]),
     SetTracing(True),
@@ -736,7 +763,7 @@ MESSAGES = [
 
 def test_numpy_numbers_in_parameters_cross_the_line():
     params = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])
-    message = AddRequest(EngineCoreRequest("r", 7, [1], params, 100))
+    message = AddRequest(EngineCoreRequest("r", [1], params, 100))
     received = core_messages.decode_to_core(core_messages.encode(message)).request.sampling_params
     assert (received.max_tokens, received.temperature, received.stop_token_ids) == (5, 0.5, (3,))
 
@@ -746,6 +773,7 @@ def test_messages_to_the_core_come_back_whole(message):
     assert core_messages.decode_to_core(core_messages.encode(message)) == message
 
 
+@pytest.mark.slow
 def test_messages_from_the_core_come_back_whole(llm):
     engine = llm.llm_engine
     engine.start_trace()
@@ -767,7 +795,7 @@ def test_messages_from_the_core_come_back_whole(llm):
         msgspec.msgpack.encode({"type": "Nothing"}),
         msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": 5}),
         msgspec.msgpack.encode({"type": "AbortRequests", "request_ids": ["r"], "more": 1}),
-        msgspec.msgpack.encode({"type": "AddRequest", "request": {"request_id": "r", "number": 1, "prompt_token_ids": ["1"]}}),
+        msgspec.msgpack.encode({"type": "AddRequest", "request": {"request_id": "r", "prompt_token_ids": ["1"]}}),
     ],
 )
 def test_a_message_that_is_none_is_refused(data):

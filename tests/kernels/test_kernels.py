@@ -175,6 +175,7 @@ def test_results_do_not_depend_on_chance(kernels, device):
         assert torch.equal(kernels.paged_decode_attention(*case.args), first)
 
 
+@pytest.mark.slow
 @both
 def test_large_scores_do_not_overflow(kernels, device):
     """e**1000 is no float; a softmax relative to the largest score never computes it."""

@@ -17,7 +17,7 @@ SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    benches = [["bench", name] for name in ("offline", "latency", "sweep", "kernels", "quality", "scheduler", "serve")]
+    benches = [["bench", name] for name in ("offline", "latency", "sweep", "scheduler", "serve", "calibrate")]
     for command in (["generate"], ["chat"], *benches, ["doctor"], ["demo"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main([*command, "--help"])
@@ -90,6 +90,7 @@ def test_mistakes_get_one_sentence_and_status_2(capsys, arguments, sentence):
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_bench_offline_compares_both_policies(capsys, tmp_path):
     report, plot = tmp_path / "report.json", tmp_path / "plot.png"
     options = ["--num-requests", "6", "--mean-prompt-len", "6", "--mean-output-len", "6", "--max-num-seqs", "2"]
@@ -122,6 +123,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch):
     assert "NOT FOUND" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "NUM_REQUESTS", 4)
     monkeypatch.setattr(demo, "MEAN_OUTPUT_LEN", 4)
@@ -134,6 +136,7 @@ def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path
     assert (tmp_path / "static_vs_continuous.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_demo_runs_and_says_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "NUM_REQUESTS", 4)
     monkeypatch.setattr(demo, "MEAN_OUTPUT_LEN", 4)
@@ -155,6 +158,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys
     assert "drawing needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "requests,sentence",
     [

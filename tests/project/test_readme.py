@@ -33,6 +33,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_runs(code, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -103,3 +104,12 @@ def test_lessons_that_exist_are_marked_so():
     for number, _, state in rows:
         exists = bool(list((ROOT / "notebooks").glob(f"{number}_*.ipynb")))
         assert ("there" in state) == exists, f"lesson {number}"
+
+
+def test_the_reading_list_takes_as_long_as_it_says():
+    """At twenty lines a minute, to within five minutes."""
+    rows = re.findall(r"^\| (\[.*?) \| (\d+) \|", TEXTS["README.md"], flags=re.MULTILINE)
+    assert len(rows) >= 8
+    for files, minutes in rows:
+        lines = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"\]\(([^)]+)\)", files))
+        assert abs(lines / 20 - int(minutes)) <= 5, files

@@ -19,6 +19,7 @@ import pytest
 from minivllm.entrypoints import cli
 from minivllm.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m"
 KEY = "a-key-for-tests"
 SMALL = ["--num-gpu-blocks-override", "512", "--max-num-seqs", "16"]

@@ -86,6 +86,7 @@ def test_saved_and_loaded_it_is_the_same(workload):
     assert loaded == trace
 
 
+@pytest.mark.slow
 @given(workloads(with_failures=True))
 def test_a_replay_takes_the_same_decisions(workload):
     """Without the model: same batches, block tables, preemptions, copies and cache hits, step by step."""
@@ -225,6 +226,7 @@ def test_an_unknown_scheduler_must_be_given(crowded_trace):
         replay(crowded_trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {},
     {"enable_chunked_prefill": True, "max_num_batched_tokens": 32},

@@ -619,7 +619,7 @@ HASHES = {
 }
 """Of what is drawn, not of pixels: those depend on the machine's fonts.
 
-To renew them, `PYTHONPATH=tests/support:tests/core python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
+To renew them, `PYTHONPATH=tests/support:tests/core:benchmarks python tests/viz/test_viz.py` prints them and saves the figures in out/figures: look at those whose hash is another.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
@@ -111,8 +112,8 @@ class CompletionAnswer(Answer):
 def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
     """The prompts as a list, each a text or token ids."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return list(prompt)  # type: ignore[arg-type]
+        return [cast("str | list[int]", prompt)]
+    return list(cast("list[str] | list[list[int]]", prompt))
 
 
 def make_choice(index: int, text: str, logprobs: CompletionLogprobs | None, completion: CompletionOutput | None) -> Json:
@@ -134,4 +135,9 @@ def without_tokens(completion: CompletionOutput) -> CompletionOutput:
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """Concatenate log-probabilities."""
-    return {name: first[name] + second[name] for name in first}  # type: ignore[literal-required, return-value]
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
