@@ -23,7 +23,7 @@ def told_where(capsys):
 
     def tell(host, *keys):
         with pytest.raises(ModelLoadError):
-            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0, restart_engine=False)
+            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0)
         return capsys.readouterr().err
 
     return tell
@@ -43,7 +43,7 @@ def test_who_lets_everybody_in_is_warned(told_where):
 
 
 def serve(port, start_engine):
-    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port, restart_engine=False)
+    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port)
 
 
 def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_path):
