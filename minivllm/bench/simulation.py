@@ -169,7 +169,7 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
     num_tokens = len(request.prompt_token_ids) + request.output_len
     if num_tokens > engine.cache_tokens + 1:  # the last token is not cached
         raise ConfigError(
-            f"Request {number} grows to {num_tokens} tokens, but the KV cache holds only {engine.cache_tokens}: raise "
+            f"Request {number} grows to {num_tokens} tokens, but the whole cache holds only {engine.cache_tokens}: raise "
             f"num_gpu_blocks, or make requests shorter."
         )
     try:

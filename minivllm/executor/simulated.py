@@ -151,7 +151,8 @@ class SimulatedExecutor(Executor):
         """There is no memory to allocate."""
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
-        seconds = self.cost_model(work_of(request))
+        parts = ((seq.is_decode, seq.num_tokens, seq.num_computed_tokens + seq.num_tokens) for seq in request.sequences)
+        seconds = self.cost_model(count_work(parts))
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"The cost model returned {seconds} seconds for a step, but must return a finite number >= 0.")
         if self.watch is not None:
@@ -164,8 +165,3 @@ class SimulatedExecutor(Executor):
         num_known = seq.num_computed_tokens + seq.num_tokens - seq.num_drafts
         first = seq.request.seed + 7919 * seq.index + num_known
         return [(first + i) % self._vocab_size for i in range(seq.num_samples + seq.num_drafts)]
-
-
-def work_of(request: ExecuteModelRequest) -> StepWork:
-    """The work of a step."""
-    return count_work((seq.is_decode, seq.num_tokens, seq.num_computed_tokens + seq.num_tokens) for seq in request.sequences)

@@ -450,7 +450,7 @@ def test_the_model_is_the_one_that_is_named_or_the_first(server, capsys):
         (["--base-url", "localhost:8000"], "The base URL is 'localhost:8000', but must be like http://"),
         (["--base-url", "http://me:secret@127.0.0.1"], "must not hold a name or a password"),
         (["--json", "no/such/folder/x.json"], "cannot be written"),
-        (["--no-stream", "--ttft-goal", "5"], "Without a stream, the time of the first token is not known"),
+        (["--no-stream", "--ttft-goal", "5"], "Without streaming, TTFT and TPOT are not known"),
         (["--ttft-goal", "-5"], "The goal for ttft is -5.0"),
         (["--timeout", "0"], "The timeout is 0.0"),
         (["--timeout", "inf"], "The timeout is inf"),

@@ -23,7 +23,7 @@ def told_where(capsys):
 
     def tell(host, *keys):
         with pytest.raises(ModelLoadError):
-            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0, restart_engine=False)
+            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0)
         return capsys.readouterr().err
 
     return tell
@@ -32,18 +32,18 @@ def told_where(capsys):
 def test_only_this_machine_is_let_in_by_default(capsys):
     assert cli.main(["serve", "no-such-model", "--port", "0"]) != 0
     printed = capsys.readouterr().err
-    assert "listens at http://127.0.0.1:" in printed
+    assert "will listen on http://127.0.0.1:" in printed
     assert "warning" not in printed
 
 
 def test_who_lets_everybody_in_is_warned(told_where):
-    assert "warning: anybody who reaches 0.0.0.0 can use this server" in told_where("0.0.0.0")
+    assert "warning: anyone who can reach 0.0.0.0 can use this server" in told_where("0.0.0.0")
     assert "warning" not in told_where("0.0.0.0", "a-key")
     assert "warning" not in told_where("::1")
 
 
 def serve(port, start_engine):
-    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port, restart_engine=False)
+    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port)
 
 
 def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_path):
@@ -55,7 +55,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_pa
             other.listen()
             return scripted_engine(smollm2_path)
 
-        with pytest.raises(ConfigError, match="cannot listen at 127.0.0.1, port .* choose another --port"):
+        with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1, port .* choose another --port"):
             serve(other.getsockname()[1], start_engine)
 
 

@@ -298,7 +298,7 @@ def test_serve_has_help_with_an_example(capsys):
     "options,sentence",
     [
         (["--port", "70000"], "port is 70000, but must be from 0 to 65535."),
-        (["--host", "256.1.1.1"], "The server cannot listen at 256.1.1.1"),
+        (["--host", "256.1.1.1"], "The server cannot listen on 256.1.1.1"),
         (["--max-waiting", "-1"], "max_waiting is -1"),
         (["--request-timeout", "0"], "request_timeout is 0.0 seconds"),
         (["--api-key", ""], "An API key must be"),

@@ -289,7 +289,7 @@ def test_a_file_that_is_no_trace_is_refused_in_a_sentence(tmp_path, content, mes
     with pytest.raises(ConfigError, match=message) as caught:
         EngineTrace.load(file)
     assert str(file) in str(caught.value)
-    with pytest.raises(ConfigError, match="no trace"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         EngineTrace.load(tmp_path / "missing.json")
 
 
