@@ -66,11 +66,11 @@ def test_packed_linear_with_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
-def test_panels_that_do_not_fit_one_group():
-    """With weights of megabytes the panels are worked on in groups."""
+def test_a_weight_of_many_parts():
+    """Threads take the panels of a large weight a few at a time."""
     weight, x = random((30000, 64), 0), random((30, 64), 1)
     packed = cpu.PackedWeight(weight)
-    assert packed.panels.nbytes > 4 * linear_kernel.GROUP_BYTES, "more than a group for each of some threads"
+    assert packed.panels.nbytes > 4 * linear_kernel.PART_BYTES, "some parts for each of some threads"
     assert_close(cpu.packed_linear(packed, x), F.linear(x.double(), weight.double()))
 
 

@@ -39,7 +39,7 @@ from minivllm.kernels.cpu.thread_pool import parallel_for
 
 UNROLL = 4
 """Values that are added to an output at a time, so that it is read and written less often."""
-PARTS_PER_THREAD = int(__import__("os").environ.get("BN_PPT", "2"))
+PARTS_PER_THREAD = 2
 """Runs of tiles that the batch is cut into, for each thread."""
 
 

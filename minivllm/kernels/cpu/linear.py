@@ -47,10 +47,10 @@ MANY_ROWS, MANY_PANELS = (12, 2) if _HAS_AVX512 else (3, 2)
 """More rows go in tiles of so many, by two panels at once: then a number of `x` that was loaded is used twice."""
 PREFETCH_DISTANCE = 64
 """How many vectors ahead memory is asked for: 4 KiB."""
-PART_BYTES = int(__import__("os").environ.get("BN_PART", str(2**17)))
+PART_BYTES = 2**17
 """How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
 second-level cache while all rows pass by."""
-PARALLEL_NUMBERS = int(__import__("os").environ.get("BN_PN", str(2**13)))
+PARALLEL_NUMBERS = 2**13
 """A transposition of fewer numbers is not worth a second thread."""
 
 

@@ -10,18 +10,19 @@ else as well, a thread that has lost its core halts all others for milliseconds,
 - now and then a thread gives way between two parts, of its own accord. A scheduler that has to interrupt it would
   rather do so within a part, for which all others then wait.
 
-The threads share one array of integers, `_state`. A *job* is a function and the number of its parts; the word at `JOB` counts those that nobody has taken, below the number of the job, so that a compare-and-swap takes a part and makes sure
-that the job is still the same.
+The threads share one array of integers, `_state`. A *job* is a function and the number of its parts. The lower half of the word at `JOB`
+counts the parts that nobody has taken, the upper half numbers the job, so one compare-and-swap takes a part and makes sure that
+the job is still the same.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import platform
 import sys
 import threading
+import time
 from typing import Any
 
 import llvmlite.binding
@@ -40,9 +41,12 @@ FIRST_WORKER = 5 * LINE
 MAX_WORKERS = 255
 UNCLAIMED = 2**32 - 1
 """The lower half of the word at `JOB`."""
-PARTS_BETWEEN_YIELDS = int(os.environ.get("BN_PBY", "16"))
-IDLE_MICROSECONDS = float(os.environ.get("BN_IDLE", "300"))
-WAIT_MICROSECONDS = float(os.environ.get("BN_WAIT", "20"))
+PARTS_BETWEEN_YIELDS = 4
+"""A worker offers its core to others after this many parts, while it holds none."""
+IDLE_MICROSECONDS = 100
+"""How long a worker without work spins before it sleeps: about as long as Python takes from one kernel to the next."""
+WAIT_MICROSECONDS = 20
+"""How long the caller spins for the last parts before it offers its core to others."""
 
 _MACHINE = platform.machine().lower()
 _SYMBOL = "minivllm_thread_pool"
@@ -284,6 +288,7 @@ def _configure() -> None:
 
 @njit(cache=True)
 def _spin(count):
+    """Wait as the pool does."""
     state = _shared()
     for _ in range(count):
         if _read(state, JOB) != -1:
@@ -291,14 +296,13 @@ def _spin(count):
 
 
 def _measure_spins() -> float:
-    from time import perf_counter
-
+    """Iterations of a waiting loop in a microsecond; processors differ by a factor of ten."""
     _spin(1)
     times = []
     for _ in range(5):
-        start = perf_counter()
+        start = time.perf_counter()
         _spin(1000)
-        times.append(perf_counter() - start)
+        times.append(time.perf_counter() - start)
     return 1000 / (min(times) * 1e6)
 
 
@@ -310,6 +314,7 @@ def _wake_all(num_workers):
 
 @atexit.register
 def _stop() -> None:
+    """End the workers before the interpreter takes their code away."""
     _state[STOP] = 1
     _wake_all(len(_workers))
     for thread in _workers:
