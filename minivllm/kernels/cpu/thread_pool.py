@@ -21,6 +21,7 @@ import ctypes
 import platform
 import sys
 import threading
+import time
 from typing import Any
 
 import llvmlite.binding
@@ -286,6 +287,7 @@ def _configure() -> None:
 
 @njit(cache=True)
 def _spin(count):
+    """Wait as the pool does."""
     state = _shared()
     for _ in range(count):
         if _read(state, JOB) != -1:
@@ -293,14 +295,13 @@ def _spin(count):
 
 
 def _measure_spins() -> float:
-    from time import perf_counter
-
+    """Iterations of a waiting loop in a microsecond; processors differ by a factor of ten."""
     _spin(1)
     times = []
     for _ in range(5):
-        start = perf_counter()
+        start = time.perf_counter()
         _spin(1000)
-        times.append(perf_counter() - start)
+        times.append(time.perf_counter() - start)
     return 1000 / (min(times) * 1e6)
 
 
@@ -312,6 +313,7 @@ def _wake_all(num_workers):
 
 @atexit.register
 def _stop() -> None:
+    """End the workers before the interpreter takes their code away."""
     _state[STOP] = 1
     _wake_all(len(_workers))
     for thread in _workers:

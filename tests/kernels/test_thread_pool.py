@@ -1,0 +1,80 @@
+"""The threads of the CPU kernels: every part is done once, whoever does it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+from numba import njit
+
+from minivllm.kernels.cpu.thread_pool import parallel_for, start_workers
+
+
+@njit(nogil=True)
+def _count_part(part, counts, rounds):
+    for _ in range(rounds):
+        counts[part] += 1
+
+
+@njit(nogil=True)
+def _count(num_threads, counts, rounds):
+    parallel_for(num_threads, len(counts), _count_part, (counts, rounds))
+
+
+@njit
+def _nested_part(part, counts):
+    parallel_for(2, counts.shape[1], _count_part, (counts[part], 1))
+
+
+@njit
+def _nested(counts):
+    parallel_for(2, len(counts), _nested_part, (counts,))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("num_parts", [0, 1, 2, 3, 100])
+def test_each_part_is_done_once(num_threads, num_parts):
+    start_workers(num_threads - 1)
+    for _ in range(200):
+        counts = np.zeros(num_parts, np.int64)
+        _count(num_threads, counts, 1)
+        assert (counts == 1).all()
+
+
+def test_a_pool_without_workers_does_all_parts():
+    counts = np.zeros(300, np.int64)
+    _count(200, counts, 1)  # more threads than anybody has started
+    assert (counts == 1).all()
+
+
+def test_parts_within_a_part():
+    start_workers(1)
+    counts = np.zeros((7, 9), np.int64)
+    _nested(counts)
+    assert (counts == 1).all()
+
+
+def test_callers_at_once():
+    start_workers(1)
+    results = [np.zeros(50, np.int64) for _ in range(4)]
+
+    def call(counts):
+        for _ in range(100):
+            _count(2, counts, 10)
+
+    threads = [threading.Thread(target=call, args=(counts,)) for counts in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((counts == 1000).all() for counts in results)
+
+
+def test_a_process_with_workers_ends():
+    code = "from minivllm.kernels.cpu.thread_pool import start_workers; start_workers(3)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
