@@ -37,6 +37,7 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     scheduler.add_argument(
         "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
     )
+    scheduler.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
 
 
 def _add_offline(benches) -> None:  # noqa: ANN001
@@ -239,6 +240,8 @@ def run_bench_scheduler(arguments: argparse.Namespace) -> int:
     from minivllm.bench.report import report
     from minivllm.bench.scheduler import format_costs, measure_scheduler
 
+    check_writable(arguments.json)
     costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
-    report("schedule() + update() per step", format_costs(costs), {})
+    results = {"results": [vars(cost) for cost in costs]}
+    report("schedule() + update() per step", format_costs(costs), results, file=arguments.json, command=arguments.command)
     return 0
