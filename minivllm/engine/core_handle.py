@@ -119,14 +119,14 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, num_threads: int | None = None, *, heartbeats: bool = True) -> None:
         packed = config.pack()
         folder = _make_socket_folder()
-        addresses = [f"ipc://{folder}/{name}" for name in ("to_core", "from_core")]
+        input_address, output_address = f"ipc://{folder}/to_core", f"ipc://{folder}/from_core"
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
         self._input.setsockopt(zmq.SNDHWM, 0)
-        self._input.bind(addresses[0])
+        self._input.bind(input_address)
         self._output = self._context.socket(zmq.PULL)
         self._output.setsockopt(zmq.RCVHWM, 0)
-        self._output.bind(addresses[1])
+        self._output.bind(output_address)
         self._lock = threading.Lock()
         """A socket may be used by one thread at a time."""
         self._receiving = threading.Lock()
@@ -143,7 +143,7 @@ class CoreProcess:
         self._end = weakref.finalize(self, _end_process, self._process, self._shut_down, folder)
         """Also called when this object is garbage, or Python exits."""
         log_level = logging.getLogger().getEffectiveLevel()
-        setup = CoreSetup(packed, heartbeats, folder, *addresses, sys_path=sys.path, log_level=log_level)
+        setup = CoreSetup(packed, heartbeats, folder, input_address, output_address, sys.path, log_level)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")

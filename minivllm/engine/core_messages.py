@@ -97,7 +97,7 @@ class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):

@@ -51,7 +51,8 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if the tokenizer names one."""
-        return self.hf_tokenizer.eos_token_id
+        token_id: int | None = self.hf_tokenizer.eos_token_id
+        return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, by default with the model's special tokens around it.
@@ -65,11 +66,15 @@ class Tokenizer:
             raise RequestError(
                 f"The text is not valid Unicode (character {error.start}): it has bytes that are not UTF-8."
             ) from None
-        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens."""
-        return self.hf_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        text: str = self.hf_tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation in the model's chat template.

@@ -353,7 +353,8 @@ def _check(trace: EngineTrace) -> None:
             raise ValueError(f"step {number} starts before the last one ends, or ends before it starts")
         now = step.end
         named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
-        named.update(item.request_id for item in (*step.scheduled, *step.preempted, *step.finished, *step.swapped_in))
+        for items in (step.scheduled, step.preempted, step.finished, step.swapped_in):
+            named.update(item.request_id for item in items)
         if not named <= trace.requests.keys():
             raise ValueError(f"step {number} names an unknown request {min(named - trace.requests.keys())!r}")
         gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
