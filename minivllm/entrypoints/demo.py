@@ -70,7 +70,7 @@ def _draw(traces: dict[str, EngineTrace], folder: Path) -> str:
     try:
         from minivllm.viz.timeline import draw_timelines
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         return "Not drawn, because matplotlib is not installed: `pip install matplotlib`, then run the demo again."
     folder.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,7 @@ def test_a_bad_request_fails_alone(small_cache_llm, case, caplog):
     assert [output.outputs[0].token_ids for output in (outputs[0], outputs[2])] == [alone.outputs[0].token_ids] * 2
     assert outputs[1].error == str(caught.value)
     assert outputs[1].outputs == []
-    assert "Prompt 1 is left out" in caplog.text
+    assert "Prompt 1 is skipped" in caplog.text
     assert engine.block_manager.get_num_free_gpu_blocks() == 384
 
 
@@ -171,7 +171,7 @@ def test_max_tokens_beyond_the_context_are_cut_and_none_means_all(tiny_folder):
 def test_two_requests_cannot_have_one_name(small_cache_llm):
     engine = small_cache_llm.llm_engine
     engine.add_request("same", "hi", GREEDY)
-    with pytest.raises(RequestError, match="There is a request 'same' already"):
+    with pytest.raises(RequestError, match="There is already a request 'same'"):
         engine.add_request("same", "hi", GREEDY)
     for request_id in ("", "half \ud800", "two\nlines", None):
         with pytest.raises(RequestError, match="request_id must be a non-empty string"):

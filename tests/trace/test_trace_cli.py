@@ -141,8 +141,8 @@ def write_bad_files() -> None:
 @pytest.mark.parametrize(
     "words,sentence",
     [
-        ("nowhere.json", "There is no trace nowhere.json"),
-        (".", "There is no trace ."),
+        ("nowhere.json", "The trace nowhere.json cannot be read"),
+        (".", "The trace . cannot be read"),
         ("not_json.json", "not_json.json is not a trace: it is not valid JSON"),
         ("other.json", "other.json cannot be used. It is not a trace"),
         ("old.json", "old.json cannot be used. It is a trace of version 0"),
@@ -152,7 +152,7 @@ def write_bad_files() -> None:
         ("run.json --step -1", "--step is -1, but"),
         ("run.json --output a_file", "a_file is a file, but the figures need a folder"),
         ("run.json --output a_file/folder", "a_file/folder cannot be used"),
-        ("--to chrome nowhere.json", "There is no trace nowhere.json"),
+        ("--to chrome nowhere.json", "The trace nowhere.json cannot be read"),
         ("--to chrome empty.json", "empty.json has no steps"),
         ("--to chrome run.json --output no/folder.json", "no/folder.json cannot be written"),
         ("--to chrome run.json --output a_file/x.json", "a_file/x.json cannot be"),
