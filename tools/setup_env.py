@@ -121,8 +121,8 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
     install = [python, "-m", "pip", "install", *PIP_OPTIONS]
     pinned = [*install, "-c", "constraints.txt"]
     try_out = (
-        f"from minivllm import LLM, SamplingParams; llm = LLM({MODEL_NAME!r}, max_num_seqs=24, max_model_len=512); "
-        "[llm.generate(['Hi'] * size, SamplingParams(max_tokens=3), use_tqdm=False) for size in (1, 2, 4, 8, 12, 16, 20, 24)]"
+        f"from minivllm import LLM, SamplingParams; llm = LLM({MODEL_NAME!r}, max_num_seqs=24, max_model_len=512, enable_prefix_caching=True); "
+        "[llm.generate(['Hi ' * 40] * size, SamplingParams(max_tokens=3), use_tqdm=False) for size in (1, 2, 4, 8, 12, 16, 20, 24)]"
     )
     steps = [
         Step(
