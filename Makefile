@@ -20,7 +20,7 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
 # Two processes, each with whole files; their idle threads must not spin, or each would take the other's processor.
-# ARGS='-m "not slow"' takes two minutes instead of a quarter of an hour. ARGS="-n 0" runs them in one process, for --pdb.
+# ARGS='-m "not slow"' leaves out the slow tests. ARGS="-n 0" runs them in one process, for --pdb.
 test: setup ## Run all tests, those in the notebooks too
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile $(ARGS)
 
