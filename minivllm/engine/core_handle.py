@@ -117,7 +117,7 @@ class CoreProcess:
     """
 
     def __init__(self, config: EngineConfig, num_threads: int | None = None, *, heartbeats: bool = True) -> None:
-        packed = config.pack()
+        packed = config.to_bytes()
         folder = _make_socket_folder()
         input_address, output_address = f"ipc://{folder}/to_core", f"ipc://{folder}/from_core"
         self._context = zmq.Context()

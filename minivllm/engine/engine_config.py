@@ -6,10 +6,9 @@ The frontend resolves; the engine core gets the result, as plain data where it r
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
@@ -18,9 +17,6 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.engine.tokenizer import Tokenizer
-
-_CLASS = "class:"
-"""A class crosses a process line as this prefix, its module, a colon and its name."""
 
 
 @dataclass(frozen=True)
@@ -72,46 +68,21 @@ class EngineConfig:
 
         return Tokenizer(self.model_config.path) if self.has_tokenizer else None
 
-    def pack(self) -> dict[str, Any]:
-        """The configuration as JSON has it, for another process.
+    def to_bytes(self) -> bytes:
+        """The configuration for another process that we start ourselves, which reads it with `pickle.loads`.
 
         Raises:
             ConfigError: A class is defined where another process cannot import it.
         """
-        return {field.name: _pack(field.name, getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def unpack(cls, packed: dict[str, Any]) -> EngineConfig:
-        """The configuration that `pack` was called on."""
-        values = {name: _unpack(value) for name, value in packed.items()}
-        model = ModelConfig(**values["model_config"])
-        values["model_config"] = replace(model, path=Path(model.path), eos_token_ids=tuple(model.eos_token_ids))
-        values["cache_config"] = CacheConfig(**values["cache_config"])
-        values["scheduler_config"] = SchedulerConfig(**values["scheduler_config"])
-        values["worker_config"] = WorkerConfig(**values["worker_config"])
-        return cls(**values)
-
-
-def _pack(name: str, value: Any) -> Any:
-    if isinstance(value, (ModelConfig, CacheConfig, SchedulerConfig, WorkerConfig)):
-        return {field.name: _pack(field.name, getattr(value, field.name)) for field in fields(value)}
-    if not isinstance(value, type):
-        return str(value) if isinstance(value, Path) else value
-    if value.__module__ == "__main__" or "<locals>" in value.__qualname__:
-        raise ConfigError(
-            f"{name} is {value.__qualname__}, which another process cannot import from where it is defined: put the class into "
-            f"a module, or run the engine in this process (in_process=True)."
-        )
-    return f"{_CLASS}{value.__module__}:{value.__qualname__}"
-
-
-def _unpack(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _unpack(item) for name, item in value.items()}
-    if not isinstance(value, str) or not value.startswith(_CLASS):
-        return value
-    module, _, name = value.removeprefix(_CLASS).partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        plugins = {
+            "scheduler_cls": self.scheduler_cls,
+            "block_space_manager_cls": self.block_space_manager_cls,
+            "attention_backend": self.worker_config.attention_backend,
+        }
+        for name, plugin in plugins.items():
+            if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
+                raise ConfigError(
+                    f"{name} is {plugin.__qualname__}, which another process cannot import from where it is defined: put the "
+                    f"class into a module, or run the engine in this process (in_process=True)."
+                )
+        return pickle.dumps(self)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import shutil
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import zmq
@@ -40,7 +40,6 @@ from minivllm.engine.core_messages import (
     decode_to_core,
     encode,
 )
-from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestMetrics
@@ -147,9 +146,9 @@ class EngineCoreLoop:
 
 
 class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process is told at its start: the configuration, the sockets, and where Python finds modules."""
+    """What the process is told at its start: the pickled configuration, the sockets, and where Python finds modules."""
 
-    config: dict[str, Any]
+    config: bytes
     heartbeats: bool
     socket_folder: str
     input_address: str
@@ -196,7 +195,7 @@ class EngineCoreProc:
     def run(self) -> int:
         """Load the model and serve until told to stop. Returns the exit status."""
         try:
-            core = EngineCore.from_config(EngineConfig.unpack(self._config))
+            core = EngineCore.from_config(pickle.loads(self._config))
         except Exception as error:
             self._output.send(encode(CoreFailed(type(error).__name__, str(error))))
             self._context.destroy(linger=1000)

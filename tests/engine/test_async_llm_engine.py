@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -681,9 +682,9 @@ def test_a_class_goes_into_the_process_by_its_name():
         pass
 
     config = EngineConfig.from_engine_args(replace(SMALL, scheduler_cls=Scheduler, model="smollm2-135m"))
-    assert EngineConfig.unpack(msgspec.json.decode(msgspec.json.encode(config.pack()))) == config
+    assert pickle.loads(config.to_bytes()) == config
     with pytest.raises(ConfigError, match="put the class into a module, or run the engine in this process"):
-        replace(config, scheduler_cls=Local).pack()
+        replace(config, scheduler_cls=Local).to_bytes()
 
 
 @pytest.mark.slow
