@@ -3,15 +3,16 @@
 OpenMP assigns each thread its share in advance, and all threads spin until the last one is done. On a machine that runs something
 else as well, a thread that has lost its core stalls the others for milliseconds, hundreds of times in a decode step. Here
 
-- the work is cut into more parts than there are threads, and any free thread takes the next one: a thread without a core takes none,
-  and the others finish without it, the calling thread alone if need be;
+- the work is cut into more parts than there are threads. Each thread has a range of neighbouring parts, because memory is read fastest in
+  order, and takes over parts of the others when its own are done: a thread without a core takes none, and the others finish without
+  it, the calling thread alone if need be;
 - a waiting thread spins for about as long as Python takes to reach the next kernel, then sleeps, or yields its core;
 - a worker yields its core now and then between two parts. Otherwise the operating system would preempt it within a part, and all
   others would wait for that part.
 
 The threads share one array of integers, `_state`. A *job* is a function and the number of its parts. The word at `JOB` holds the job's
 number in its upper half and the count of unclaimed parts in its lower half, so that one compare-and-swap claims a part and makes sure
-that the job is still the same.
+that the job is still the same. Only then is it decided which part: the next one of the thread's own range, if there is one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from numba.extending import intrinsic
 
 LINE = 16
 """Words between those that different threads write, so that they do not share a cache line: 128 bytes."""
-JOB, UNFINISHED, OWNED, CODE, DATA, PARTS, HELPERS = 0, LINE, 2 * LINE, *range(3 * LINE, 3 * LINE + 4)
+JOB, UNFINISHED, OWNED, CODE, DATA, PARTS, THREADS = 0, LINE, 2 * LINE, *range(3 * LINE, 3 * LINE + 4)
 STOP, IDLE_SPINS, WAIT_SPINS, YIELD, ACQUIRE, RELEASE = range(4 * LINE, 4 * LINE + 6)
-FIRST_WORKER = 5 * LINE
-"""Each worker has a line: whether it is asleep, and the lock that it sleeps on."""
-MAX_WORKERS = 255
+ASLEEP, LOCK, NEXT_PART = range(5 * LINE, 5 * LINE + 3)
+"""Each thread has a line from here on: whether it is asleep, the lock that it sleeps on, and the next part of its range. Thread 0 is the
+calling thread, which never sleeps; the others are the workers."""
+MAX_THREADS = 256
 UNCLAIMED = 2**32 - 1
 """The lower half of the word at `JOB`."""
 PARTS_BETWEEN_YIELDS = 4
@@ -49,7 +51,7 @@ WAIT_MICROSECONDS = 20
 
 _MACHINE = platform.machine().lower()
 _SYMBOL = "minivllm_thread_pool"
-_state = np.zeros(FIRST_WORKER + LINE * MAX_WORKERS, np.int64)
+_state = np.zeros(5 * LINE + LINE * MAX_THREADS, np.int64)
 llvmlite.binding.add_symbol(_SYMBOL, _state.ctypes.data)  # compiled code, kept on disk, finds the array by this name
 
 
@@ -137,14 +139,30 @@ def _call(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
 
 
 @njit
-def _take_part(state, helper):
+def _end_of_range(state, thread):
+    return _read(state, PARTS) * (thread + 1) // _read(state, THREADS)
+
+
+@njit
+def _choose_part(state, thread):
+    """A part that nobody has chosen. There is one: as many are claimed as there are parts, and chosen parts stay chosen."""
+    owner = thread
+    while True:
+        if _read(state, NEXT_PART + LINE * owner) < _end_of_range(state, owner):
+            part = _add(state, NEXT_PART + LINE * owner, 1)
+            if part < _end_of_range(state, owner):
+                return part
+        owner = (owner + 1) % _read(state, THREADS)
+
+
+@njit
+def _take_part(state, thread):
     """Run an unclaimed part. False if there is none."""
     job = _read(state, JOB)
-    while job & UNCLAIMED and helper < _read(state, HELPERS):
-        # Until this part is finished, so is not the job, and what is read of it here is of the same job as `JOB`.
+    while job & UNCLAIMED and thread < _read(state, THREADS):
+        # Until the claimed part is finished, the job is not: what is read of it from here on is of the same job as `JOB`.
         if _replace(state, JOB, job, job - 1):
-            part = _read(state, PARTS) - (job & UNCLAIMED)
-            _call(_read(state, CODE), _read(state, DATA), part)
+            _call(_read(state, CODE), _read(state, DATA), _choose_part(state, thread))
             _add(state, UNFINISHED, -1)
             return True
         job = _read(state, JOB)
@@ -152,29 +170,29 @@ def _take_part(state, helper):
 
 
 @njit
-def _sleep(state, worker):
+def _sleep(state, thread):
     """Sleep until `_wake`, unless there is a job already."""
-    asleep = FIRST_WORKER + LINE * worker
+    asleep = ASLEEP + LINE * thread
     _write(state, asleep, 1)
     has_work = (_read(state, JOB) & UNCLAIMED) != 0 or _read(state, STOP) != 0
     if not has_work or not _replace(state, asleep, 1, 0):
-        _call(_read(state, ACQUIRE), _read(state, asleep + 1), 1)
+        _call(_read(state, ACQUIRE), _read(state, LOCK + LINE * thread), 1)
 
 
 @njit
-def _wake(state, worker):
-    asleep = FIRST_WORKER + LINE * worker
+def _wake(state, thread):
+    asleep = ASLEEP + LINE * thread
     if _read(state, asleep) == 1 and _replace(state, asleep, 1, 0):
-        _call(_read(state, RELEASE), _read(state, asleep + 1), 0)
+        _call(_read(state, RELEASE), _read(state, LOCK + LINE * thread), 0)
 
 
 @njit(nogil=True, cache=True)
-def _work(worker):
+def _work(thread):
     """A worker's loop."""
     state = _shared()
     spins = parts = 0
     while _read(state, STOP) == 0:
-        if _take_part(state, worker):
+        if _take_part(state, thread):
             spins, parts = 0, parts + 1
             if parts % PARTS_BETWEEN_YIELDS == 0:
                 _call(_read(state, YIELD), 0, 0)
@@ -182,14 +200,15 @@ def _work(worker):
             spins += 1
             _pause()
         else:
-            _sleep(state, worker)
+            _sleep(state, thread)
             spins = 0
 
 
 @njit
 def _run(num_threads, num_parts, code, data):
     state = _shared()
-    if num_threads < 2 or num_parts < 2 or not _replace(state, OWNED, 0, 1):
+    num_threads = min(num_threads, num_parts, MAX_THREADS)
+    if num_threads < 2 or not _replace(state, OWNED, 0, 1):
         # The pool is in use, by another thread or by the job whose part this is: run alone.
         for part in range(num_parts):
             _call(code, data, part)
@@ -197,12 +216,14 @@ def _run(num_threads, num_parts, code, data):
     _write(state, CODE, code)
     _write(state, DATA, data)
     _write(state, PARTS, num_parts)
-    _write(state, HELPERS, num_threads - 1)
+    _write(state, THREADS, num_threads)
+    for thread in range(num_threads):
+        _write(state, NEXT_PART + LINE * thread, num_parts * thread // num_threads)
     _write(state, UNFINISHED, num_parts)
     _write(state, JOB, (((_read(state, JOB) >> 32) + 1) & 0x3FFFFFFF) << 32 | num_parts)
-    for worker in range(min(num_threads, num_parts) - 1):
+    for worker in range(1, num_threads):
         _wake(state, worker)
-    while _take_part(state, -1):
+    while _take_part(state, 0):
         pass
     spins = 0
     while _read(state, UNFINISHED) != 0:
@@ -263,8 +284,9 @@ def start_workers(num_workers: int) -> None:
     """Make sure that there are at least this many workers besides the calling thread."""
     if not _workers:
         _configure()
-    for worker in range(len(_workers), min(num_workers, MAX_WORKERS)):
-        thread = threading.Thread(target=_work, args=(worker,), name=f"minivllm-kernels-{worker}", daemon=True)
+    while len(_workers) < min(num_workers, MAX_THREADS - 1):
+        number = len(_workers) + 1
+        thread = threading.Thread(target=_work, args=(number,), name=f"minivllm-kernels-{number}", daemon=True)
         _workers.append(thread)
         thread.start()
 
@@ -276,10 +298,10 @@ def _configure() -> None:
     yield_ = ctypes.windll.kernel32.SwitchToThread if sys.platform == "win32" else ctypes.CDLL(None).sched_yield
     for index, function in ((YIELD, yield_), (ACQUIRE, api.PyThread_acquire_lock), (RELEASE, api.PyThread_release_lock)):
         _state[index] = ctypes.cast(function, ctypes.c_void_p).value
-    for worker in range(MAX_WORKERS):
+    for thread in range(1, MAX_THREADS):
         lock = api.PyThread_allocate_lock()
         api.PyThread_acquire_lock(lock, 1)
-        _state[FIRST_WORKER + LINE * worker + 1] = lock
+        _state[LOCK + LINE * thread] = lock
     per_microsecond = _measure_spins()
     _state[IDLE_SPINS] = int(IDLE_MICROSECONDS * per_microsecond)
     _state[WAIT_SPINS] = int(WAIT_MICROSECONDS * per_microsecond)
@@ -307,7 +329,7 @@ def _measure_spins() -> float:
 
 @njit
 def _wake_all(num_workers):
-    for worker in range(num_workers):
+    for worker in range(1, num_workers + 1):
         _wake(_shared(), worker)
 
 
