@@ -4,32 +4,19 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "AsyncLLMEngine",
-    "CompletionOutput",
-    "EngineArgs",
-    "EngineTrace",
-    "LLMEngine",
-    "RequestOutput",
-    "SamplingParams",
-    "Scheduler",
-    "SimulatedExecutor",
-    "StaticBatchScheduler",
-    "VirtualClock",
-]
-
 if TYPE_CHECKING:
-    from minivllm.config import EngineArgs
-    from minivllm.core.scheduler import Scheduler
-    from minivllm.core.static_batching import StaticBatchScheduler
-    from minivllm.engine.async_llm_engine import AsyncLLMEngine
-    from minivllm.engine.llm_engine import LLMEngine
-    from minivllm.engine.trace import EngineTrace
-    from minivllm.entrypoints.llm import LLM
-    from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
-    from minivllm.outputs import CompletionOutput, RequestOutput
-    from minivllm.sampling_params import SamplingParams
+    from minivllm.config import EngineArgs as EngineArgs
+    from minivllm.core.scheduler import Scheduler as Scheduler
+    from minivllm.core.static_batching import StaticBatchScheduler as StaticBatchScheduler
+    from minivllm.engine.async_llm_engine import AsyncLLMEngine as AsyncLLMEngine
+    from minivllm.engine.llm_engine import LLMEngine as LLMEngine
+    from minivllm.engine.trace import EngineTrace as EngineTrace
+    from minivllm.entrypoints.llm import LLM as LLM
+    from minivllm.executor.simulated import SimulatedExecutor as SimulatedExecutor
+    from minivllm.executor.simulated import VirtualClock as VirtualClock
+    from minivllm.outputs import CompletionOutput as CompletionOutput
+    from minivllm.outputs import RequestOutput as RequestOutput
+    from minivllm.sampling_params import SamplingParams as SamplingParams
 
 _MODULES = {
     "LLM": "entrypoints.llm",
@@ -45,6 +32,7 @@ _MODULES = {
     "StaticBatchScheduler": "core.static_batching",
     "VirtualClock": "executor.simulated",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

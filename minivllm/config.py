@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minivllm.errors import ConfigError
 
@@ -50,6 +50,11 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     watermark: float = 0.01
 
+    def __post_init__(self) -> None:
+        check_at_least("block_size", self.block_size, 1)
+        if not isinstance(self.watermark, (int, float)) or not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark is {self.watermark!r}, but is a fraction of the blocks: use a value in [0, 1).")
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -76,18 +81,18 @@ class SchedulerConfig:
     prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
-        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
-        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _check_choice("policy", self.policy, POLICIES)
-        _check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
                 f"({self.max_num_seqs}), so some running sequences would never get a token: raise the former or lower the latter."
             )
-        _check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
-        _check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
-        _check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
+        check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         if self.prompt_lookup_max > 32:
             raise ConfigError(
                 f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer n-grams match nothing more."
@@ -96,6 +101,14 @@ class SchedulerConfig:
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max ({self.prompt_lookup_max}), so no "
                 f"n-gram would be looked up: lower the former or raise the latter."
+            )
+
+    def check_prompts_fit(self, max_model_len: int) -> None:
+        """Raise a ConfigError if a prompt can be too long for one step, and may not be computed in chunks."""
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but a prompt may have up to max_model_len = "
+                f"{max_model_len} tokens and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
             )
 
 
@@ -109,6 +122,9 @@ class WorkerConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     low_memory: bool = False
+
+
+_Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig)
 
 
 def _arg(default: Any, help: str) -> Any:
@@ -181,14 +197,13 @@ class EngineArgs:
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
         if self.quantization is not None:
-            _check_choice("quantization", self.quantization, QUANTIZATIONS)
-        _check_at_least("block_size", self.block_size, 1)
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         for name in ("max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
+                check_at_least(name, getattr(self, name), 1)
         for name in ("gpu_memory_utilization", "swap_space"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -205,14 +220,7 @@ class EngineArgs:
     def cache_config(self) -> CacheConfig:
         """The KV cache's part of the arguments."""
         uses_swap = self.preemption_mode == "swap"
-        return CacheConfig(
-            block_size=self.block_size,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            num_gpu_blocks_override=self.num_gpu_blocks_override,
-            swap_space_bytes=int(self.swap_space * 2**30) if uses_swap else 0,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
+        return self._part(CacheConfig, swap_space_bytes=int(self.swap_space * 2**30) if uses_swap else 0)
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part of the arguments, for a model of this length."""
@@ -221,25 +229,18 @@ class EngineArgs:
             max_num_batched_tokens = max(2048, self.max_num_seqs)
             if not self.enable_chunked_prefill:
                 max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        if not self.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = "
-                f"{max_model_len} tokens and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
-            )
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            policy=self.scheduling_policy,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            preemption_mode=self.preemption_mode,
-            num_speculative_tokens=self.num_speculative_tokens,
-            prompt_lookup_max=self.prompt_lookup_max,
-            prompt_lookup_min=self.prompt_lookup_min,
-        )
+        config = self._part(SchedulerConfig, max_num_batched_tokens=max_num_batched_tokens, policy=self.scheduling_policy)
+        config.check_prompts_fit(max_model_len)
+        return config
 
     def worker_config(self) -> WorkerConfig:
         """The worker's part of the arguments."""
-        return WorkerConfig(**{item.name: getattr(self, item.name) for item in fields(WorkerConfig)})
+        return self._part(WorkerConfig)
+
+    def _part(self, config_cls: type[_Config], **others: Any) -> _Config:
+        """A config whose fields have the values of the arguments with the same names, and these others."""
+        shared = {item.name: getattr(self, item.name) for item in fields(config_cls) if hasattr(self, item.name)}
+        return config_cls(**shared | others)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -247,11 +248,13 @@ class EngineArgs:
         return [f.name for f in fields(cls)]
 
 
-def _check_at_least(name: str, value: Any, low: int) -> None:
+def check_at_least(name: str, value: Any, low: int) -> None:
+    """Raise a ConfigError unless the value is a whole number that is large enough."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise a ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}.")

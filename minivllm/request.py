@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minivllm.outputs import RequestMetrics
@@ -30,7 +30,7 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
-    """A validated, tokenized and seeded request: what the frontend hands to the engine core. Token ids only.
+    """A validated, tokenized and seeded request, in token ids only: what the frontend hands to the engine core, and the core to workers.
 
     Attributes:
         request_id: The caller's name for it, unique among unfinished requests.
@@ -54,29 +54,17 @@ class EngineCoreRequest:
     priority: int = 0
     number: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class RequestData:
-    """What a worker needs to know of a request. It does not change while the request runs.
-
-    Attributes:
-        request_id: The request.
-        prompt_token_ids: Its prompt.
-        sampling_params: How to choose tokens.
-        seed: Start of its random stream.
-        stop_token_ids: Tokens that would end a sequence, end-of-sequence tokens included.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    seed: int
-    stop_token_ids: tuple[int, ...]
+    @property
+    def stop_reasons(self) -> dict[int, int | None]:
+        """Tokens that end a sequence, each with the stop reason to report: itself, or None for an end-of-sequence token."""
+        params = self.sampling_params
+        return {t: t for t in params.stop_token_ids or ()} | dict.fromkeys(() if params.ignore_eos else self.eos_token_ids)
 
 
 _UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One continuation of a prompt: its tokens, and how many of them have their keys and values in the cache.
 
@@ -84,38 +72,26 @@ class Sequence:
     is sampled. That one rule covers prefill, decode, chunked prefill, and resuming after a preemption.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "index",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_reported_tokens",
-        "num_unforked_siblings",
-        "order",
-        "request",
-        "seq_id",
-        "status",
-        "stop_reason",
-        "token_ids",
-    )  # fmt: skip
+    seq_id: int
+    request: Request
+    index: int = 0
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_unforked_siblings: int = 0
+    """Siblings (n - 1) still to be forked from this one, when its prompt has been computed."""
+    num_reported_tokens: int = 0
+    """Output tokens that the engine core has handed to the frontend."""
+    stop_reason: int | str | None = None
+    order: tuple[Any, ...] = ()
+    """The key by which the scheduler's queues are sorted; set by the scheduler."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the full blocks of `token_ids`, extended by `extend_block_hashes`."""
 
-    def __init__(self, seq_id: int, request: Request, index: int = 0) -> None:
-        self.seq_id = seq_id
-        self.request = request
-        self.index = index
-        self.token_ids: list[int] = list(request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.status = SequenceStatus.WAITING
-        self.num_unforked_siblings = 0
-        """Siblings (n - 1) still to be forked from this one, when its prompt has been computed."""
-        self.num_reported_tokens = 0
-        """Output tokens that the engine core has handed to the frontend."""
-        self.stop_reason: int | str | None = None
-        self.order: tuple[Any, ...] = ()
-        """The key by which the scheduler's queues are sorted; set by the scheduler."""
-        self.block_hashes: list[bytes] = []
-        """Hashes of the full blocks of `token_ids`, extended by `extend_block_hashes`."""
 
     @property
     def num_tokens(self) -> int:
@@ -185,16 +161,7 @@ class Sequence:
 class Request:
     """A prompt, how to continue it, and the sequences that do.
 
-    Args:
-        request_id: The caller's name for it, unique among unfinished requests.
-        prompt_token_ids: The prompt, at least one token.
-        sampling_params: How to generate.
-        max_num_tokens: The limit on prompt and output together.
-        arrival_time: Seconds of the engine's clock.
-        eos_token_ids: Tokens with which the model ends a text.
-        priority: With the "priority" policy, smaller goes first.
-        seed: Start of the request's own random stream.
-        number: See `EngineCoreRequest`.
+    The arguments are the fields of `EngineCoreRequest`.
     """
 
     def __init__(
@@ -216,30 +183,19 @@ class Request:
         self.sampling_params = sampling_params
         self.max_num_tokens = max_num_tokens
         self.priority = priority
-        self.seed = seed
         self.metrics = RequestMetrics(arrival_time)
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
-        eos = () if sampling_params.ignore_eos else eos_token_ids
-        self.stop_reasons: dict[int, int | None] = {t: t for t in sampling_params.stop_token_ids or ()}
-        """Tokens that end a sequence, each with the stop reason to report."""
-        self.stop_reasons.update(dict.fromkeys(eos))
-        self.data = RequestData(request_id, prompt_token_ids, sampling_params, seed, tuple(self.stop_reasons))
+        self.data = EngineCoreRequest(
+            request_id, prompt_token_ids, sampling_params, max_num_tokens, eos_token_ids, seed, arrival_time, priority, number
+        )
+        """What does not change while the request runs, for the workers."""
+        self.stop_reasons = self.data.stop_reasons
 
     @classmethod
     def from_engine_core_request(cls, request: EngineCoreRequest) -> Request:
         """The request as the scheduler keeps it."""
-        return cls(
-            request.request_id,
-            request.prompt_token_ids,
-            request.sampling_params,
-            max_num_tokens=request.max_num_tokens,
-            arrival_time=request.arrival_time,
-            eos_token_ids=request.eos_token_ids,
-            priority=request.priority,
-            seed=request.seed,
-            number=request.number,
-        )
+        return cls(**{item.name: getattr(request, item.name) for item in fields(request)})
 
     @property
     def finished(self) -> bool:

@@ -119,7 +119,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if there are none."""
-        return _checked_stop_strings(self.stop)
+        return tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:

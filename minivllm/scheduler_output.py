@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from minivllm.outputs import Logprob
-from minivllm.request import RequestData, Sequence
+from minivllm.request import EngineCoreRequest, Sequence
 
 Phase = Literal["prefill", "decode", "mixed", "idle"]
 """What a step computes; "idle" where it only preempts."""
@@ -36,7 +36,7 @@ class SequenceData:
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
     """
 
-    request: RequestData
+    request: EngineCoreRequest
     seq_id: int
     index: int
     token_ids: list[int]

@@ -67,15 +67,8 @@ def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
     coefficients = _least_squares(matrix / predicted[:, None], seconds / predicted)
     fixed, prefill_step, prefill_token, prefill_pair, context_token, *heights = coefficients.tolist()
     slope = max(0.0, (heights[-1] - heights[0]) / (points[-1] - points[0])) if len(points) > 1 else 0.0
-    return CostModel(
-        fixed=fixed,
-        per_prefill_step=prefill_step,
-        per_prefill_token=prefill_token,
-        per_prefill_pair=prefill_pair,
-        per_decode_seq=slope,
-        per_context_token=context_token,
-        decode_curve=tuple(zip(points, heights, strict=True)),
-    )
+    curve = tuple(zip(points, heights, strict=True))
+    return CostModel(fixed, prefill_step, prefill_token, prefill_pair, slope, context_token, curve)
 
 
 def _curve_points(batches: list[int]) -> list[int]:
@@ -110,11 +103,11 @@ def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def fit_quality(costs: CostModel, steps: list[tuple[StepWork, float]]) -> tuple[float, float]:
     """How well a model fits steps: coefficient of determination (R²) and median relative error."""
-    pairs = [(costs(work), time) for work, time in steps]
-    mean = statistics.mean(time for _, time in pairs)
-    residual = sum((time - predicted) ** 2 for predicted, time in pairs)
-    total = sum((time - mean) ** 2 for _, time in pairs)
-    return 1 - residual / total if total else 1.0, statistics.median(abs(predicted - time) / time for predicted, time in pairs)
+    seconds = np.array([time for _, time in steps])
+    errors = np.array([costs(work) for work, _ in steps]) - seconds
+    variance = seconds.var()
+    r_squared = 1 - np.square(errors).mean() / variance if variance else 1.0
+    return float(r_squared), float(np.median(np.abs(errors) / seconds))
 
 
 @dataclass(frozen=True)
@@ -194,13 +187,13 @@ def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: lis
         **asdict(engine.scheduler_config) | {"max_num_seqs": setting.max_num_seqs},
     )
     return Prediction(
-        setting.workload,
-        setting.scheduler,
-        setting.max_num_seqs,
-        simulated.output_tokens_per_second,
-        statistics.median(result.output_tokens_per_second for result in measured),
-        simulated.ttft.mean,
-        statistics.median(result.ttft.mean for result in measured),
+        workload=setting.workload,
+        scheduler=setting.scheduler,
+        max_num_seqs=setting.max_num_seqs,
+        predicted_throughput=simulated.output_tokens_per_second,
+        measured_throughput=statistics.median(result.output_tokens_per_second for result in measured),
+        predicted_ttft=simulated.ttft.mean,
+        measured_ttft=statistics.median(result.ttft.mean for result in measured),
     )
 
 
@@ -281,30 +274,16 @@ def format_report(calibration: Calibration) -> str:
         "",
     ]
     headers = (
-        "unseen run",
-        "batching",
-        "max_num_seqs",
-        "tokens/s predicted",
-        "measured",
-        "error",
-        "TTFT predicted",
-        "measured",
-        "error",
-    )
+        "unseen run", "batching", "max_num_seqs", "tokens/s predicted", "measured", "error", "TTFT predicted", "measured", "error",
+    )  # fmt: skip
     rows = [
         (
-            p.workload,
-            p.scheduler,
-            p.max_num_seqs,
-            f"{p.predicted_throughput:.1f}",
-            f"{p.measured_throughput:.1f}",
-            f"{p.throughput_error:+.1%}",
-            f"{p.predicted_ttft:.2f} s",
-            f"{p.measured_ttft:.2f} s",
-            f"{p.ttft_error:+.1%}",
+            p.workload, p.scheduler, p.max_num_seqs,
+            f"{p.predicted_throughput:.1f}", f"{p.measured_throughput:.1f}", f"{p.throughput_error:+.1%}",
+            f"{p.predicted_ttft:.2f} s", f"{p.measured_ttft:.2f} s", f"{p.ttft_error:+.1%}",
         )
         for p in calibration.predictions
-    ]
+    ]  # fmt: skip
     lines.append(format_table(headers, rows, left=2))
     worst = [max(abs(getattr(p, name)) for p in calibration.predictions) for name in ("throughput_error", "ttft_error")]
     lines.append(f"largest error: throughput {worst[0]:.1%}, mean TTFT {worst[1]:.1%}")

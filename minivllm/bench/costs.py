@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
+
+import msgspec
 
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel
@@ -34,10 +35,6 @@ memory in every step, with kernels that are fast for up to 24 sequences.
 """
 
 
-LONGEST = 1e9
-"""Bound of the numbers of a cost model, in seconds."""
-
-
 def load_costs(path: Path) -> CostModel:
     """A cost model from a JSON file: what `minivllm bench calibrate --json` wrote, or only the model's fields, in seconds.
 
@@ -45,29 +42,23 @@ def load_costs(path: Path) -> CostModel:
         ConfigError: The file is missing or not a cost model.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        costs = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"There is no cost model {path} that can be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a cost model: it is not valid JSON ({error}).") from None
-    costs = content.get("calibration", content) if isinstance(content, dict) else None
-    costs = costs.get("costs", costs) if isinstance(costs, dict) else None
+    for key in ("calibration", "costs"):
+        costs = costs.get(key, costs) if isinstance(costs, dict) else None
     names = [field.name for field in dataclasses.fields(CostModel)]
     if not isinstance(costs, dict) or "fixed" not in costs or not set(costs) <= set(names):
         raise ConfigError(f"{path} is not a cost model: it must have 'fixed', and may have {', '.join(names)}.")
-    values = {name: value for name, value in costs.items() if name != "decode_curve"}
     try:
-        values["decode_curve"] = tuple((size, seconds) for size, seconds in costs.get("decode_curve", []))
-    except (TypeError, ValueError):
-        raise ConfigError(f"{path} is not a cost model: decode_curve must be a list of [sequences, seconds].") from None
-    sizes = [size for size, _ in values["decode_curve"]]
-    numbers = [(name, value) for name, value in values.items() if name != "decode_curve"]
-    numbers += [("a number in decode_curve", number) for point in values["decode_curve"] for number in point]
-    for name, value in numbers:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < LONGEST:
-            raise ConfigError(
-                f"{path} is not a cost model: {name} is {value!r}, but must be a number, 0 or more and below {LONGEST:g}."
-            )
-    if sizes != sorted(set(sizes)) or 0 in sizes:
+        model = msgspec.convert(costs, CostModel)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path} is not a cost model ({error}): times are in seconds, and decode_curve is a list of [sequences, seconds]."
+        ) from None
+    sizes = [size for size, _ in model.decode_curve]
+    if sizes != sorted(set(sizes)):
         raise ConfigError(f"{path} is not a cost model: the sequences of decode_curve must increase from point to point.")
-    return CostModel(**values)
+    return model

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
+from minivllm.bench.offline import run_offline
 from minivllm.bench.report import format_table, quantity
-from minivllm.bench.summary import RequestLatency, RunSummary
-from minivllm.bench.workloads import WorkloadRequest, make_workload
+from minivllm.bench.summary import EngineRun, RunSummary
+from minivllm.bench.trace_summary import request_latencies
+from minivllm.bench.workloads import make_workload
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
-from minivllm.sampling_params import SamplingParams
 
 
 @dataclass(kw_only=True)
@@ -44,10 +44,7 @@ def measure_latency(
     Args:
         engine: An idle engine with room for the largest batch (`max_num_seqs`).
         batch_sizes: Requests that arrive at once.
-        prompt_len: Tokens of each prompt.
-        output_len: Tokens that each request generates, at least 2, or there would be no ITL.
-        rounds: How often each batch is run.
-        use_tqdm: Show progress.
+        prompt_len, output_len: Tokens of each request; at least 2 to generate, or there would be no ITL.
 
     Raises:
         ConfigError: A number is too small, or a request does not fit the model.
@@ -56,53 +53,27 @@ def measure_latency(
         raise ConfigError(
             "Latency is measured with batches of at least 1 request, at least 1 round, and at least 2 output tokens."
         )
-    config = engine.model_config
-    if prompt_len + output_len > config.max_model_len:
-        raise ConfigError(
-            f"Prompts of {prompt_len} and outputs of {output_len} tokens do not fit the {config.max_model_len} tokens of the "
-            "model: make them shorter."
-        )
     results = []
     with tqdm(total=len(batch_sizes) * (1 + rounds), unit="batch", disable=not use_tqdm, dynamic_ncols=True) as bar:
         for batch_size in batch_sizes:
             bar.set_description(f"batch of {batch_size}")
-            batches = []
-            for seed in range(1 + rounds):  # other prompts each time, so that no cache can help
-                requests = make_workload(
-                    "uniform", batch_size, mean_prompt_len=prompt_len, mean_output_len=output_len, vocab_size=config.vocab_size,
-                    seed=seed,
-                )  # fmt: skip
-                batches.append(run_batch(engine, requests))
+            requests = make_workload(
+                "uniform", batch_size, mean_prompt_len=prompt_len, mean_output_len=output_len,
+                vocab_size=engine.model_config.vocab_size, max_len=2 * (prompt_len + output_len),
+            )  # fmt: skip
+            runs = []
+            for _ in range(1 + rounds):
+                runs.append(run_offline(engine, "continuous", f"batch of {batch_size}", requests, use_tqdm=False))
                 bar.update()
-            results.append(summarize(batches[1:]))  # the first is the warm-up
+            results.append(summarize(batch_size, runs[1:]))  # the first is the warm-up
     return results
 
 
-def run_batch(engine: LLMEngine, requests: list[WorkloadRequest]) -> list[RequestLatency]:
-    """Run requests that arrive at once, and note when each of their tokens comes."""
-    arrival = engine.clock()
-    for i, request in enumerate(requests):
-        params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
-        engine.add_request(str(i), request.prompt_token_ids, params, arrival_time=arrival)
-    times: list[list[float]] = [[] for _ in requests]
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = engine.clock() - arrival
-        for output in outputs:
-            if output.error is not None:
-                raise ConfigError(f"A request of the batch failed. {output.error}")
-            so_far = times[int(output.request_id)]
-            so_far += [now] * (len(output.outputs[0].token_ids) - len(so_far))  # several, where draft tokens were accepted
-    return [
-        RequestLatency.from_token_times(str(i), len(request.prompt_token_ids), times[i]) for i, request in enumerate(requests)
-    ]
-
-
-def summarize(batches: list[list[RequestLatency]]) -> BatchLatency:
+def summarize(batch_size: int, runs: list[EngineRun]) -> BatchLatency:
     """The requests of all rounds together."""
-    seconds = [max(request.latency for request in batch) for batch in batches]
-    speeds = [sum(r.output_tokens for r in batch) / time for batch, time in zip(batches, seconds, strict=True)]
-    return BatchLatency.of(list(itertools.chain(*batches)), sum(seconds), batch_size=len(batches[0]), rounds=speeds)
+    requests = [request for run in runs if run.trace is not None for request in request_latencies(run.trace)]
+    speeds = [run.output_tokens_per_second for run in runs]
+    return BatchLatency.of(requests, sum(run.seconds for run in runs), batch_size=batch_size, rounds=speeds)
 
 
 def format_batches(results: list[BatchLatency]) -> str:

@@ -68,11 +68,7 @@ class Load:
 async def generate_load(send: Send, requests: Iterable[WorkloadRequest], load: Load, interrupted: asyncio.Event) -> None:
     """Send requests, and return when all have finished or were cancelled.
 
-    Args:
-        send: Called for each request, in order.
-        requests: May be endless if there is a duration.
-        load: When to send, and when to stop.
-        interrupted: Set it to stop at once and cancel what runs.
+    The requests may be endless if the load has a duration. Setting `interrupted` stops at once and cancels what runs.
     """
     clock = asyncio.get_running_loop().time
     end = None if load.duration is None else clock() + load.duration + load.grace

@@ -39,7 +39,9 @@ def run_offline(
     limit = engine.model_config.max_model_len
     for i, request in enumerate(requests):
         if len(request.prompt_token_ids) + request.output_len > limit:
-            raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: leave it out.")
+            raise ConfigError(
+                f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: make it shorter."
+            )
     engine.core.use_scheduler(SCHEDULERS[scheduler])
     engine.block_manager.reset_prefix_cache()
     was_traced = engine.trace is not None

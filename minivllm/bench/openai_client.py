@@ -6,11 +6,11 @@ It asks for an exact number of greedy tokens. `/v1/completions` gets prompts as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -141,9 +141,7 @@ class OpenAIClient:
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=timeout)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
     async def find_model(self, name: str | None = None) -> ServedModel:
@@ -163,7 +161,10 @@ class OpenAIClient:
             ) from None
         if status in (401, 403):
             raise ConfigError(f"The server at {self.base_url} refuses the API key (status {status}): give it with --api-key.")
-        models = _listed_models(body) if status == 200 else []
+        models = []
+        if status == 200:
+            with contextlib.suppress(*_NOT_JSON):
+                models = [model for model in msgspec.json.decode(body, type=_ModelList).data if model.id.isprintable()]
         if name is None and models:
             return models[0]
         if name is None:
@@ -232,14 +233,6 @@ def _checked_url(url: str) -> str:
     if parts.username is not None:
         raise ConfigError("The base URL must not hold a name or a password: give the key with --api-key.")
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _listed_models(body: bytes) -> list[ServedModel]:
-    try:
-        models = msgspec.json.decode(body, type=_ModelList).data
-    except _NOT_JSON:
-        return []
-    return [model for model in models if model.id.isprintable()]
 
 
 async def _read_stream(chunks: AsyncIterator[bytes], served: ServedRequest) -> None:

@@ -2,9 +2,6 @@
 
 Scheduling depends only on when requests arrive, on their tokens, and on when they finish, all of which a trace has. So a replay must
 produce the same batches, block tables and preemptions, step by step; `first_difference` says where it does not.
-
-To see what another scheduler or configuration would do with the same requests, simulate them:
-`simulate(recorded_requests(trace), scheduler=..., max_num_seqs=...)`.
 """
 
 from __future__ import annotations
@@ -13,12 +10,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
+from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.simulation import make_simulated_engine
-from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.engine.core_messages import EngineCoreOutputs, StoppedSequence
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace, RequestRecord, StepRecord
@@ -27,7 +23,7 @@ from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
 
-KNOWN_SCHEDULERS = {cls.__name__: cls for cls in (Scheduler, StaticBatchScheduler)}
+KNOWN_SCHEDULERS = {cls.__name__: cls for cls in SCHEDULERS.values()}
 
 
 def replay(
@@ -89,19 +85,6 @@ def replay(
             break  # a step was recorded, but nothing is left to do: the replay has diverged
         core.stop_sequences(_recorded_stops(core.step(), trace, num_tokens))
     return replayed
-
-
-def recorded_requests(trace: EngineTrace) -> list[WorkloadRequest]:
-    """The finished requests of a trace, with their arrival times and lengths, for the simulator.
-
-    Each continuation of a request with n > 1 becomes its own request.
-    """
-    return [
-        WorkloadRequest(request.prompt_token_ids, len(token_ids), request.arrival_time)
-        for request in sorted(trace.requests.values(), key=lambda request: request.arrival_time)
-        for token_ids, reason in zip(request.output_token_ids, request.finish_reasons, strict=True)
-        if reason in ("stop", "length")
-    ]
 
 
 def _order_free_blocks(allocator: BlockAllocator, blocks: list[int] | None) -> None:

@@ -29,14 +29,8 @@ async def measure_serving(
 ) -> tuple[list[ServedRequest], bool]:
     """Send requests. Returns the result of each, in the order of their starts, and whether Ctrl-C stopped the run early.
 
-    Args:
-        client: An open client.
-        model: The server's name of the model.
-        requests: May be endless if the load has a duration.
-        load: When to send them.
-        num_requests: How many there are, for the progress bar; None if unknown.
-        warm_up: Requests to send first, all at once, unmeasured.
-        use_tqdm: Show progress.
+    The requests may be endless if the load has a duration; their number, if it is known, is for the progress bar. Those of the warm-up
+    are sent first, all at once, unmeasured.
 
     Raises:
         ConfigError: A request of the warm-up failed.

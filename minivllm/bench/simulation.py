@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from tqdm.auto import tqdm
 from minivllm.bench.costs import DEFAULT_COSTS
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.report import format_table, quantity
-from minivllm.bench.summary import EngineRun, Quantiles, StepTotals, time_per_output_token
+from minivllm.bench.summary import Distribution, EngineRun, time_per_output_token
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, check_at_least, check_choice
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
@@ -60,13 +61,10 @@ def make_simulated_engine(
     Raises:
         ConfigError: An argument is out of range.
     """
-    if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
-        raise ConfigError(f"scheduler is {scheduler!r}, but must be one of {', '.join(map(repr, SCHEDULERS))}, or a class.")
-    for name, value in (("block_size", block_size), ("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least 1.")
-    if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
-        raise ConfigError(f"watermark is {watermark!r}, but is a fraction of the blocks: use a value in [0, 1).")
+    if isinstance(scheduler, str):
+        check_choice("scheduler", scheduler, tuple(SCHEDULERS))
+    check_at_least("max_model_len", max_model_len, 1)
+    check_at_least("max_num_seqs", max_num_seqs, 1)
     clock = clock or VirtualClock()
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(8192, max_model_len, max_num_seqs)
@@ -76,11 +74,7 @@ def make_simulated_engine(
         )
     except TypeError as error:
         raise ConfigError(f"The scheduler has no such option: {error}.") from None
-    if not scheduler_config.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens is {max_num_batched_tokens}, but a prompt may have up to max_model_len = {max_model_len} tokens "
-            f"and must fit in one step: raise it, lower max_model_len, or set enable_chunked_prefill=True."
-        )
+    scheduler_config.check_prompts_fit(max_model_len)
     engine = LLMEngine.from_executor(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
@@ -108,7 +102,7 @@ def simulate(
 ) -> EngineRun:
     """Run requests to completion, in order of arrival.
 
-    Without a trace, memory does not grow with finished requests: a million can be drawn one by one.
+    Without a trace, a finished request leaves only three numbers in memory: a million can be drawn one by one.
 
     Args:
         requests: From `generate_requests`, or any list sorted by arrival time.
@@ -119,8 +113,8 @@ def simulate(
     Raises:
         ConfigError: There are no requests, they are not in order, one does not fit, or an option is out of range.
     """
-    if max_concurrency is not None and (not isinstance(max_concurrency, int) or max_concurrency < 1):
-        raise ConfigError(f"max_concurrency is {max_concurrency!r}, but must be a whole number of at least 1.")
+    if max_concurrency is not None:
+        check_at_least("max_concurrency", max_concurrency, 1)
     if "clock" in engine_options:
         raise ConfigError("A simulation has its own clock, which starts with the first arrival: leave out clock.")
     queue = _in_order(requests)
@@ -130,25 +124,26 @@ def simulate(
     start = upcoming.arrival_time
     clock = VirtualClock(start)
     engine = make_simulated_engine(clock=clock, **engine_options)
-    totals = _Totals(engine)
+    tally = _Tally(engine)
     num_added = 0
     room = math.inf if max_concurrency is None else max_concurrency
     with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
         while True:
-            while upcoming is not None and upcoming.arrival_time <= clock.now and totals.num_requests + room > num_added:
+            while upcoming is not None and upcoming.arrival_time <= clock.now and tally.run.num_requests + room > num_added:
                 _add(engine, num_added, upcoming, upcoming.arrival_time if max_concurrency is None else clock.now)
                 num_added += 1
                 upcoming = next(queue, None)
             if engine.has_unfinished_requests():
                 for output in engine.step():
-                    totals.add_request(output)
+                    tally.add_request(output)
                     bar.update()
             elif upcoming is None:
                 break
             else:
                 clock.advance_to(upcoming.arrival_time)
     scheduler = engine_options.get("scheduler", "continuous")
-    run = totals.summarize(clock.now - start, scheduler if isinstance(scheduler, str) else scheduler.__name__)
+    run = tally.finish(clock.now - start)
+    run.scheduler = scheduler if isinstance(scheduler, str) else scheduler.__name__
     run.trace = engine.trace
     return run
 
@@ -181,21 +176,17 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
         raise ConfigError(f"Request {number} cannot be served. {error}") from None
 
 
-class _Totals:
-    """Running totals of a simulation, in constant memory."""
+class _Tally:
+    """Counts a simulation in its `EngineRun`, without the latencies between tokens. A finished request takes 24 bytes."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self.num_requests = 0
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._ttft, self._latency, self._tpot = Quantiles(), Quantiles(), Quantiles()
-        self._steps = StepTotals()
+        self.run = EngineRun()
+        self._ttft, self._latency, self._tpot = array("d"), array("d"), array("d")
         scheduler, manager = engine.scheduler, engine.block_manager
 
         def watch(seconds: float) -> None:
             cache_use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
-            num_preempted = engine.num_preemptions - self._steps.num_preemptions
-            self._steps.add(seconds, len(scheduler.running), cache_use, num_preempted)
+            self.run.add_step(seconds, len(scheduler.running), cache_use, engine.num_preemptions - self.run.num_preemptions)
 
         assert isinstance(engine.executor, SimulatedExecutor)
         engine.executor.watch = watch
@@ -206,30 +197,20 @@ class _Totals:
             raise ConfigError(f"Request {output.request_id} failed. {output.error}")
         metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
         assert metrics is not None and metrics.time_to_first_token is not None and metrics.latency is not None
-        self.num_requests += 1
-        self._prompt_tokens += len(output.prompt_token_ids)
-        self._output_tokens += num_tokens
-        self._ttft.add(metrics.time_to_first_token)
-        self._latency.add(metrics.latency)
+        self.run.num_requests += 1
+        self.run.prompt_tokens += len(output.prompt_token_ids)
+        self.run.output_tokens += num_tokens
+        self._ttft.append(metrics.time_to_first_token)
+        self._latency.append(metrics.latency)
         tpot = time_per_output_token(metrics.time_to_first_token, metrics.latency, num_tokens)
         if tpot is not None:
-            self._tpot.add(tpot)
+            self._tpot.append(tpot)
 
-    def summarize(self, seconds: float, scheduler: str) -> EngineRun:
-        """The run so far; inter-token latencies are not counted."""
-        return EngineRun(
-            num_requests=self.num_requests,
-            completed=self.num_requests,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
-            seconds=seconds,
-            ttft=self._ttft.distribution(),
-            itl=Quantiles().distribution(),
-            tpot=self._tpot.distribution(),
-            latency=self._latency.distribution(),
-            scheduler=scheduler,
-            **self._steps.to_fields(),
-        )
+    def finish(self, seconds: float) -> EngineRun:
+        """The run, which took this long."""
+        self.run.completed, self.run.seconds = self.run.num_requests, seconds
+        self.run.ttft, self.run.latency, self.run.tpot = map(Distribution.of, (self._ttft, self._latency, self._tpot))
+        return self.run
 
 
 def format_simulations(results: list[EngineRun]) -> str:

@@ -7,18 +7,17 @@ output token after the first. A request with several sequences (n > 1) has one T
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from minivllm.bench.served_request import ServedRequest
     from minivllm.engine.trace import EngineTrace
 
 
@@ -30,11 +29,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """
     if not len(values):
         raise ValueError("There is no percentile of no values.")
-    return _nearest_rank(sorted(values), percent)
-
-
-def _nearest_rank(ordered: Sequence[float], percent: float) -> float:
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 class Distribution(NamedTuple):
@@ -51,57 +46,13 @@ class Distribution(NamedTuple):
         ordered = sorted(values)
         if not ordered:
             return cls(*[math.nan] * 4)
-        return cls(sum(ordered) / len(ordered), *(_nearest_rank(ordered, percent) for percent in (50, 95, 99)))
+        return cls(sum(ordered) / len(ordered), *(percentile(ordered, percent) for percent in (50, 95, 99)))
 
 
-class Quantiles:
-    """A distribution of any number of positive values in constant memory.
-
-    Values are counted in buckets, each 1 % wider than the one before, so percentiles are right to within half a percent.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._sum = 0.0
-        self._buckets: Counter[int] = Counter()
-
-    def add(self, value: float) -> None:
-        """Count a value. Values below a nanosecond are all counted as one."""
-        self._count += 1
-        self._sum += value
-        self._buckets[math.floor(math.log(max(value, 1e-9), 1.01))] += 1
-
-    def distribution(self) -> Distribution:
-        """The distribution of the values so far."""
-        if not self._count:
-            return Distribution.of(())
-        return Distribution(self._sum / self._count, *(self._percentile(percent) for percent in (50, 95, 99)))
-
-    def _percentile(self, percent: float) -> float:
-        rank = math.ceil(percent / 100 * self._count)
-        ordered = sorted(self._buckets)
-        cumulative = itertools.accumulate(self._buckets[bucket] for bucket in ordered)
-        return 1.01 ** (next(bucket for bucket, count in zip(ordered, cumulative, strict=True) if count >= rank) + 0.5)
+NOT_MEASURED = Distribution.of(())
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
-
-
-class RequestTimes(Protocol):
-    """What a summary needs of a completed request. Times in seconds, None where they are not known."""
-
-    @property
-    def prompt_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def output_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def ttft(self) -> float | None: ...  # noqa: D102
-    @property
-    def itls(self) -> Sequence[float]: ...  # noqa: D102
-    @property
-    def tpot(self) -> float | None: ...  # noqa: D102
-    @property
-    def latency(self) -> float: ...  # noqa: D102
 
 
 def time_per_output_token(ttft: float, latency: float, num_tokens: int) -> float | None:
@@ -111,7 +62,7 @@ def time_per_output_token(ttft: float, latency: float, num_tokens: int) -> float
 
 @dataclass(frozen=True)
 class RequestLatency:
-    """What a completed request waited, in seconds.
+    """What a completed request of an engine waited, in seconds. A server's client notes the same in a `ServedRequest`.
 
     Attributes:
         request_id: The request.
@@ -130,12 +81,6 @@ class RequestLatency:
     num_tokens: int
     prompt_tokens: int
     output_tokens: int
-
-    @classmethod
-    def from_token_times(cls, request_id: str, prompt_tokens: int, times: Sequence[float]) -> RequestLatency:
-        """For a request with one sequence, from the seconds between its arrival and each of its tokens."""
-        itls = tuple(later - earlier for earlier, later in itertools.pairwise(dict.fromkeys(times)))
-        return cls(request_id, times[0], times[-1], itls, len(times), prompt_tokens, len(times))
 
     @property
     def tpot(self) -> float | None:
@@ -160,7 +105,7 @@ class Goals:
             if goal is not None and not 0 < goal < math.inf:
                 raise ConfigError(f"The goal for {name} is {goal}, but must be a number of milliseconds above 0.")
 
-    def are_met_by(self, request: RequestTimes) -> bool:
+    def are_met_by(self, request: RequestLatency | ServedRequest) -> bool:
         """Whether a completed request meets all goals.
 
         A request with a single output token has no TPOT to miss. One that completed without any token is taken to have begun at its
@@ -195,35 +140,30 @@ class RunSummary:
         goodput: Completed requests per second that met all goals; None if there were no goals.
     """
 
-    num_requests: int
-    completed: int
-    prompt_tokens: int
-    output_tokens: int
-    seconds: float
-    ttft: Distribution
-    itl: Distribution
-    tpot: Distribution
-    latency: Distribution
+    num_requests: int = 0
+    completed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    ttft: Distribution = NOT_MEASURED
+    itl: Distribution = NOT_MEASURED
+    tpot: Distribution = NOT_MEASURED
+    latency: Distribution = NOT_MEASURED
     goodput: float | None = None
 
     @classmethod
     def of(
         cls,
-        requests: Sequence[RequestTimes],
+        requests: Sequence[RequestLatency | ServedRequest],
         seconds: float,
         *,
         num_requests: int | None = None,
         goals: Goals | None = None,
         **more: Any,
     ) -> Self:
-        """The summary of a run from its completed requests.
+        """The summary of a run from its completed requests and its seconds.
 
-        Args:
-            requests: Those that completed.
-            seconds: How long the run took.
-            num_requests: All requests of the run; only the completed ones if None.
-            goals: For goodput; None, or `Goals()`, is none.
-            **more: The fields of a subclass.
+        Without `num_requests`, there were no others; without goals, there is no goodput. `more` are the fields of a subclass.
         """
         summary = cls(
             num_requests=len(requests) if num_requests is None else num_requests,
@@ -300,36 +240,19 @@ class EngineRun(RunSummary):
     peak_cache_use: float = 0.0
     trace: EngineTrace | None = field(default=None, repr=False, compare=False)
 
+    def add_step(self, seconds: float, num_running: int, cache_use: float, num_preemptions: int) -> None:
+        """Count a step: how long it took, and what held while it ran."""
+        self.num_steps += 1
+        self.busy_seconds += seconds
+        self.num_preemptions += num_preemptions
+        self.peak_cache_use = max(self.peak_cache_use, cache_use)
+        if seconds:
+            self.mean_running += (num_running - self.mean_running) * seconds / self.busy_seconds
+            self.mean_cache_use += (cache_use - self.mean_cache_use) * seconds / self.busy_seconds
+
     def __str__(self) -> str:
         preemptions = "1 preemption" if self.num_preemptions == 1 else f"{self.num_preemptions} preemptions"
         return (
             f"{self.completed} requests in {self.seconds:.1f} s · {self.output_tokens_per_second:.0f} tokens/s · means: first token "
             f"{self.ttft.mean:.2f} s, latency {self.latency.mean:.2f} s · {preemptions}"
         )
-
-
-class StepTotals:
-    """Adds up the steps of a run one by one."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.busy_seconds = 0.0
-        self.num_preemptions = 0
-        self.peak_cache_use = 0.0
-        self._running = 0.0
-        self._cache_use = 0.0
-
-    def add(self, seconds: float, num_running: int, cache_use: float, num_preemptions: int) -> None:
-        """Count a step: how long it took, and what held while it ran."""
-        self.num_steps += 1
-        self.busy_seconds += seconds
-        self.num_preemptions += num_preemptions
-        self.peak_cache_use = max(self.peak_cache_use, cache_use)
-        self._running += num_running * seconds
-        self._cache_use += cache_use * seconds
-
-    def to_fields(self) -> dict[str, Any]:
-        """The fields of an `EngineRun` that follow from its steps."""
-        busy = self.busy_seconds or 1.0
-        totals = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return totals | {"mean_running": self._running / busy, "mean_cache_use": self._cache_use / busy}

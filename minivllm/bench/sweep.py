@@ -31,12 +31,7 @@ def sweep_max_num_seqs(
 ) -> list[SweepPoint]:
     """Run a workload with each value of `max_num_seqs`, each on an engine of its own, which prepares for batches of that size.
 
-    Args:
-        make_engine: Makes an engine from a value of `max_num_seqs`.
-        values: The values, in the order of the runs.
-        name: Of the workload, for the progress bar.
-        requests: The workload; all requests are there from the start.
-        rounds: How often each value is run, after a short warm-up.
+    All requests are there from the start. Each value is run `rounds` times, after a short warm-up.
 
     Raises:
         ConfigError: A number is less than 1, or a request does not fit the model.

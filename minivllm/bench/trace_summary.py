@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from minivllm.bench.summary import EngineRun, Goals, RequestLatency, StepTotals
+from minivllm.bench.summary import EngineRun, Goals, RequestLatency
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepRecord
 
 
@@ -78,11 +78,6 @@ def time_origin(trace: EngineTrace) -> float:
 def summarize_trace(trace: EngineTrace, goals: Goals | None = None) -> EngineRun:
     """What a traced run adds up to, from the first arrival to the end of the last step."""
     seconds = trace[-1].end - time_origin(trace) if len(trace) else 0.0
-    num_blocks = trace.config.num_gpu_blocks
-    steps = StepTotals()
-    for step in trace:
-        cache_use = 1 - step.num_free_blocks / num_blocks if num_blocks else 0.0
-        steps.add(step.end - step.start, step.num_running, cache_use, len(step.preempted))
     run = EngineRun.of(
         request_latencies(trace),
         seconds,
@@ -90,8 +85,11 @@ def summarize_trace(trace: EngineTrace, goals: Goals | None = None) -> EngineRun
         goals=goals,
         scheduler=trace.config.scheduler,
         trace=trace,
-        **steps.to_fields(),
     )
     run.prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests.values())
     run.output_tokens = count_output_tokens(trace)
+    num_blocks = trace.config.num_gpu_blocks
+    for step in trace:
+        cache_use = 1 - step.num_free_blocks / num_blocks if num_blocks else 0.0
+        run.add_step(step.end - step.start, step.num_running, cache_use, len(step.preempted))
     return run

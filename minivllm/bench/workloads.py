@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+
+from minivllm.config import check_at_least, check_choice
 from minivllm.errors import ConfigError
 
 DISTRIBUTIONS = ("uniform", "longtail")
@@ -38,12 +41,10 @@ def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int 
     Raises:
         ConfigError: `arrivals` is unknown, or a number is out of range.
     """
-    if arrivals not in ARRIVALS:
-        raise ConfigError(f"arrivals is {arrivals!r}, but must be one of {', '.join(map(repr, ARRIVALS))}.")
+    check_choice("arrivals", arrivals, ARRIVALS)
     if arrivals != "at-once" and not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"arrival_rate is {rate!r}, but must be a number of requests per second above 0.")
-    if burst_size < 1:
-        raise ConfigError(f"burst_size is {burst_size}, but must be at least 1.")
+    check_at_least("burst_size", burst_size, 1)
     return _times(arrivals, rate, burst_size if arrivals == "bursts" else 1, random.Random(seed))
 
 
@@ -89,16 +90,12 @@ def generate_requests(
     Raises:
         ConfigError: An argument is out of range.
     """
-    for name, value, low in (
-        ("num_requests", num_requests, 1),
-        ("mean_prompt_len", mean_prompt_len, 1),
-        ("mean_output_len", mean_output_len, 1),
-        ("num_shared_prompt_tokens", num_shared_prompt_tokens, 0),
-    ):
-        if value is not None and value < low:
-            raise ConfigError(f"{name} is {value}, but must be at least {low}.")
-    if distribution not in DISTRIBUTIONS:
-        raise ConfigError(f"distribution is {distribution!r}, but must be one of {', '.join(map(repr, DISTRIBUTIONS))}.")
+    if num_requests is not None:
+        check_at_least("num_requests", num_requests, 1)
+    check_at_least("mean_prompt_len", mean_prompt_len, 1)
+    check_at_least("mean_output_len", mean_output_len, 1)
+    check_at_least("num_shared_prompt_tokens", num_shared_prompt_tokens, 0)
+    check_choice("distribution", distribution, DISTRIBUTIONS)
     longest_prompt = max_len // 2 - num_shared_prompt_tokens
     if longest_prompt < 1:
         raise ConfigError(f"{num_shared_prompt_tokens} shared prompt tokens leave no room for prompts in max_len = {max_len}.")
@@ -176,6 +173,13 @@ def warm_up_requests(requests: list[WorkloadRequest], width: int) -> list[Worklo
     ]
 
 
+class _Item(msgspec.Struct):
+    """A request in a workload's file."""
+
+    ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    out: Annotated[int, msgspec.Meta(ge=1)]
+
+
 def load_workload(file: Path) -> list[WorkloadRequest]:
     """A workload from a JSON list of objects with "ids" (the prompt) and "out" (how many tokens to generate).
 
@@ -183,19 +187,14 @@ def load_workload(file: Path) -> list[WorkloadRequest]:
         ConfigError: The file is missing or not a workload.
     """
     try:
-        items = json.loads(file.read_text(encoding="utf-8"))
+        items = msgspec.json.decode(file.read_bytes(), type=list[_Item])
     except OSError as error:
         raise ConfigError(f"There is no workload file {file} that can be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not a workload: it is not valid JSON ({error}).") from None
-    if not isinstance(items, list) or not items:
-        raise ConfigError(f"{file} is not a workload: it must hold a JSON list with at least one request.")
-    requests = []
-    for i, item in enumerate(items):
-        ids, out = (item.get("ids"), item.get("out")) if isinstance(item, dict) else (None, None)
-        if not isinstance(ids, list) or not ids or not all(isinstance(token_id, int) for token_id in ids):
-            raise ConfigError(f"{file} is not a workload: request {i} must have 'ids', a list of token ids.")
-        if not isinstance(out, int) or out < 1:
-            raise ConfigError(f"{file} is not a workload: request {i} must have 'out', how many tokens to generate.")
-        requests.append(WorkloadRequest(ids, out))
-    return requests
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is not a workload ({error}): it must be a JSON list of objects with 'ids', a list of token ids, and 'out', how many "
+            "tokens to generate."
+        ) from None
+    if not items:
+        raise ConfigError(f"{file} is not a workload: it has no requests.")
+    return [WorkloadRequest(item.ids, item.out) for item in items]

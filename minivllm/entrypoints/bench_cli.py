@@ -1,4 +1,4 @@
-"""The benchmarks: `minivllm bench offline`, `latency`, `sweep` and `scheduler`."""
+"""The benchmarks: `minivllm bench offline`, `latency` and `sweep`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
-    scheduler = add_command(
-        benches, "scheduler", run_bench_scheduler, "the cost of scheduling, without a model", "minivllm bench scheduler"
-    )
-    scheduler.add_argument("--running", type=int, default=256, help="sequences in the batch (default: %(default)s)")
-    scheduler.add_argument(
-        "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
-    )
-    scheduler.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
 
 
 def _add_offline(benches) -> None:  # noqa: ANN001
@@ -232,16 +224,4 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
         print(f"\nCurves: {arguments.plot}")
-    return 0
-
-
-def run_bench_scheduler(arguments: argparse.Namespace) -> int:
-    """Time `schedule()` and `update()` at each queue length."""
-    from minivllm.bench.report import report
-    from minivllm.bench.scheduler import format_costs, measure_scheduler
-
-    check_writable(arguments.json)
-    costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
-    results = {"results": [vars(cost) for cost in costs]}
-    report("schedule() + update() per step", format_costs(costs), results, file=arguments.json, command=arguments.command)
     return 0

@@ -10,8 +10,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
+
+from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
@@ -72,6 +75,9 @@ def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
     return StepWork(prefill_tokens, prefill_pairs, decode_seqs, context_tokens)
 
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of a step: a fixed part, plus a price for each unit of work (`StepWork`).
@@ -86,13 +92,13 @@ class CostModel:
             `per_decode_seq` applies beyond the last point.
     """
 
-    fixed: float
-    per_prefill_step: float = 0.0
-    per_prefill_token: float = 0.0
-    per_prefill_pair: float = 0.0
-    per_decode_seq: float = 0.0
-    per_context_token: float = 0.0
-    decode_curve: tuple[tuple[int, float], ...] = ()
+    fixed: _Seconds
+    per_prefill_step: _Seconds = 0.0
+    per_prefill_token: _Seconds = 0.0
+    per_prefill_pair: _Seconds = 0.0
+    per_decode_seq: _Seconds = 0.0
+    per_context_token: _Seconds = 0.0
+    decode_curve: tuple[tuple[Annotated[int, msgspec.Meta(ge=1)], _Seconds], ...] = ()
 
     def __call__(self, work: StepWork) -> float:
         """Seconds of a step with this work."""
@@ -134,9 +140,8 @@ class SimulatedExecutor(Executor):
         num_cpu_blocks: int = 0,
         vocab_size: int = 50_000,
     ) -> None:
-        for name, value, low in (("num_gpu_blocks", num_gpu_blocks, 1), ("num_cpu_blocks", num_cpu_blocks, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
+        check_at_least("num_gpu_blocks", num_gpu_blocks, 1)
+        check_at_least("num_cpu_blocks", num_cpu_blocks, 0)
         self.clock = clock
         self.cost_model = cost_model
         self.watch: Callable[[float], None] | None = None

@@ -12,7 +12,7 @@ from minivllm.errors import KernelError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
-from minivllm.request import RequestData
+from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
@@ -132,7 +132,7 @@ class ModelRunner:
 
         `kv_caches` needs only one block; what is written to it means nothing.
         """
-        request = RequestData("profile", [], SamplingParams(temperature=1.0, top_p=0.9), seed=0, stop_token_ids=())
+        request = EngineCoreRequest("profile", [], SamplingParams(temperature=1.0, top_p=0.9), max_num_tokens=num_tokens)
         sequences = []
         for i in range(num_seqs):
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)

@@ -96,8 +96,8 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if params.logit_bias:
             token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
             adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        if too_short and row.seq.request.stop_token_ids:
-            adjusted[i, list(row.seq.request.stop_token_ids)] = MIN_LOGIT
+        if too_short and row.seq.request.stop_reasons:
+            adjusted[i, list(row.seq.request.stop_reasons)] = MIN_LOGIT
         if params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],

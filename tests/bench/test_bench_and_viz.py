@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prompts import mixed_prompts
+from scheduler_cost import format_costs, measure_scheduler
 
 import minivllm
-from minivllm.bench.scheduler import measure_scheduler
 from minivllm.bench.workloads import load_workload, make_workload
 from minivllm.engine.trace import EngineTrace, SequenceStep, StepRecord, TraceConfig
 from minivllm.errors import ConfigError
@@ -66,6 +66,7 @@ def test_the_cost_of_scheduling_is_measured_on_a_full_batch():
     cost = measure_scheduler(16, 50, num_steps=50)
     assert (cost.num_running, cost.num_waiting) == (16, 50)
     assert 0 < cost.decode_median <= cost.decode_p99
+    assert format_costs([cost]).split("\n")[-1].split()[:2] == ["16", "50"]
 
 
 def make_trace() -> EngineTrace:

@@ -7,42 +7,32 @@ import json
 import pytest
 
 from minivllm.bench import latency, sweep
+from minivllm.bench.simulation import make_simulated_engine
 from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints import cli
 from minivllm.errors import ConfigError
+from minivllm.executor.simulated import CostModel
 from minivllm.viz.sweep import draw_sweep
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
-def test_the_times_of_tokens_become_ttft_and_itl():
-    times = [[0.010, 0.030, 0.040], [0.020, 0.050, 0.090]]
-    result = latency.summarize([[RequestLatency.from_token_times("r", 5, of_request) for of_request in times]])
-    assert result.batch_size == 2
-    assert result.ttft.p50 == pytest.approx(0.010)
-    assert result.itl.p50 == pytest.approx(0.020)  # of 10, 20, 30 and 40 ms
-    assert result.itl.p95 == result.itl.p99 == pytest.approx(0.040)
-    assert result.rounds == [pytest.approx(6 / 0.090)]
-    assert latency.format_batches([result]).split("\n")[-1].split() == [
-        "2",
-        "10.0",
-        "ms",
-        "20.0",
-        "ms",
-        "40.0",
-        "ms",
-        "40.0",
-        "ms",
-        "66.7",
-    ]
+def test_a_batch_is_summarized_by_the_times_of_its_tokens():
+    """A step takes 10 ms, and each sequence that decodes in it 10 ms more."""
+    engine = make_simulated_engine(cost_model=CostModel(0.01, per_decode_seq=0.01))
+    for batch_size, gap in ((1, 20), (2, 30)):
+        [result] = latency.measure_latency(engine, [batch_size], prompt_len=5, output_len=3, rounds=2, use_tqdm=False)
+        assert (result.batch_size, result.completed, result.output_tokens) == (batch_size, 2 * batch_size, 6 * batch_size)
+        assert result.ttft == pytest.approx([0.010] * 4) and result.itl == pytest.approx([gap / 1e3] * 4)
+        assert result.rounds == pytest.approx([3 * batch_size / (0.010 + 2 * gap / 1e3)] * 2)
+    assert latency.format_batches([result]).endswith("10.0 ms     30.0 ms  30.0 ms  30.0 ms      85.7")
 
 
-@pytest.mark.slow
-def test_every_token_of_every_request_gets_a_time(llm):
-    requests = latency.run_batch(llm.llm_engine, [WorkloadRequest([5, 6, 7], 4), WorkloadRequest([8], 2)])
-    assert [(request.prompt_tokens, request.output_tokens, len(request.itls)) for request in requests] == [(3, 4, 3), (1, 2, 1)]
-    assert all(request.ttft > 0 and min(request.itls) > 0 for request in requests)
+def test_prompts_have_the_length_that_was_asked_for():
+    engine = make_simulated_engine(num_gpu_blocks=1000)
+    [result] = latency.measure_latency(engine, [2], prompt_len=5000, output_len=2, rounds=1, use_tqdm=False)
+    assert result.prompt_tokens == 10_000
 
 
 @pytest.mark.slow
@@ -58,7 +48,7 @@ def test_latency_is_measured_for_each_batch_size(llm):
         ({"batch_sizes": [0]}, "at least 1 request"),
         ({"rounds": 0}, "at least 1 round"),
         ({"output_len": 1}, "at least 2 output tokens"),
-        ({"prompt_len": 8190}, "do not fit the 8192 tokens of the model"),
+        ({"prompt_len": 8190}, "grows beyond the 8192 tokens that the model takes"),
     ],
 )
 def test_numbers_that_cannot_be_measured_are_refused(llm, numbers, sentence):
@@ -83,7 +73,7 @@ def test_a_batch_that_would_not_run_at_once_is_refused(capsys):
 
 
 def make_run(speed, wait):
-    request = RequestLatency.from_token_times("r", 1, [wait] * round(speed))
+    request = RequestLatency("r", wait, wait, (), num_tokens=round(speed), prompt_tokens=1, output_tokens=round(speed))
     return EngineRun.of([request], 1.0, scheduler="continuous", mean_running=2.0)
 
 

@@ -68,7 +68,7 @@ def test_every_folder_has_its_place():
 
 def test_what_decides_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, minivllm.core.static_batching, minivllm.engine.llm_engine, minivllm.bench.scheduler; "
+        "import sys, minivllm.core.static_batching, minivllm.engine.llm_engine, minivllm.bench.summary; "
         "print({'torch', 'numpy', 'transformers'} & sys.modules.keys())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    benches = [["bench", name] for name in ("offline", "latency", "sweep", "scheduler", "serve", "calibrate")]
+    benches = [["bench", name] for name in ("offline", "latency", "sweep", "serve", "calibrate")]
     for command in (["generate"], ["chat"], *benches, ["doctor"], ["demo"]):
         with pytest.raises(SystemExit) as stopped:
             cli.main([*command, "--help"])
@@ -103,12 +103,6 @@ def test_bench_offline_compares_both_policies(capsys, tmp_path):
     ]  # fmt: skip
     assert all(r["output_tokens"] == 36 for r in results)
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_bench_scheduler_prints_a_line_per_queue_length(capsys):
-    assert cli.main(["bench", "scheduler", "--running", "8", "--waiting", "10", "20"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.strip().split("\n")]
-    assert [row[:2] for row in rows[-2:]] == [["8", "10"], ["8", "20"]]
 
 
 def test_doctor_finds_the_model(capsys):

@@ -132,7 +132,7 @@ def test_results_are_those_of_the_trace(count, arrivals, distribution, seed, max
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_finished_requests():
+def test_a_finished_request_leaves_no_more_than_its_times():
     sizes = []
 
     def watched():
@@ -147,7 +147,7 @@ def test_memory_does_not_grow_with_finished_requests():
         simulate(watched(), max_concurrency=32, max_num_seqs=16, trace=False)
     finally:
         tracemalloc.stop()
-    assert sizes[1] < 1.1 * sizes[0]
+    assert sizes[1] - sizes[0] < 1600 * 40, "three numbers of 8 bytes, and room for the arrays to grow"
 
 
 def test_the_simulated_model_says_something_else_to_each_request_and_forks():
@@ -273,12 +273,14 @@ def test_arguments_of_a_workload_are_checked_before_it_is_drawn(arguments, messa
     ("{", "not valid JSON"),
     ("[1]", "must have 'fixed'"),
     ('{"fixed": 1, "colour": 2}', "must have 'fixed'"),
-    ('{"fixed": -1}', "fixed is -1"),
-    ('{"fixed": "1"}', "fixed is '1'"),
-    ('{"fixed": 1, "per_decode_seq": NaN}', "per_decode_seq is nan"),
-    ('{"fixed": 1, "decode_curve": 3}', "decode_curve must be a list"),
+    ('{"fixed": -1}', r"Expected `float` >= 0.0 - at `\$.fixed`"),
+    ('{"fixed": 1e9}', r"Expected `float` < 1000000000.0 - at `\$.fixed`"),
+    ('{"fixed": "1"}', r"Expected `float`, got `str` - at `\$.fixed`"),
+    ('{"fixed": 1, "per_decode_seq": NaN}', "not valid JSON"),
+    ('{"fixed": 1, "decode_curve": 3}', "decode_curve is a list"),
+    ('{"fixed": 1, "decode_curve": [[0, 1]]}', "Expected `int` >= 1"),
     ('{"fixed": 1, "decode_curve": [[2, 1], [1, 2]]}', "must increase"),
-    ('{"fixed": 1, "decode_curve": [[1, -2]]}', "is -2"),
+    ('{"fixed": 1, "decode_curve": [[1, -2]]}', r"Expected `float` >= 0.0 - at `\$.decode_curve"),
 ])  # fmt: skip
 def test_a_file_that_is_no_cost_model_is_refused_in_a_sentence(tmp_path, content, message):
     file = tmp_path / "costs.json"

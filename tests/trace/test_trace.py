@@ -15,8 +15,8 @@ from shadow import shadow_engine
 from test_invariants import run, workloads
 
 from minivllm import LLM, SamplingParams, Scheduler
-from minivllm.bench.replay import first_difference, recorded_requests, replay
-from minivllm.bench.simulation import make_simulated_engine, simulate
+from minivllm.bench.replay import first_difference, replay
+from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord
 from minivllm.errors import ConfigError
@@ -127,12 +127,6 @@ def test_a_replay_with_another_scheduler_shows_where_it_differs(crowded_trace):
     assert any(step.preempted for step in crowded_trace)
     difference = first_difference(crowded_trace, replay(crowded_trace, scheduler_cls=Lifo))
     assert difference.startswith("step 0, scheduled: ")
-
-
-def test_the_requests_of_a_trace_are_simulated_under_another_scheduler(crowded_trace):
-    requests = recorded_requests(crowded_trace)
-    result = simulate(requests, scheduler="static", block_size=4, num_gpu_blocks=12, max_num_seqs=4)
-    assert (result.num_requests, result.output_tokens) == (6, 6 * 14)
 
 
 def test_a_run_on_an_engine_that_has_run_before_is_replayed():

@@ -1,18 +1,22 @@
-"""The cost of scheduling: `schedule()` and `update()` without a model."""
+"""The cost of scheduling: `schedule()` and `update()` without a model.
+
+python benchmarks/scheduler_cost.py --waiting 100 100000 --json scheduler.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from minivllm.bench.report import format_table
+from minivllm.bench.report import format_table, report
 from minivllm.bench.summary import percentile
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import ConfigError
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceOutput
@@ -39,8 +43,6 @@ def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000,
 
     Prompts have 16 to 256 tokens, outputs 64 to 512; whenever a request finishes, another one arrives.
     """
-    if num_running < 1 or num_waiting < 0 or num_steps < 1:
-        raise ConfigError("The scheduler is measured with at least 1 sequence running, 0 waiting, and 1 step.")
     rng = random.Random(seed)
     block_size = 16
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running))
@@ -96,3 +98,20 @@ def format_costs(costs: list[SchedulerCost]) -> str:
         for cost in costs
     ]
     return format_table(headers, rows, left=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=256, help="sequences in the batch (default: %(default)s)")
+    parser.add_argument(
+        "--waiting", type=int, nargs="+", default=[100, 1_000, 10_000, 100_000], help="queue lengths (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    arguments = parser.parse_args()
+    costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
+    results = {"results": [vars(cost) for cost in costs]}
+    report("schedule() + update() per step", format_costs(costs), results, file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
