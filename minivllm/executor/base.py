@@ -1,4 +1,4 @@
-"""The line between deciding and computing: the engine core above it, a model on one device or a simulation below.
+"""The line between deciding and computing: the engine core above it, a model on one device, several workers or a simulation below.
 
 Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
 """
@@ -6,6 +6,7 @@ Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 
@@ -25,5 +26,12 @@ class Executor(ABC):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Run a step: one output for each of `request.sequences`, in the same order."""
 
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every worker. Returns their results, by rank; empty without workers."""
+        return []
+
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if a worker is gone."""
+
     def shutdown(self) -> None:
-        """End what the executor started. Safe to call again."""
+        """End the workers. Safe to call again."""

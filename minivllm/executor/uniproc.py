@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.executor.base import Executor
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
@@ -29,3 +31,6 @@ class UniProcExecutor(Executor):
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.worker.execute_model(request)
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
