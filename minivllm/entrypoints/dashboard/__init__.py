@@ -59,7 +59,7 @@ def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> Non
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:
-        headers = {**HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = HEADERS | {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return _EventStream(live_events(get_engine()), headers=headers)
 
 

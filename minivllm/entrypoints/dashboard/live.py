@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
@@ -47,7 +46,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                 name = "busy" if engine.num_unfinished_requests() else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := _event(name, _describe_stats(engine.stats))) != said:
+                if (silence := _event(name, engine.stats)) != said:
                     yield silence
                     said, last_said = silence, now()
                 elif now() - last_said > HEARTBEAT_PAUSE:
@@ -55,11 +54,11 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                     last_said = now()
                 continue
             news.clear()
-            if (report := view.report()) is not None:
+            if report := view.report():
                 yield _event("steps", report)
                 said, last_said = b"", now()
                 await asyncio.sleep(EVENT_PAUSE)
-        if (report := view.report()) is not None:  # perhaps the step in which it died
+        if report := view.report():  # perhaps the step in which it died
             yield _event("steps", report)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
@@ -84,15 +83,6 @@ def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
     }
 
 
-def _describe_stats(stats: SchedulerStats) -> dict[str, int]:
-    return {
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "num_swapped": stats.num_swapped,
-        "num_used_blocks": stats.num_used_blocks,
-    }
-
-
 async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:
     """Collect steps until the engine is dead."""
     try:
@@ -112,5 +102,5 @@ def _why_it_ended(watcher: asyncio.Task[None]) -> str:
     return "The engine has shut down."
 
 
-def _event(name: str, content: dict[str, Any]) -> bytes:
+def _event(name: str, content: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
