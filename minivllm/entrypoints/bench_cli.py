@@ -14,7 +14,6 @@ from minivllm.entrypoints.options import (
     add_engine_options,
     add_option,
     add_save_trace_option,
-    check_writable,
     engine_args,
     picture,
 )
@@ -31,9 +30,8 @@ def add_benchmarks(benches) -> None:  # noqa: ANN001
     _add_offline(benches)
     _add_latency(benches)
     _add_sweep(benches)
-    scheduler = add_command(
-        benches, "scheduler", run_bench_scheduler, "the cost of scheduling, without a model", "minivllm bench scheduler"
-    )
+    summary = "the cost of scheduling, without a model"
+    scheduler = add_command(benches, "scheduler", run_bench_scheduler, summary, "minivllm bench scheduler")
     add_option(scheduler, "--running", 256, "sequences in the batch")
     add_option(scheduler, "--waiting", [100, 1_000, 10_000, 100_000], "queue lengths")
     add_option(scheduler, "--json FILE", Path, "write the results here")
@@ -54,10 +52,8 @@ def _add_offline(benches) -> None:  # noqa: ANN001
 
 
 def _add_latency(benches) -> None:  # noqa: ANN001
-    parser = add_command(
-        benches, "latency", run_bench_latency, "TTFT and ITL by batch size",
-        "minivllm bench latency --batch-sizes 1 8 64 --json latency.json",
-    )  # fmt: skip
+    example = "minivllm bench latency --batch-sizes 1 8 64 --json latency.json"
+    parser = add_command(benches, "latency", run_bench_latency, "TTFT and ITL by batch size", example)
     group = parser.add_argument_group("requests")
     add_option(group, "--batch-sizes N", [1, 2, 4, 8, 16, 32, 64], "requests that arrive at once")
     add_option(group, "--prompt-len", 64, "tokens")
@@ -155,8 +151,6 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Run each workload under each policy and print a table."""
     from minivllm.bench.offline import format_runs, run_offline
 
-    for path in (arguments.json, arguments.plot, arguments.save_trace):  # fail before the work
-        check_writable(path)
     engine = make_engine(arguments)
     workloads = make_workloads(arguments, engine.model_config)
     names = [(name, policy) for name in workloads for policy in arguments.scheduler]
@@ -185,7 +179,6 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
     """Measure TTFT and ITL at each batch size."""
     from minivllm.bench.latency import format_batches, measure_latency
 
-    check_writable(arguments.json)
     largest = max(arguments.batch_sizes)
     if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
         raise ConfigError(f"max_num_seqs is {arguments.max_num_seqs}, so a batch of {largest} would not run at once: raise it.")
@@ -202,8 +195,6 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
     """Run one workload with each value of max_num_seqs; print a table and draw the curves."""
     from minivllm.bench.sweep import format_points, sweep_max_num_seqs
 
-    for path in (arguments.json, arguments.plot):
-        check_writable(path)
     name, requests = one_workload(arguments, find_model_config(arguments))
     points = sweep_max_num_seqs(
         lambda value: make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds
@@ -224,7 +215,6 @@ def run_bench_scheduler(arguments: argparse.Namespace) -> int:
     from minivllm.bench.report import report
     from minivllm.bench.scheduler import format_costs, measure_scheduler
 
-    check_writable(arguments.json)
     costs = [measure_scheduler(arguments.running, num_waiting) for num_waiting in arguments.waiting]
     results = {"results": [vars(cost) for cost in costs]}
     report("schedule() + update() per step", format_costs(costs), results, file=arguments.json, command=arguments.command)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import WorkloadRequest, generate_requests, load_workload, make_workload, warm_up_requests
 from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_option, check_writable, picture
+from minivllm.entrypoints.options import add_command, add_option, picture
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,18 +43,11 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
     add_option(group, "--base-url URL", "http://127.0.0.1:8000", "an OpenAI-compatible server")
     add_option(group, "--model NAME", str, "the model to ask for (default: the first that the server lists)")
     add_option(group, "--api-key KEY", str, f"(default: the environment variable {' or '.join(API_KEY_VARIABLES)}, if set)")
-    add_option(
-        group, "--endpoint", "completions",
-        "completions take prompts of an exact length; a chat prompt's tokens are counted by the server", choices=("completions", "chat"),
-    )  # fmt: skip
-    for name, words in (
-        ("--stream", "stream the answers; without it, only end-to-end latency is measured"),
-        (
-            "--ignore-eos",
-            "always generate the requested number of tokens; give --no-ignore-eos unless the server is vLLM's or minivllm's",
-        ),
-    ):
-        group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=f"{words} (default: %(default)s)")
+    endpoints = "completions take prompts of an exact length; a chat prompt's tokens are counted by the server"
+    add_option(group, "--endpoint", "completions", endpoints, choices=("completions", "chat"))
+    add_option(group, "--stream", True, "stream the answers; without it, only end-to-end latency is measured")
+    eos = "always generate the requested number of tokens; give --no-ignore-eos unless the server is vLLM's or minivllm's"
+    add_option(group, "--ignore-eos", True, eos)
     add_option(group, "--timeout SECONDS", 300.0, "time limit per request")
 
     group = parser.add_argument_group("load")
@@ -83,8 +76,6 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
     from minivllm.bench.served_request import format_serving, summarize
     from minivllm.bench.summary import Goals
 
-    for path in (arguments.json, arguments.plot):  # fail before the work
-        check_writable(path)
     goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.e2e_goal)
     if not arguments.stream and (goals.ttft is not None or goals.tpot is not None):
         raise ConfigError("Without streaming, TTFT and TPOT are not known: leave out --ttft-goal and --tpot-goal.")
@@ -101,12 +92,8 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
         f"{model} at {arguments.base_url}, {arguments.endpoint}{', streamed' if arguments.stream else ''}; "
         f"{workload}: {len(served)} requests, {load.describe()}{', interrupted' if interrupted else ''}"
     )
-    content = {
-        "model": model,
-        "workload": workload,
-        "result": result.to_json(),
-        "requests": [request.to_json() for request in served],
-    }
+    content = {"model": model, "workload": workload, "result": result.to_json()}
+    content["requests"] = [request.to_json() for request in served]
     command = _without_key(arguments.command, arguments.api_key)
     report(what, format_serving(result, goals, served), content, file=arguments.json, command=command)
     if arguments.plot:

@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(with_trace_command(argv))
     arguments.command = shlex.join(["minivllm", *argv])
     try:
+        for name in ("json", "plot", "save_trace"):  # find out before the work that its results cannot be saved
+            if isinstance(path := getattr(arguments, name, None), Path):
+                check_writable(path)
         return arguments.run(arguments) or 0
     except MinivllmError as error:
         print(f"minivllm: {error}", file=sys.stderr)
@@ -95,9 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")
 
     demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
-    demo.add_argument(
-        "--output", type=Path, default=Path("out"), metavar="FOLDER", help="where to save the picture (default: out)"
-    )
+    add_option(demo, "--output FOLDER", Path("out"), "where to save the picture")
     return parser
 
 
@@ -122,7 +123,6 @@ def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete the prompts and print them with their completions."""
     params = _sampling_params(arguments)
-    check_writable(arguments.save_trace)
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
@@ -135,12 +135,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
             completions = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in output.outputs]
             print(json.dumps({"prompt": output.prompt, "outputs": completions, "error": output.error}, ensure_ascii=False))
             continue
+        prompt = f"\033[1m{output.prompt}\033[0m" if sys.stdout.isatty() else output.prompt
         for completion in output.outputs:
-            print(
-                f"\033[1m{output.prompt}\033[0m{completion.text}\n"
-                if sys.stdout.isatty()
-                else f"{output.prompt}{completion.text}\n"
-            )
+            print(f"{prompt}{completion.text}\n")
     return 1 if any(output.error for output in outputs) else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import itertools
 import logging
 import uuid
@@ -130,8 +130,7 @@ class LLM:
                     if isinstance(prompt, RequestError):
                         raise prompt
                     if isinstance(param, SamplingParams):  # otherwise add_request raises
-                        param = copy.copy(param)
-                        object.__setattr__(param, "output_kind", RequestOutputKind.FINAL_ONLY)
+                        param = dataclasses.replace(param, output_kind=RequestOutputKind.FINAL_ONLY)
                     self.llm_engine.add_request(request_id, prompt, param)
                 except RequestError as error:
                     errors.append(error)

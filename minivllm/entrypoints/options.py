@@ -49,9 +49,14 @@ def add_option(group: argparse._ActionsContainer, name: str, default: Any, help:
     elif callable(default):
         more["type"] = default
     else:
-        help = f"{help} (default: %(default)s)".strip()
-        several = isinstance(default, list)
-        more |= {"default": default, "type": type(default[0] if several else default), "nargs": "+" if several else None}
+        help += " (default: %(default)s)"
+        more["default"] = default
+        if default is True:
+            more["action"] = argparse.BooleanOptionalAction
+        elif isinstance(default, list):
+            more |= {"type": type(default[0]), "nargs": "+"}
+        else:
+            more["type"] = type(default)
     group.add_argument(name, help=help, **more)
 
 
@@ -93,7 +98,5 @@ def picture(name: str) -> Path:
 
 def check_writable(path: Path | None) -> None:
     """Raise a ConfigError if a file cannot be written, before any work is done."""
-    if path is None:
-        return
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise ConfigError(f"{path} cannot be written: it must be a file in a folder that exists.")

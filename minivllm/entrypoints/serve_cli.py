@@ -60,10 +60,9 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
 
     settings = ServerSettings(
         api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
-        max_request_bytes=arguments.max_request_bytes,
-        max_waiting=arguments.max_waiting,
-        request_timeout=arguments.request_timeout,
-        shutdown_timeout=arguments.shutdown_timeout,
+        **{
+            name: getattr(arguments, name) for name in ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout")
+        },
     )
     args = EngineArgs(**engine_args(arguments))
     if arguments.served_model is not None:

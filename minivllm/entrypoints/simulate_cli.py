@@ -11,7 +11,7 @@ from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS
 from minivllm.config import PREEMPTION_MODES
 from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_engine_options, add_option, check_writable
+from minivllm.entrypoints.options import add_command, add_engine_options, add_option
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
@@ -47,13 +47,9 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     add_option(group, "--max-num-batched-tokens", int, "most tokens per step (default: any prompt fits)")
     add_option(group, "--enable-chunked-prefill", False, "decodes and chunks of prompts share a step")
     add_option(group, "--enable-prefix-caching", False, "reuse the KV cache of earlier prompts with the same beginning")
-    add_option(
-        group, "--preemption-mode", "recompute", "what happens to the latest arrival if blocks run out", choices=PREEMPTION_MODES
-    )
-    add_option(
-        group, "--cost-model FILE", Path,
-        "cost model written by `minivllm bench calibrate --json` (default: SmolLM2-135M with up to 32 sequences, as measured for the README)",
-    )  # fmt: skip
+    add_option(group, "--preemption-mode", "recompute", "what to do if blocks run out", choices=PREEMPTION_MODES)
+    default = "SmolLM2-135M with up to 32 sequences, as measured for the README"
+    add_option(group, "--cost-model FILE", Path, f"written by `minivllm bench calibrate --json` (default: {default})")
     group = parser.add_argument_group("results")
     add_option(group, "--save-trace FILE", Path, "write the trace of the last scheduler here")
     add_option(group, "--json FILE", Path, "write the results here")
@@ -66,8 +62,6 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from minivllm.bench.simulation import format_simulations, simulate
     from minivllm.bench.workloads import generate_requests
 
-    for path in (arguments.save_trace, arguments.json):
-        check_writable(path)
     if arguments.save_trace and arguments.num_requests > MOST_TRACED:
         raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
@@ -119,7 +113,6 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, fit, predict held-out runs, and print a table."""
     from minivllm.bench.calibrate import calibrate, format_report
 
-    check_writable(arguments.json)
     print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
     calibration = calibrate(bench_cli.make_engine(arguments), arguments.rounds)
     what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -67,20 +68,10 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
 
 
 def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
-    """An engine's fixed settings, named as in `EngineArgs`."""
-    scheduler, cache = engine.scheduler_config, engine.cache_config
-    return {
-        "model": engine.model_config.name,
-        "max_model_len": engine.model_config.max_model_len,
-        "block_size": cache.block_size,
-        "num_gpu_blocks": engine.num_gpu_blocks,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "scheduling_policy": scheduler.policy,
-        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
-        "preemption_mode": scheduler.preemption_mode,
-    }
+    """An engine's fixed settings: its model, and the fields of its `SchedulerConfig` and `CacheConfig`."""
+    model = {"model": engine.model_config.name, "max_model_len": engine.model_config.max_model_len}
+    sizes = {"num_gpu_blocks": engine.num_gpu_blocks}
+    return model | sizes | dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.cache_config)
 
 
 async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:
