@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 import logging
 import uuid
@@ -130,7 +130,8 @@ class LLM:
                     if isinstance(prompt, RequestError):
                         raise prompt
                     if isinstance(param, SamplingParams):  # otherwise add_request raises
-                        param = dataclasses.replace(param, output_kind=RequestOutputKind.FINAL_ONLY)
+                        param = copy.copy(param)
+                        object.__setattr__(param, "output_kind", RequestOutputKind.FINAL_ONLY)
                     self.llm_engine.add_request(request_id, prompt, param)
                 except RequestError as error:
                     errors.append(error)

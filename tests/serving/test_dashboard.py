@@ -199,9 +199,9 @@ def test_a_step_that_ends_while_no_event_may_be_sent_is_told_before_the_death_th
             if len(told) == 2:
                 engine.script.put_nowait(make_step(1))
                 engine.script.put_nowait(EngineDeadError("It died."))
-        return [(name, content.get("start")) for name, content in told[1:]]
+        return [(name, content.get("end")) for name, content in told[1:]]
 
-    assert asyncio.run(main()) == [("steps", 0), ("steps", 1), ("dead", None)]
+    assert asyncio.run(main()) == [("steps", 0.5), ("steps", 1.5), ("dead", None)]
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

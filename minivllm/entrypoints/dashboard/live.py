@@ -30,6 +30,8 @@ SILENT_AFTER = 0.3
 """Seconds without a step until `idle` or `busy` is sent."""
 HEARTBEAT_PAUSE = 5.0
 """Seconds of silence until a comment is sent."""
+_COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")
+"""Fields of the scheduler's statistics in the events `idle` and `busy`."""
 
 
 async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
@@ -47,7 +49,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                 name = "busy" if engine.num_unfinished_requests() else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := _event(name, engine.stats)) != said:
+                if (silence := _event(name, {count: getattr(engine.stats, count) for count in _COUNTS})) != said:
                     yield silence
                     said, last_said = silence, now()
                 elif now() - last_said > HEARTBEAT_PAUSE:
@@ -93,5 +95,5 @@ def _why_it_ended(watcher: asyncio.Task[None]) -> str:
     return "The engine has shut down."
 
 
-def _event(name: str, content: Any) -> bytes:
+def _event(name: str, content: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
