@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 import msgspec
 from starlette.responses import Response
@@ -25,28 +24,13 @@ DONE = b"data: [DONE]\n\n"
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class EndedBy(enum.Enum):
-    """Why an answer ended early."""
-
-    CLIENT = "client disconnected"
-    DEADLINE = "deadline"
-    SHUTDOWN = "shutdown"
-
-
 class AnswerResponse(Response):
-    """Sends an answer.
+    """Admits a request, and sends its answer."""
 
-    Args:
-        state: The server's.
-        make_answer: Called when the request is admitted. May raise RequestError.
-        num_sequences: Sequences to admit.
-    """
-
-    def __init__(self, state: ServerState, make_answer: Callable[[], Answer], num_sequences: int) -> None:
+    def __init__(self, state: ServerState, answer: Answer) -> None:
         super().__init__()
         self._state = state
-        self._make_answer = make_answer
-        self._num_sequences = num_sequences
+        self._answer = answer
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,14 +39,12 @@ class AnswerResponse(Response):
         try:
             if self._state.closing.begun:
                 raise ApiError(503, "The server is shutting down.")
-            with self._state.admission.admit(self._num_sequences):
-                ended_by = await self._run(self._write(record, send), receive)
-            if ended_by is None:
+            with self._state.admission.admit(self._answer.num_sequences):
+                record.answer = self._answer
+                record.end = await self._run(self._write(send), receive)
+            if record.end in ("finished", "client disconnected"):
                 return
-            record.end = ended_by.value
-            if ended_by is EndedBy.CLIENT:
-                return
-            error = self._early_end(ended_by)
+            error = self._early_end(record.end)
         except Exception as failure:
             error = as_api_error(failure)
             record.end = "error"
@@ -73,31 +55,30 @@ class AnswerResponse(Response):
         event = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
         await last_word(send({"type": "http.response.body", "body": event}), scope)
 
-    async def _run(self, writing: Coroutine[None, None, None], receive: Receive) -> EndedBy | None:
-        """Run the writer until it finishes or something ends it early; returns what did."""
+    async def _run(self, writing: Coroutine[None, None, None], receive: Receive) -> str:
+        """Run the writer until it finishes or something ends it early; returns how it ended, as a `RequestRecord` says it."""
         writer = asyncio.ensure_future(writing)
         enders = {
-            asyncio.ensure_future(_disconnected(receive)): EndedBy.CLIENT,
-            asyncio.ensure_future(self._state.closing.overdue.wait()): EndedBy.SHUTDOWN,
+            asyncio.ensure_future(_disconnected(receive)): "client disconnected",
+            asyncio.ensure_future(self._state.closing.overdue.wait()): "shutdown",
         }
         try:
             timeout = self._state.settings.request_timeout
             await asyncio.wait({writer, *enders}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
-                return writer.result()
-            return next((ended_by for task, ended_by in enders.items() if task.done()), EndedBy.DEADLINE)
+                writer.result()  # raises what the writer has raised
+                return "finished"
+            return next((end for task, end in enders.items() if task.done()), "deadline")
         finally:
             for task in (writer, *enders):
                 task.cancel()
             await asyncio.gather(writer, *enders, return_exceptions=True)
 
-    async def _write(self, record: RequestRecord, send: Send) -> None:
-        answer = self._make_answer()
-        record.answer = answer
-        if answer.stream:
-            await self._write_events(answer, send)
+    async def _write(self, send: Send) -> None:
+        if self._answer.stream:
+            await self._write_events(self._answer, send)
         else:
-            body = msgspec.json.encode(await answer.response())
+            body = msgspec.json.encode(await self._answer.response())
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -106,7 +87,7 @@ class AnswerResponse(Response):
     async def _write_events(self, answer: Answer, send: Send) -> None:
         """Send a chunk per choice; what they share is encoded once."""
         head = b"data: " + msgspec.json.encode(answer.head)[:-1] + b',"choices":['
-        tail = b'],"usage":null}\n\n' if answer.include_usage else b"]}\n\n"
+        tail = b'],"usage":null}\n\n' if answer.body.include_usage else b"]}\n\n"
         async with contextlib.aclosing(answer.chunks()) as chunks:
             async for choices in chunks:
                 if not self._started:  # not earlier: an invalid request gets its own status code
@@ -115,12 +96,12 @@ class AnswerResponse(Response):
                 events = b"".join(head + msgspec.json.encode(choice) + tail for choice in choices)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         last = b""
-        if answer.include_usage:
+        if answer.body.include_usage:
             last = head + b'],"usage":' + msgspec.json.encode(answer.usage) + b"}\n\n"
         await send({"type": "http.response.body", "body": last + DONE})
 
-    def _early_end(self, ended_by: EndedBy) -> ApiError:
-        if ended_by is EndedBy.SHUTDOWN:
+    def _early_end(self, end: str) -> ApiError:
+        if end == "shutdown":
             return ApiError(503, "The server is shutting down, and its grace period is over.", code="shutdown")
         return ApiError(
             504,

@@ -1,8 +1,8 @@
 """The API server: OpenAI's routes, and some of vLLM's, over an `AsyncLLMEngine`. Mirrors vllm/entrypoints/openai/api_server.py.
 
-    uvicorn ─► RequestMiddleware ─► KeyMiddleware ─► BodyLimitMiddleware ─► route ─► AnswerResponse ─► Answer ─► engine.generate
-               id, log, errors      401              413, 408               400, 404   429, deadline,    prompts in,
-                                                                                       disconnect        JSON out
+    uvicorn ─► RequestMiddleware ─► KeyMiddleware ─► JsonRequest ─► route ─► AnswerResponse ─► Answer ─► engine.generate
+               id, log, errors      401              413, 408       400, 404   429, deadline,    prompts in,
+                                                                               disconnect        JSON out
 
 `make_app` builds the app; `server.py` runs it.
 """
@@ -22,16 +22,24 @@ from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
-from minivllm.entrypoints.middleware import BodyLimitMiddleware, KeyMiddleware, RequestMiddleware
+from minivllm.entrypoints.middleware import KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.openai import responses as shapes
-from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
+from minivllm.entrypoints.openai.answer import Answer, check_length, tokenizer_of
 from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
-from minivllm.entrypoints.openai.completions import CompletionAnswer, split_prompts
+from minivllm.entrypoints.openai.completions import CompletionAnswer
 from minivllm.entrypoints.openai.errors import ApiError, add_error_handlers, quoted
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from minivllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    TokenizeRequest,
+)
 from minivllm.entrypoints.server_state import ServerState
 from minivllm.errors import EngineDeadError, RequestError
 
+BODY_SECONDS = 60.0
+"""Time limit for receiving a request body."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": shapes.ErrorResponse,
@@ -52,7 +60,29 @@ _EVENTS = {
 
 
 class JsonRequest(Request):
-    """A request whose body must be strict JSON: no NaN, valid UTF-8, bounded nesting."""
+    """A request whose body must be strict JSON (no NaN, valid UTF-8, bounded nesting), not too long, and not too slow."""
+
+    async def body(self) -> bytes:
+        """The body. Raises an ApiError as soon as it is known to be too long, or if it does not arrive in time."""
+        if not hasattr(self, "_body"):
+            try:
+                self._body = await asyncio.wait_for(self._read(), BODY_SECONDS)
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from None
+        return self._body
+
+    async def _read(self) -> bytes:
+        body = bytearray()
+        self._check_size(int(self.headers.get("content-length", 0)))
+        async for chunk in self.stream():
+            body += chunk
+            self._check_size(len(body))
+        return bytes(body)
+
+    def _check_size(self, num_bytes: int) -> None:
+        limit = _state(self).settings.max_request_bytes
+        if num_bytes > limit:
+            raise ApiError(413, f"The body is longer than this server's limit of {limit} bytes: send fewer prompts at a time.")
 
     async def json(self) -> Any:
         """The body. Raises an ApiError that says where it is invalid."""
@@ -96,7 +126,6 @@ def make_app(state: ServerState) -> FastAPI:
     app.include_router(router)
     add_dashboard(app, lambda: _healthy_engine(state))
     add_error_handlers(app)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=state.settings.max_request_bytes)
     if state.settings.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
         _describe_keys(app)
@@ -122,15 +151,18 @@ def _state(request: Request) -> ServerState:
 
 
 def _check_model(request: Request, model: str | None) -> None:
-    name = _state(request).model_name
+    name = _state(request).engine.model_config.name
     if model is not None and model != name:
         raise ApiError(
             404, f"There is no model {quoted(model)}: this server serves {quoted(name)}.", param="model", code="model_not_found"
         )
 
 
-def _note_ignored_fields(request: Request, names: list[str]) -> None:
-    request.scope["minivllm.record"].ignored_fields = names
+def _answer(request: Request, body: GenerationBody, kind: Callable[..., Answer]) -> Response:
+    _check_model(request, body.model)
+    request.scope["minivllm.record"].ignored_fields = body.ignored_fields
+    state = _state(request)
+    return AnswerResponse(state, kind(state.engine, body))
 
 
 def _json(body: Any) -> Response:
@@ -143,20 +175,13 @@ def _json(body: Any) -> Response:
 @router.post("/v1/completions", responses={200: {"model": shapes.CompletionResponse, "content": _EVENTS}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete prompts."""
-    _check_model(request, body.model)
-    _note_ignored_fields(request, body.ignored_fields)
-    state = _state(request)
-    num_sequences = len(split_prompts(body.prompt)) * (body.n or 1)
-    return AnswerResponse(state, lambda: CompletionAnswer(state.engine, state.model_name, body), num_sequences)
+    return _answer(request, body, CompletionAnswer)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": shapes.ChatCompletionResponse, "content": _EVENTS}})
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Generate the next message of a conversation."""
-    _check_model(request, body.model)
-    _note_ignored_fields(request, body.ignored_fields)
-    state = _state(request)
-    return AnswerResponse(state, lambda: ChatAnswer(state.engine, state.model_name, body), body.n or 1)
+    return _answer(request, body, ChatAnswer)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------
@@ -213,14 +238,15 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 
 def _model_card(state: ServerState) -> shapes.ModelCard:
+    model = state.engine.model_config
     return {
-        "id": state.model_name,
+        "id": model.name,
         "object": "model",
         "created": state.created,
         "owned_by": "minivllm",
-        "root": state.model_name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": state.max_model_len,
+        "max_model_len": model.max_model_len,
     }
 
 

@@ -12,8 +12,8 @@ from minivllm.config import ModelConfig
 from minivllm.entrypoints.options import (
     add_command,
     add_engine_options,
+    add_option,
     add_save_trace_option,
-    check_writable,
     engine_args,
     picture,
 )
@@ -38,28 +38,23 @@ def _add_offline(benches) -> None:  # noqa: ANN001
         "minivllm bench offline --distribution longtail --plot timelines.png",
     )  # fmt: skip
     group = add_workload_options(parser)
-    group.add_argument("--scheduler", nargs="+", choices=("static", "continuous"), help="policies to compare (default: both)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    group.add_argument("--plot", type=picture, metavar="FILE", help="draw the timelines of the last workload here")
+    add_option(group, "--scheduler", ["static", "continuous"], "policies to compare", choices=("static", "continuous"))
+    add_option(group, "--json FILE", Path, "write the results here")
+    add_option(group, "--plot FILE", picture, "draw the timelines of the last workload here")
     add_save_trace_option(group, "; several runs get a file each, with workload and policy in its name")
     add_engine_options(parser)
     parser.set_defaults(max_num_seqs=16)
 
 
 def _add_latency(benches) -> None:  # noqa: ANN001
-    parser = add_command(
-        benches, "latency", run_bench_latency, "TTFT and ITL by batch size",
-        "minivllm bench latency --batch-sizes 1 8 64 --json latency.json",
-    )  # fmt: skip
+    example = "minivllm bench latency --batch-sizes 1 8 64 --json latency.json"
+    parser = add_command(benches, "latency", run_bench_latency, "TTFT and ITL by batch size", example)
     group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
-        help="requests that arrive at once (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument("--prompt-len", type=int, default=64, help="tokens (default: %(default)s)")
-    group.add_argument("--output-len", type=int, default=32, help="tokens (default: %(default)s)")
-    group.add_argument("--rounds", type=int, default=3, help="runs per batch size (default: %(default)s)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    add_option(group, "--batch-sizes N", [1, 2, 4, 8, 16, 32, 64], "requests that arrive at once")
+    add_option(group, "--prompt-len", 64, "tokens")
+    add_option(group, "--output-len", 32, "tokens")
+    add_option(group, "--rounds", 3, "runs per batch size")
+    add_option(group, "--json FILE", Path, "write the results here")
     add_engine_options(parser)
     parser.set_defaults(max_num_seqs=None)
 
@@ -70,14 +65,11 @@ def _add_sweep(benches) -> None:  # noqa: ANN001
         "minivllm bench sweep --workload benchmarks/workloads/offline_64.json --plot sweep.png",
     )  # fmt: skip
     group = add_workload_options(parser)
-    group.add_argument(
-        "--values", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
-        help="values of max_num_seqs (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument("--rounds", type=int, default=1, help="runs per value (default: %(default)s)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    group.add_argument("--plot", type=picture, metavar="FILE", help="draw both curves here")
-    add_engine_options(parser, leave_out={"max_num_seqs"})
+    add_option(group, "--values N", [1, 2, 4, 8, 16, 32, 64], "values of max_num_seqs")
+    add_option(group, "--rounds", 1, "runs per value")
+    add_option(group, "--json FILE", Path, "write the results here")
+    add_option(group, "--plot FILE", picture, "draw both curves here")
+    add_engine_options(parser, leave_out="max_num_seqs")
     parser.set_defaults(distribution=["longtail"])
 
 
@@ -86,20 +78,12 @@ def add_workload_options(
 ) -> argparse._ArgumentGroup:
     """The options that describe the workload; `num_requests` is the help of --num-requests."""
     group = parser.add_argument_group("workload")
-    group.add_argument(
-        "--workload", type=Path, metavar="FILE", help="a JSON list of {'ids': prompt tokens, 'out': tokens to generate}"
-    )
-    group.add_argument(
-        "--distribution",
-        nargs="+",
-        choices=DISTRIBUTIONS,
-        default=list(DISTRIBUTIONS),
-        help="lengths of generated requests (default: %(default)s)",
-    )
+    add_option(group, "--workload FILE", Path, "a JSON list of {'ids': prompt tokens, 'out': tokens to generate}")
+    add_option(group, "--distribution", list(DISTRIBUTIONS), "lengths of generated requests", choices=DISTRIBUTIONS)
     group.add_argument("--num-requests", type=int, default=32, help=num_requests)
-    group.add_argument("--mean-prompt-len", type=int, default=32, help="tokens (default: %(default)s)")
-    group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
-    group.add_argument("--workload-seed", type=int, default=0, help="seed of lengths and tokens (default: %(default)s)")
+    add_option(group, "--mean-prompt-len", 32, "tokens")
+    add_option(group, "--mean-output-len", 48, "tokens")
+    add_option(group, "--workload-seed", 0, "seed of lengths and tokens")
     return group
 
 
@@ -160,14 +144,11 @@ def report_engine(arguments: argparse.Namespace, what: str, table: str, results:
 
 def run_bench_offline(arguments: argparse.Namespace) -> int:
     """Run each workload under each policy and print a table."""
-    from minivllm.bench.offline import SCHEDULERS, format_runs, run_offline
+    from minivllm.bench.offline import format_runs, run_offline
 
-    for path in (arguments.json, arguments.plot, arguments.save_trace):  # fail before the work
-        check_writable(path)
     engine = make_engine(arguments)
-    policies = arguments.scheduler or list(SCHEDULERS)
     workloads = make_workloads(arguments, engine.model_config)
-    names = [(name, policy) for name in workloads for policy in policies]
+    names = [(name, policy) for name in workloads for policy in arguments.scheduler]
     trace_files = _trace_files(arguments.save_trace, names) if arguments.save_trace else []
     runs = [run_offline(engine, policy, name, workloads[name]) for name, policy in names]
     results = {"results": [run.to_json() for run in runs]}
@@ -175,7 +156,7 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         from minivllm.viz.timeline import draw_timelines
 
-        last = runs[-len(policies) :]
+        last = runs[-len(arguments.scheduler) :]
         draw_timelines({run.scheduler: run.trace for run in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
     for path, run in zip(trace_files, runs, strict=False):
@@ -193,7 +174,6 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
     """Measure TTFT and ITL at each batch size."""
     from minivllm.bench.latency import format_batches, measure_latency
 
-    check_writable(arguments.json)
     largest = max(arguments.batch_sizes)
     if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
         raise ConfigError(f"max_num_seqs is {arguments.max_num_seqs}, so a batch of {largest} would not run at once: raise it.")
@@ -210,8 +190,6 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
     """Run one workload with each value of max_num_seqs; print a table and draw the curves."""
     from minivllm.bench.sweep import format_points, sweep_max_num_seqs
 
-    for path in (arguments.json, arguments.plot):
-        check_writable(path)
     name, requests = one_workload(arguments, find_model_config(arguments))
     points = sweep_max_num_seqs(
         lambda value: make_engine(arguments, max_num_seqs=value), arguments.values, name, requests, arguments.rounds

@@ -13,7 +13,14 @@ from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.bench_serve_cli import add_bench_serve
 from minivllm.entrypoints.course_cli import add_course_commands
 from minivllm.entrypoints.grade_cli import add_grade_command
-from minivllm.entrypoints.options import add_command, add_engine_options, add_save_trace_option, check_writable, engine_args
+from minivllm.entrypoints.options import (
+    add_command,
+    add_engine_options,
+    add_option,
+    add_save_trace_option,
+    check_writable,
+    engine_args,
+)
 from minivllm.entrypoints.serve_cli import add_serve_command
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
 from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
@@ -27,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(with_trace_command(argv))
     arguments.command = shlex.join(["minivllm", *argv])
     try:
+        for name in ("json", "plot", "save_trace"):  # find out before the work that its results cannot be saved
+            if isinstance(path := getattr(arguments, name, None), Path):
+                check_writable(path)
         return arguments.run(arguments) or 0
     except MinivllmError as error:
         print(f"minivllm: {error}", file=sys.stderr)
@@ -57,13 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
         commands, "generate", run_generate, "complete prompts", 'minivllm generate "The capital of France is" --temperature 0'
     )
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="text to complete; - reads one prompt from standard input")
-    generate.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_option(generate, "--json", False, "print one JSON object per prompt")
     add_save_trace_option(generate)
     _add_sampling_options(generate, max_tokens=64)
     add_engine_options(generate)
 
     chat = add_command(commands, "chat", run_chat, "talk to the model; answers stream", "minivllm chat --temperature 0.7")
-    chat.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
+    add_option(chat, "--system TEXT", str, "a system message at the start of the conversation")
     _add_sampling_options(chat, max_tokens=512)
     add_engine_options(chat)
 
@@ -88,61 +98,31 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")
 
     demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
-    demo.add_argument(
-        "--output", type=Path, default=Path("out"), metavar="FOLDER", help="where to save the picture (default: %(default)s)"
-    )
+    add_option(demo, "--output FOLDER", Path("out"), "where to save the picture")
     return parser
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always picks the most likely token (default: %(default)s)"
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=0.95,
-        help="sample from the most likely tokens that add up to this probability (default: %(default)s)",
-    )
-    group.add_argument(
-        "--top-k", type=int, default=0, help="sample from this many most likely tokens; 0 is no limit (default: %(default)s)"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="drop tokens less likely than this fraction of the best one (default: %(default)s)",
-    )
-    group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="above 1 discourages repetition (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="maximum number of tokens to generate (default: %(default)s)"
-    )
-    group.add_argument("--n", type=int, default=1, help="completions per prompt (default: %(default)s)")
+    add_option(group, "--temperature", 0.8, "0 always picks the most likely token")
+    add_option(group, "--top-p", 0.95, "sample from the most likely tokens that add up to this probability")
+    add_option(group, "--top-k", 0, "sample from this many most likely tokens; 0 is no limit")
+    add_option(group, "--min-p", 0.0, "drop tokens less likely than this fraction of the best one")
+    add_option(group, "--repetition-penalty", 1.0, "above 1 discourages repetition")
+    add_option(group, "--max-tokens", max_tokens, "maximum number of tokens to generate")
+    add_option(group, "--n", 1, "completions per prompt")
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be given several times")
-    group.add_argument("--sampling-seed", type=int, metavar="SEED", help="makes sampling reproducible")
+    add_option(group, "--sampling-seed SEED", int, "makes sampling reproducible")
 
 
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        n=arguments.n,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-        seed=arguments.sampling_seed,
-    )
+    names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "stop")
+    return SamplingParams(**{name: getattr(arguments, name) for name in names}, seed=arguments.sampling_seed)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete the prompts and print them with their completions."""
     params = _sampling_params(arguments)
-    check_writable(arguments.save_trace)
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
@@ -155,12 +135,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
             completions = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in output.outputs]
             print(json.dumps({"prompt": output.prompt, "outputs": completions, "error": output.error}, ensure_ascii=False))
             continue
+        prompt = f"\033[1m{output.prompt}\033[0m" if sys.stdout.isatty() else output.prompt
         for completion in output.outputs:
-            print(
-                f"\033[1m{output.prompt}\033[0m{completion.text}\n"
-                if sys.stdout.isatty()
-                else f"{output.prompt}{completion.text}\n"
-            )
+            print(f"{prompt}{completion.text}\n")
     return 1 if any(output.error for output in outputs) else 0
 
 

@@ -34,50 +34,42 @@ async def last_word(sending: Awaitable[None], scope: Scope) -> None:
 class Connection(H11Protocol):
     """An h11 connection with these timeouts. h11 is always installed, and bounds the size of headers."""
 
-    _limit: asyncio.TimerHandle | None = None
-    _head_limit: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Watch the client from the first unsent byte, and let every request abort the connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, ABORT: transport.abort}
-        self._wait_for_head()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._start("head", HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Feed h11, and stop the timer when a request's headers are complete."""
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self._wait_for_head()
-        else:
-            self._forget_head_limit()
-
-    def _wait_for_head(self) -> None:
-        if self._head_limit is None:
-            self._head_limit = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def _forget_head_limit(self) -> None:
-        if self._head_limit is not None:
-            self._head_limit.cancel()
-            self._head_limit = None
+        if self.conn.their_state is not h11.IDLE:
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._start("head", HEAD_SECONDS)
 
     def pause_writing(self) -> None:
         """The socket buffer is full. Called while closing too, which would otherwise wait for the client for ever."""
         super().pause_writing()
-        self._limit = self.loop.call_later(TAKE_SECONDS, self.transport.abort)
+        self._start("take", TAKE_SECONDS)
 
     def resume_writing(self) -> None:
         """The socket buffer is empty again."""
         super().resume_writing()
-        self._forget_limit()
+        self._stop("take")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel both timers."""
         super().connection_lost(exc)
-        self._forget_limit()
-        self._forget_head_limit()
+        self._stop("head")
+        self._stop("take")
 
-    def _forget_limit(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+    def _start(self, timer: str, seconds: float) -> None:
+        """Abort the connection if this timer is not stopped in time."""
+        self._timers[timer] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()

@@ -5,25 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from minivllm.entrypoints.options import add_command
+from minivllm.entrypoints.options import add_command, add_option
 
 
 def add_course_commands(commands) -> None:  # noqa: ANN001
     """Register the commands below `minivllm course`."""
-    export = add_command(
-        commands,
-        "export",
-        run_course_export,
-        "write the exercises as an nbgrader course",
-        "minivllm course export my_class",
-    )
+    summary = "write the exercises as an nbgrader course"
+    export = add_command(commands, "export", run_course_export, summary, "minivllm course export my_class")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
-    export.add_argument(
-        "--solutions",
-        type=Path,
-        metavar="FOLDER",
-        help="the solved notebooks (default: the project's solutions)",
-    )
+    add_option(export, "--solutions FOLDER", Path, "the solved notebooks (default: the project's solutions)")
 
 
 def run_course_export(arguments: argparse.Namespace) -> int:
@@ -34,7 +24,6 @@ def run_course_export(arguments: argparse.Namespace) -> int:
     sources = export_course(arguments.solutions or project_folders()[0] / "solutions", arguments.folder)
     for source in sources:
         print(source)
-    print(
-        f"\nNext, in an activated environment with nbgrader:\n  cd {arguments.folder}\n  nbgrader generate_assignment {sources[0].stem} --create"
-    )
+    print(f"\nNext, in an activated environment with nbgrader:\n  cd {arguments.folder}")
+    print(f"  nbgrader generate_assignment {sources[0].stem} --create")
     return 0

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from minivllm import __version__
 from minivllm.errors import ModelLoadError
@@ -26,7 +25,7 @@ def examine() -> int:
         print(f"{label + ':':<14}{text}")
 
     line("minivllm", f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
+    line("libraries", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
     line("processor", f"{processor_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     line("memory", f"{available_cpu_memory() / 2**30:.1f} GiB free for this process")
     if torch.cuda.is_available():
@@ -40,7 +39,7 @@ def examine() -> int:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        line("model cache", f"{_short(folder)} ({shutil.disk_usage(folder).free / 2**30:.0f} GiB free on its disk)")
+        line("model cache", f"{folder} ({shutil.disk_usage(folder).free / 2**30:.0f} GiB free on its disk)")
     except OSError as error:
         line("model cache", f"{folder} CANNOT BE USED ({error.strerror}): set MINIVLLM_CACHE to another folder.")
         return 1
@@ -51,13 +50,6 @@ def examine() -> int:
         return 1
     print('\nAll is well: try `minivllm generate "The capital of France is"`.')
     return 0
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(missing)"
 
 
 def _triton(has_gpu: bool) -> str:
@@ -79,8 +71,3 @@ def _default_model() -> str:
     model = PACKAGED_MODELS["smollm2-135m"]
     converted = find_conversion(find_packaged_file(model)).exists()
     return f"in the package {model.requirement}, {'converted' if converted else 'to be converted on first use'}"
-
-
-def _short(path: Path) -> str:
-    """A path with ~ for the home folder."""
-    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)

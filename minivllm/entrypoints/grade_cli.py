@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from dataclasses import fields
 from pathlib import Path
 
-from minivllm.entrypoints.options import add_command
+from minivllm.entrypoints.options import add_command, add_option
 from minivllm.errors import CourseError
 
 _DESCRIPTION = """Grade submissions: restore the original checks, run each notebook in a fresh kernel with limits, and write
@@ -27,7 +26,7 @@ def add_grade_command(commands) -> None:  # noqa: ANN001
     """Register `minivllm grade`."""
     from minivllm.course.grading.limits import Limits
 
-    default = {field.name: field.default for field in fields(Limits)}
+    default = Limits()
     grade = add_command(
         commands, "grade", run_grade, "grade learners' notebooks",
         "minivllm grade submissions/ --output grades --jobs 2",
@@ -38,25 +37,12 @@ def add_grade_command(commands) -> None:  # noqa: ANN001
         "submissions", nargs="+", type=Path, metavar="SUBMISSION", help="a notebook, or a folder that is searched for notebooks"
     )
     grade.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where grades and feedback go")
-    grade.add_argument(
-        "--solutions",
-        type=Path,
-        metavar="FOLDER",
-        help="the solved notebooks, whose checks count (default: the project's solutions)",
-    )
-    grade.add_argument("--jobs", type=int, default=1, help="notebooks to run in parallel (default: %(default)s)")
-    grade.add_argument(
-        "--cell-timeout", type=float, default=default["cell_seconds"], metavar="SECONDS",
-        help="time limit per cell (default: %(default)g)",
-    )  # fmt: skip
-    grade.add_argument(
-        "--timeout", type=float, default=default["total_seconds"], metavar="SECONDS",
-        help="time limit per notebook (default: %(default)g)",
-    )  # fmt: skip
-    grade.add_argument(
-        "--memory", type=float, default=default["memory_bytes"] / 1024**3, metavar="GIB",
-        help="memory limit per notebook (default: %(default)g)",
-    )  # fmt: skip
+    solutions = "the solved notebooks, whose checks count (default: the project's solutions)"
+    add_option(grade, "--solutions FOLDER", Path, solutions)
+    add_option(grade, "--jobs", 1, "notebooks to run in parallel")
+    add_option(grade, "--cell-timeout SECONDS", float(default.cell_seconds), "time limit per cell")
+    add_option(grade, "--timeout SECONDS", float(default.total_seconds), "time limit per notebook")
+    add_option(grade, "--memory GIB", default.memory_bytes / 1024**3, "memory limit per notebook")
 
 
 def run_grade(arguments: argparse.Namespace) -> int:
@@ -105,14 +91,10 @@ def run_grade(arguments: argparse.Namespace) -> int:
 
 
 def _make_folder(output: Path) -> Path:
-    """Create the feedback folder, and check that results can be written before anything runs."""
+    """Create the folder of the feedback, before anything runs."""
     feedback = output / "feedback"
     try:
         feedback.mkdir(parents=True, exist_ok=True)
-        for folder in (output, feedback):
-            trial = folder / ".trial"
-            trial.touch()
-            trial.unlink()
     except OSError as error:
         raise CourseError(f"{output} cannot be written: {error.strerror}. Name another folder with --output.") from None
     return feedback

@@ -1,4 +1,4 @@
-"""Middleware in front of every route: request id and log line, API key, body limits.
+"""Middleware in front of every route: request id and log line, API key.
 
 Plain ASGI: Starlette's `BaseHTTPMiddleware` puts a task and a queue between a stream and its client, and hides disconnects.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import contextlib
 import hashlib
 import hmac
-import time
 import uuid
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.entrypoints.connection import last_word
@@ -20,8 +20,6 @@ from minivllm.entrypoints.openai.errors import ApiError, as_api_error
 from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import Closing
 
-BODY_SECONDS = 60.0
-"""Time limit for receiving a request body."""
 MAX_REQUEST_ID = 128
 
 
@@ -37,12 +35,11 @@ class RequestMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; `scope["minivllm.record"]` is its log entry."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        request_id = usable_request_id(header(scope, b"x-request-id"))
+        headers = Headers(scope=scope)
+        request_id = usable_request_id(headers.get("x-request-id", ""))
         record = scope["minivllm.record"] = RequestRecord(request_id, scope["method"], scope["path"])
-        has_body, is_gone, is_complete = has_a_body(scope), False, False
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        is_gone = is_complete = False
 
         async def watched_receive() -> Message:
             nonlocal has_body, is_gone
@@ -101,8 +98,8 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or answer 401."""
-        is_open = scope["type"] != "http" or scope["path"] == "/health"
-        if not is_open and not self.knows(given_key(header(scope, b"authorization"))):
+        given = given_key(Headers(scope=scope).get("authorization", ""))
+        if scope["path"] != "/health" and not self.knows(given):
             error = ApiError(
                 401,
                 "This server needs an API key: send it as 'Authorization: Bearer KEY'.",
@@ -120,75 +117,19 @@ class KeyMiddleware:
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
-class BodyLimitMiddleware:
-    """Rejects a body that is too long, as soon as that is known, or too slow."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; its `receive` raises an ApiError if the body is too long or too slow."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        announced = header(scope, b"content-length")
-        if announced.isdigit() and int(announced[:20]) > self.max_bytes:
-            await self._too_large().response()(scope, receive, send)
-            return
-        num_bytes, is_complete = 0, False
-        deadline = time.monotonic() + BODY_SECONDS
-
-        async def limited_receive() -> Message:
-            nonlocal num_bytes, is_complete
-            if is_complete:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
-            except asyncio.TimeoutError:
-                raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
-                raise self._too_large()
-            is_complete = not message.get("more_body")
-            return message
-
-        await self.app(scope, limited_receive, send)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The body is longer than this server's limit of {self.max_bytes} bytes: send fewer prompts at a time.",
-        )
-
-
-def header(scope: Scope, name: bytes) -> bytes:
-    """A header's first value, empty if absent."""
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def has_a_body(scope: Scope) -> bool:
-    """Whether the headers announce a body."""
-    return header(scope, b"content-length") not in (b"", b"0") or header(scope, b"transfer-encoding") != b""
-
-
-def usable_request_id(given: bytes) -> str:
+def usable_request_id(given: str) -> str:
     """The client's id if it is safe in a log and a header, else a new one."""
-    text = given.decode("latin-1")
-    return text if 0 < len(text) <= MAX_REQUEST_ID and text.isascii() and text.isprintable() else uuid.uuid4().hex
+    return given if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable() else uuid.uuid4().hex
 
 
-def given_key(authorization: bytes) -> bytes:
+def given_key(authorization: str) -> bytes:
     """The key in an Authorization header, empty if there is none."""
-    scheme, _, credentials = authorization.strip().partition(b" ")
-    credentials = credentials.strip()
-    if scheme.lower() == b"bearer":
-        return credentials
-    if scheme.lower() == b"basic":
-        try:
-            return base64.b64decode(credentials, validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
+    scheme, _, credentials = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip().encode("latin-1")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
     return b""
 
 

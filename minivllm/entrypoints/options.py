@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
 from minivllm.errors import ConfigError
@@ -29,30 +30,53 @@ def add_command(commands, name: str, run: Callable, summary: str, example: str) 
     return parser
 
 
-def add_engine_options(parser: argparse.ArgumentParser, leave_out: frozenset[str] | set[str] = frozenset()) -> None:
-    """Add an option for each argument of `EngineArgs`, except those left out, with its default and its help."""
+def add_option(group: argparse._ActionsContainer, name: str, default: Any, help: str, **more: Any) -> None:
+    """Add an option whose type follows from its default.
+
+    Args:
+        group: The parser, or one of its groups.
+        name: Its name, and after a space the placeholder for its value: "--duration SECONDS".
+        default: The value if it is not given, which the help shows. True and False make a switch, a list takes several values, and
+            a type, or another function of a string, stands for an option without default.
+        help: What it does.
+        more: Further arguments of `add_argument`, such as `choices`.
+    """
+    name, _, placeholder = name.partition(" ")
+    if placeholder:
+        more["metavar"] = placeholder
+    if default is False:
+        more["action"] = "store_true"
+    elif callable(default):
+        more["type"] = default
+    else:
+        help += " (default: %(default)s)"
+        more["default"] = default
+        if default is True:
+            more["action"] = argparse.BooleanOptionalAction
+        elif isinstance(default, list):
+            more |= {"type": type(default[0]), "nargs": "+"}
+        else:
+            more["type"] = type(default)
+    group.add_argument(name, help=help, **more)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, leave_out: str = "") -> None:
+    """Add an option for each argument of `EngineArgs`, except `leave_out`, with its default and its help."""
     group = parser.add_argument_group("engine")
     for field in fields(EngineArgs):
-        if field.name in _NOT_ON_THE_COMMAND_LINE | leave_out:
+        if field.name in _NOT_ON_THE_COMMAND_LINE or field.name == leave_out:
             continue
-        option = "--" + field.name.replace("_", "-")
-        help_text = field.metadata["help"].replace("%", "%%")
-        if field.type == "bool":
-            group.add_argument(option, action="store_true", help=help_text)
-            continue
-        kind = int if "int" in str(field.type) else float if field.type == "float" else str
-        if field.default is not None:
-            help_text += " (default: %(default)s)"
-        group.add_argument(option, type=kind, default=field.default, choices=_CHOICES.get(field.name), help=help_text)
+        default = field.default
+        if default is None:
+            default = int if "int" in str(field.type) else str
+        choices = {"choices": _CHOICES[field.name]} if field.name in _CHOICES else {}
+        add_option(group, "--" + field.name.replace("_", "-"), default, field.metadata["help"].replace("%", "%%"), **choices)
 
 
-def add_save_trace_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, more: str = "") -> None:
+def add_save_trace_option(group: argparse._ActionsContainer, more: str = "") -> None:
     """Add the option that records and saves an engine's trace; `more` is appended to its help."""
-    parser.add_argument(
-        "--save-trace", type=Path, metavar="FILE",
-        help="record every step and request here as JSON, prompt tokens included; "
-        f"`minivllm trace show FILE` draws them{more}",
-    )  # fmt: skip
+    words = "record every step and request here as JSON, prompt tokens included; `minivllm trace show FILE` draws them"
+    add_option(group, "--save-trace FILE", Path, words + more)
 
 
 def engine_args(arguments: argparse.Namespace) -> dict:
@@ -74,7 +98,5 @@ def picture(name: str) -> Path:
 
 def check_writable(path: Path | None) -> None:
     """Raise a ConfigError if a file cannot be written, before any work is done."""
-    if path is None:
-        return
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise ConfigError(f"{path} cannot be written: it must be a file in a folder that exists.")

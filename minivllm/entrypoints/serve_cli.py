@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
-from minivllm.entrypoints.options import add_command, add_engine_options, engine_args
+from minivllm.entrypoints.options import add_command, add_engine_options, add_option, engine_args
 from minivllm.entrypoints.request_log import LOG_LEVELS
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 
-MODES = ("continuous", "static")
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 
 
@@ -26,34 +25,20 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     )
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help="the same as --model")
     group = parser.add_argument_group("server")
+    add_option(group, "--host", "127.0.0.1", "address to listen on; 0.0.0.0 accepts other machines")
+    add_option(group, "--port", 8000, "port to listen on; 0 picks a free one")
     group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 accepts other machines (default: %(default)s)"
-    )
-    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)")
-    group.add_argument(
-        "--api-key", action="append", metavar="KEY",
+        "--api-key", action="append", default=[], metavar="KEY",
         help=f"require this API key; may be repeated. {API_KEY_VARIABLE} in the environment sets one that other users cannot see",
     )  # fmt: skip
-    group.add_argument("--max-request-bytes", type=int, default=2**20, help="largest request body (default: %(default)s)")
-    group.add_argument(
-        "--max-waiting", type=int, default=1024,
-        help="sequences that may wait beyond the max_num_seqs running; further requests get status 429 (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument("--request-timeout", type=float, metavar="SECONDS", help="abort requests that take longer")
-    group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="grace period of running requests after Ctrl-C or SIGTERM (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--restart-engine",
-        action="store_true",
-        help="restart the engine when it dies; without this option the server exits with status 1",
-    )
-    group.add_argument(
-        "--mode", choices=MODES, default="continuous",
-        help="how requests are batched (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
+    add_option(group, "--max-request-bytes", 2**20, "largest request body")
+    waiting = "sequences that may wait beyond the max_num_seqs running; further requests get status 429"
+    add_option(group, "--max-waiting", 1024, waiting)
+    add_option(group, "--request-timeout SECONDS", float, "abort requests that take longer")
+    add_option(group, "--shutdown-timeout SECONDS", 30.0, "grace period of running requests after Ctrl-C or SIGTERM")
+    add_option(group, "--restart-engine", False, "restart the engine when it dies, instead of exiting with status 1")
+    add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
+    add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser)
 
 
@@ -73,21 +58,14 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
     from minivllm.entrypoints.server import run_server
     from minivllm.entrypoints.server_state import ServerSettings
 
-    keys = [*(arguments.api_key or ()), *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
     settings = ServerSettings(
-        api_keys=tuple(keys),
-        max_request_bytes=arguments.max_request_bytes,
-        max_waiting=arguments.max_waiting,
-        request_timeout=arguments.request_timeout,
-        shutdown_timeout=arguments.shutdown_timeout,
+        api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
+        **{
+            name: getattr(arguments, name) for name in ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout")
+        },
     )
     args = EngineArgs(**engine_args(arguments))
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
-    return run_server(
-        lambda: start_engine(args),
-        settings,
-        host=arguments.host,
-        port=arguments.port,
-    )
+    return run_server(lambda: start_engine(args), settings, host=arguments.host, port=arguments.port)

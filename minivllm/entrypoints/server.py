@@ -64,7 +64,7 @@ def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSetti
             signal.signal(signal.SIGTERM, _exit_on_signal)  # until uvicorn installs its handlers: shut the engine down
         engine = start_engine()
         try:
-            server = make_server(ServerState(engine, settings), address)
+            server = ApiServer(ServerState(engine, settings), address)
             server.run(sockets=[listener])
         finally:
             engine.shutdown()
@@ -84,30 +84,30 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def make_server(state: ServerState, address: tuple) -> ApiServer:
-    """The server that will listen on a socket's address."""
-    config = uvicorn.Config(
-        make_app(state),
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        backlog=128,
-        timeout_graceful_shutdown=int(state.settings.shutdown_timeout + _LEEWAY),
-    )
-    return ApiServer(config, state, address)
-
-
 class ApiServer(uvicorn.Server):
-    """uvicorn's server with its own shutdown, and an exit status where uvicorn re-raises the signal."""
+    """uvicorn's server with its own shutdown, and an exit status where uvicorn re-raises the signal.
+
+    Args:
+        state: What it serves, and how.
+        address: That of the socket it will listen on.
+    """
 
     LAST_WORDS_SECONDS = 1.0
     """Time between the engine's death and the server's exit, so that clients and /health can tell why."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, address: tuple) -> None:
+    def __init__(self, state: ServerState, address: tuple) -> None:
+        config = uvicorn.Config(
+            make_app(state),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            backlog=128,
+            timeout_graceful_shutdown=int(state.settings.shutdown_timeout + _LEEWAY),
+        )
         super().__init__(config)
         self.exit_status = 0
         self.url = url_of(address)
@@ -115,11 +115,6 @@ class ApiServer(uvicorn.Server):
         self._address = address
         self._num_signals = 0
         self._watch: asyncio.Task[None] | None = None
-
-    def end(self, exit_status: int) -> None:
-        """Begin to shut down."""
-        self.exit_status = exit_status
-        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal as the module's docstring says."""
@@ -157,7 +152,8 @@ class ApiServer(uvicorn.Server):
         except Exception:
             logger.exception("Watching the engine failed; the server shuts down.")
         await asyncio.sleep(self.LAST_WORDS_SECONDS)
-        self.end(1)
+        self.exit_status = 1
+        self.should_exit = True
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -172,11 +168,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        listener.bind(address)
     except OSError as error:
         raise ConfigError(_port_sentence(host, port, error)) from error
     return listener
@@ -196,7 +188,7 @@ def greeting(url: str, state: ServerState) -> str:
     """Printed when the server is ready."""
     key = ' -H "Authorization: Bearer KEY"' if state.settings.api_keys else ""
     return (
-        f"minivllm serves {state.model_name} at {url} until Ctrl-C. Try it:\n"
+        f"minivllm serves {state.engine.model_config.name} at {url} until Ctrl-C. Try it:\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
         f"""-d '{{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}}'"""
     )

@@ -148,13 +148,9 @@ class ServerState:
 
     engine: AsyncLLMEngine
     settings: ServerSettings
-    model_name: str = field(init=False)
-    max_model_len: int = field(init=False)
     admission: Admission = field(init=False)
     closing: Closing = field(default_factory=Closing)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.model_name = self.engine.model_config.name
-        self.max_model_len = self.engine.model_config.max_model_len
         self.admission = Admission(self.engine.scheduler_config.max_num_seqs, self.settings.max_waiting)

@@ -11,7 +11,7 @@ from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS
 from minivllm.config import PREEMPTION_MODES
 from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_engine_options, check_writable
+from minivllm.entrypoints.options import add_command, add_engine_options, add_option
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
@@ -27,51 +27,32 @@ def add_simulate(commands) -> None:  # noqa: ANN001
         "minivllm simulate --max-num-seqs 8 --arrival-rate 2 --save-trace trace.json",
     )  # fmt: skip
     group = parser.add_argument_group("requests")
-    group.add_argument("--num-requests", type=int, default=200, help="number of requests (default: %(default)s)")
-    group.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="arrival process (default: %(default)s)")
-    group.add_argument("--arrival-rate", type=float, default=2.0, help="requests per second (default: %(default)s)")
-    group.add_argument("--burst-size", type=int, default=8, help="requests per burst (default: %(default)s)")
-    group.add_argument(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="at most N requests in the engine at once (default: no limit)",
-    )
-    group.add_argument(
-        "--distribution", choices=DISTRIBUTIONS, default="longtail", help="length distribution (default: %(default)s)"
-    )
-    group.add_argument("--mean-prompt-len", type=int, default=48, help="tokens (default: %(default)s)")
-    group.add_argument("--mean-output-len", type=int, default=48, help="tokens (default: %(default)s)")
-    group.add_argument(
-        "--num-shared-prompt-tokens", type=int, default=0, help="tokens in the shared prompt prefix (default: %(default)s)"
-    )
-    group.add_argument("--seed", type=int, default=0, help="seed of lengths and arrivals (default: %(default)s)")
+    add_option(group, "--num-requests", 200, "number of requests")
+    add_option(group, "--arrivals", "poisson", "arrival process", choices=ARRIVALS)
+    add_option(group, "--arrival-rate", 2.0, "requests per second")
+    add_option(group, "--burst-size", 8, "requests per burst")
+    add_option(group, "--max-concurrency N", int, "at most N requests in the engine at once (default: no limit)")
+    add_option(group, "--distribution", "longtail", "length distribution", choices=DISTRIBUTIONS)
+    add_option(group, "--mean-prompt-len", 48, "tokens")
+    add_option(group, "--mean-output-len", 48, "tokens")
+    add_option(group, "--num-shared-prompt-tokens", 0, "tokens in the shared prompt prefix")
+    add_option(group, "--seed", 0, "seed of lengths and arrivals")
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--scheduler", nargs="+", choices=list(SCHEDULERS), default=list(SCHEDULERS),
-        help="each runs the same requests (default: both)",
-    )  # fmt: skip
-    for name, default, text in (
-        ("max-num-seqs", 8, "most sequences per step"),
-        ("block-size", 16, "tokens per KV cache block"),
-        ("num-gpu-blocks", 512, "KV cache blocks on the device"),
-        ("num-cpu-blocks", 0, "KV cache blocks on the host, for swapping"),
-        ("max-model-len", 2048, "limit on prompt plus output tokens"),
-    ):
-        group.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    group.add_argument("--max-num-batched-tokens", type=int, help="most tokens per step (default: any prompt fits)")
-    group.add_argument("--enable-chunked-prefill", action="store_true", help="decodes and chunks of prompts share a step")
-    group.add_argument(
-        "--enable-prefix-caching", action="store_true", help="reuse the KV cache of earlier prompts with the same beginning"
-    )
-    group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="recompute", help="(default: %(default)s)")
-    group.add_argument(
-        "--cost-model", type=Path, metavar="FILE",
-        help="cost model written by `minivllm bench calibrate --json` (default: SmolLM2-135M with up to 32 sequences, as measured for the README)",
-    )  # fmt: skip
+    add_option(group, "--scheduler", list(SCHEDULERS), "each runs the same requests", choices=list(SCHEDULERS))
+    add_option(group, "--max-num-seqs", 8, "most sequences per step")
+    add_option(group, "--block-size", 16, "tokens per KV cache block")
+    add_option(group, "--num-gpu-blocks", 512, "KV cache blocks on the device")
+    add_option(group, "--num-cpu-blocks", 0, "KV cache blocks on the host, for swapping")
+    add_option(group, "--max-model-len", 2048, "limit on prompt plus output tokens")
+    add_option(group, "--max-num-batched-tokens", int, "most tokens per step (default: any prompt fits)")
+    add_option(group, "--enable-chunked-prefill", False, "decodes and chunks of prompts share a step")
+    add_option(group, "--enable-prefix-caching", False, "reuse the KV cache of earlier prompts with the same beginning")
+    add_option(group, "--preemption-mode", "recompute", "what to do if blocks run out", choices=PREEMPTION_MODES)
+    default = "SmolLM2-135M with up to 32 sequences, as measured for the README"
+    add_option(group, "--cost-model FILE", Path, f"written by `minivllm bench calibrate --json` (default: {default})")
     group = parser.add_argument_group("results")
-    group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace of the last scheduler here")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    add_option(group, "--save-trace FILE", Path, "write the trace of the last scheduler here")
+    add_option(group, "--json FILE", Path, "write the results here")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -81,40 +62,31 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from minivllm.bench.simulation import format_simulations, simulate
     from minivllm.bench.workloads import generate_requests
 
-    for path in (arguments.save_trace, arguments.json):
-        check_writable(path)
     if arguments.save_trace and arguments.num_requests > MOST_TRACED:
         raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
-    workload = {
-        name: getattr(arguments, name)
-        for name in (
-            "arrivals", "arrival_rate", "burst_size", "distribution", "mean_prompt_len", "mean_output_len",
-            "num_shared_prompt_tokens", "seed",
-        )
-    } | {"max_len": arguments.max_model_len}  # fmt: skip
-    options = {
-        name: getattr(arguments, name)
-        for name in (
-            "max_num_seqs", "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_model_len", "max_num_batched_tokens",
-            "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode",
-        )
-    }  # fmt: skip
-    results = []
-    for scheduler in dict.fromkeys(arguments.scheduler):
-        result = simulate(
-            generate_requests(arguments.num_requests, **workload),
-            max_concurrency=arguments.max_concurrency,
-            progress_total=arguments.num_requests if arguments.num_requests >= PROGRESS_FROM else None,
+    workload = (
+        "num_requests", "arrivals", "arrival_rate", "burst_size", "distribution", "mean_prompt_len", "mean_output_len",
+        "num_shared_prompt_tokens", "seed",
+    )  # fmt: skip
+    engine = (
+        "max_num_seqs", "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_model_len", "max_num_batched_tokens",
+        "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode", "max_concurrency",
+    )  # fmt: skip
+    given = vars(arguments)
+    results = [
+        simulate(
+            generate_requests(**{name: given[name] for name in workload}, max_len=arguments.max_model_len),
             scheduler=scheduler,
             cost_model=costs,
             trace=arguments.save_trace is not None,
-            **options,
+            progress_total=arguments.num_requests if arguments.num_requests >= PROGRESS_FROM else None,
+            **{name: given[name] for name in engine},
         )
-        results.append(result)
-    print(
-        f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated\n\n{format_simulations(results)}"
-    )
+        for scheduler in dict.fromkeys(arguments.scheduler)
+    ]
+    print(f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated")
+    print(f"\n{format_simulations(results)}")
     if arguments.json:
         content = {"command": arguments.command, "results": [result.to_json() for result in results]}
         arguments.json.write_text(to_json(content))
@@ -131,8 +103,8 @@ def add_calibrate(benches) -> None:  # noqa: ANN001
         benches, "calibrate", run_calibrate, "fit the simulator's cost model to this machine and check its predictions",
         "minivllm bench calibrate --max-num-seqs 32 --json costs.json",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=3, help="how often each run is repeated (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cost model and the predictions here")
+    add_option(parser, "--rounds", 3, "how often each run is repeated")
+    add_option(parser, "--json FILE", Path, "write the cost model and the predictions here")
     add_engine_options(parser)
     parser.set_defaults(max_num_seqs=32)
 
@@ -141,7 +113,6 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, fit, predict held-out runs, and print a table."""
     from minivllm.bench.calibrate import calibrate, format_report
 
-    check_writable(arguments.json)
     print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
     calibration = calibrate(bench_cli.make_engine(arguments), arguments.rounds)
     what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"

@@ -10,7 +10,7 @@ from pathlib import Path
 from minivllm.bench.report import quantity
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
-from minivllm.entrypoints.options import add_command, check_writable
+from minivllm.entrypoints.options import add_command, add_option, check_writable
 from minivllm.errors import ConfigError
 
 _COMMANDS = ("show", "export")
@@ -25,20 +25,16 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         "draw all figures of a saved trace and print its numbers",
         "minivllm trace show trace.json",
     )
-    show.add_argument("--output", type=Path, metavar="FOLDER", help="where the figures go (default: out/NAME)")
-    show.add_argument(
-        "--step", type=int, metavar="N", help="step of the block map (default: the one with the most blocks in use)"
-    )
+    add_option(show, "--output FOLDER", Path, "where the figures go (default: out/NAME)")
+    add_option(show, "--step N", int, "step of the block map (default: the one with the most blocks in use)")
     export = add_command(
         commands, "export", run_trace_export, "write a saved trace for https://ui.perfetto.dev",
         "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
     )  # fmt: skip
+    add_option(export, "--to", "chrome", "format", choices=("chrome",))
+    add_option(export, "--output FILE", Path, "where it goes (default: beside the trace, as NAME.chrome.json)")
     for command in (show, export):
         command.add_argument("file", type=Path, metavar="FILE", help="a file that --save-trace wrote")
-    export.add_argument("--to", choices=("chrome",), default="chrome", help="format (default: %(default)s)")
-    export.add_argument(
-        "--output", type=Path, metavar="FILE", help="where it goes (default: beside the trace, as NAME.chrome.json)"
-    )
 
 
 def with_trace_command(argv: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai import responses as shapes
-from minivllm.entrypoints.server import ApiServer, bind, make_server
+from minivllm.entrypoints.server import ApiServer, bind
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.executor.base import Executor
 from minivllm.outputs import Logprob
@@ -152,7 +152,7 @@ def running_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerS
     listener = bind("127.0.0.1", 0)
     engine = start_engine()
     state = ServerState(engine, settings)
-    server = make_server(state, listener.getsockname())
+    server = ApiServer(state, listener.getsockname())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     wait_until(lambda: server.started)

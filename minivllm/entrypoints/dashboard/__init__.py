@@ -48,22 +48,15 @@ def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> Non
     """
 
     @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return _file("index.html")
-
     @app.get("/dashboard/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
+    async def file(name: str = "index.html") -> Response:
         if name not in _FILES:
             raise HTTPException(404, f"The page has no file {name!r}.")
-        return _file(name)
+        path = _FILES[name]
+        headers = HEADERS | {"Cache-Control": "no-cache"}
+        return Response(path.read_bytes(), headers=headers, media_type=_MEDIA_TYPES[path.suffix])
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:
-        headers = {**HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = HEADERS | {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return _EventStream(live_events(get_engine()), headers=headers)
-
-
-def _file(name: str) -> Response:
-    path = _FILES[name]
-    headers = {**HEADERS, "Cache-Control": "no-cache"}
-    return Response(path.read_bytes(), headers=headers, media_type=_MEDIA_TYPES[path.suffix])

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
@@ -30,6 +30,8 @@ SILENT_AFTER = 0.3
 """Seconds without a step until `idle` or `busy` is sent."""
 HEARTBEAT_PAUSE = 5.0
 """Seconds of silence until a comment is sent."""
+_COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")
+"""Fields of the scheduler's statistics in the events `idle` and `busy`."""
 
 
 async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
@@ -47,7 +49,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                 name = "busy" if engine.num_unfinished_requests() else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := _event(name, _describe_stats(engine.stats))) != said:
+                if (silence := _event(name, {count: getattr(engine.stats, count) for count in _COUNTS})) != said:
                     yield silence
                     said, last_said = silence, now()
                 elif now() - last_said > HEARTBEAT_PAUSE:
@@ -55,11 +57,11 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
                     last_said = now()
                 continue
             news.clear()
-            if (report := view.report()) is not None:
+            if report := view.report():
                 yield _event("steps", report)
                 said, last_said = b"", now()
                 await asyncio.sleep(EVENT_PAUSE)
-        if (report := view.report()) is not None:  # perhaps the step in which it died
+        if report := view.report():  # perhaps the step in which it died
             yield _event("steps", report)
         yield _event("dead", {"message": _why_it_ended(watcher)})
     finally:
@@ -68,29 +70,10 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
 
 
 def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
-    """An engine's fixed settings, named as in `EngineArgs`."""
-    scheduler, cache = engine.scheduler_config, engine.cache_config
-    return {
-        "model": engine.model_config.name,
-        "max_model_len": engine.model_config.max_model_len,
-        "block_size": cache.block_size,
-        "num_gpu_blocks": engine.num_gpu_blocks,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "scheduling_policy": scheduler.policy,
-        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
-        "preemption_mode": scheduler.preemption_mode,
-    }
-
-
-def _describe_stats(stats: SchedulerStats) -> dict[str, int]:
-    return {
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "num_swapped": stats.num_swapped,
-        "num_used_blocks": stats.num_used_blocks,
-    }
+    """An engine's fixed settings: its model, and the fields of its `SchedulerConfig` and `CacheConfig`."""
+    model = {"model": engine.model_config.name, "max_model_len": engine.model_config.max_model_len}
+    sizes = {"num_gpu_blocks": engine.num_gpu_blocks}
+    return model | sizes | dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.cache_config)
 
 
 async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:

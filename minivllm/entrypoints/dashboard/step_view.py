@@ -18,21 +18,10 @@ MOST_HAPPENINGS = 200
 """Latest finishes and preemptions kept for it, and latest first tokens."""
 MOST_WAITING = 64
 """Waiting sequences listed one by one, oldest first."""
-CURVE_COLUMNS = (
-    "end",
-    "length",
-    "phase",
-    "num_tokens",
-    "num_generated",
-    "num_running",
-    "num_waiting",
-    "num_swapped",
-    "num_free_blocks",
-    "mean_gap",
-    "max_gap",
-)
-"""Per step: end time and duration in seconds; phase; tokens computed and generated; queue lengths and free blocks; mean and largest
-inter-token latency in seconds (None if no sequence has two tokens)."""
+_COUNTS = ("end", "phase", "num_running", "num_waiting", "num_swapped", "num_free_blocks")
+"""Fields of a step that are reported as they are."""
+_KNOWN = ("num_prompt_tokens", "num_cached_tokens", "num_generated", "context_len")
+"""Likewise of a sequence."""
 
 
 @dataclass(slots=True)
@@ -66,10 +55,9 @@ class StepView:
     def __init__(self, is_midway: bool = False) -> None:
         self._is_midway = is_midway
         self._step: StepRecord | None = None
-        self._num_steps = 0
         self._sequences: dict[SequenceKey, _Sequence] = {}
         self._waiting: dict[SequenceKey, None] = {}
-        self._curve: deque[tuple[Any, ...]] = deque(maxlen=MOST_STEPS)
+        self._curve: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MOST_HAPPENINGS)
         self._happenings: deque[dict[str, Any]] = deque(maxlen=MOST_HAPPENINGS)
         self._told_tables: dict[SequenceKey, tuple[int, ...]] = {}
@@ -80,7 +68,6 @@ class StepView:
     def take(self, step: StepRecord) -> None:
         """Take the next step."""
         self._step = step
-        self._num_steps += 1
         for request_id in step.arrived:
             key = SequenceKey(request_id)
             self._sequences[key] = self._join(key, step) if self._is_midway else _Sequence(arrived=step.start, num_generated=0)
@@ -88,21 +75,14 @@ class StepView:
         self._is_midway = False
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
-        num_generated = sum(item.num_new_tokens for item in step.scheduled)
         self._curve.append(
-            (
-                step.end,
-                step.end - step.start,
-                step.phase,
-                step.num_tokens,
-                num_generated,
-                step.num_running,
-                step.num_waiting,
-                step.num_swapped,
-                step.num_free_blocks,
-                sum(gaps) / len(gaps) if gaps else None,
-                max(gaps, default=None),
-            )
+            {name: getattr(step, name) for name in _COUNTS}
+            | {
+                "length": step.end - step.start,
+                "num_generated": sum(item.num_new_tokens for item in step.scheduled),
+                "mean_gap": sum(gaps) / len(gaps) if gaps else None,
+                "max_gap": max(gaps, default=None),
+            }
         )
         self._note_happenings(step)
         self._drop_finished(step)
@@ -122,7 +102,7 @@ class StepView:
                     self._sequences[key] = self._join(key, step)
         for item in step.preempted:
             if item.mode == "recompute":
-                key = SequenceKey(item.request_id, item.index)
+                key = SequenceKey(*item[:2])
                 self._sequences.setdefault(key, _Sequence())
                 self._waiting[key] = None
         for key in [key for key in self._waiting if key.request_id in step.aborted]:
@@ -164,24 +144,23 @@ class StepView:
             seq = self._sequences.get(key, _Sequence())
             self._happenings.append(
                 {
+                    **key._asdict(),
                     "what": what,
                     "why": why,
-                    "request_id": key.request_id,
-                    "index": key.index,
                     "num_generated": seq.num_generated,
                     "seconds": None if seq.arrived is None else step.end - seq.arrived,
                 }
             )
 
         for item in step.preempted:
-            note("preempted", SequenceKey(item.request_id, item.index), item.mode)
+            note("preempted", SequenceKey(*item[:2]), item.mode)
         for request_id in step.aborted:
             note("ended", SequenceKey(request_id), "abort")
         for finish in step.finished:
-            note("ended", SequenceKey(finish.request_id, finish.index), finish.reason)
+            note("ended", SequenceKey(*finish[:2]), finish.reason)
 
     def _drop_finished(self, step: StepRecord) -> None:
-        ended = {SequenceKey(finish.request_id, finish.index) for finish in step.finished}
+        ended = {SequenceKey(*finish[:2]) for finish in step.finished}
         living = (step.block_tables.keys() | step.swapped_tables.keys() | self._waiting.keys()) - ended
         if len(self._sequences) == len(living) and not ended:
             return
@@ -194,40 +173,25 @@ class StepView:
         """What changed since the last report, and the current state, as JSON-ready data; None if no step was taken.
 
         A block table is reported as `keep`, the number of leading blocks that are unchanged, and `blocks`, those that follow; cached
-        blocks as those added and removed.
+        blocks as those added and removed. `curve` has a list per quantity, with an entry per step: `length` is its duration, and
+        `mean_gap` and `max_gap` its inter-token latencies (None if no sequence has two tokens), all in seconds.
         """
         step = self._step
         if step is None:
             return None
-        tables = {**step.block_tables, **step.swapped_tables}
-        report = {
-            "number": self._num_steps,
-            "start": step.start,
-            "end": step.end,
-            "phase": step.phase,
-            "num_tokens": step.num_tokens,
-            "num_running": step.num_running,
-            "num_waiting": step.num_waiting,
-            "num_swapped": step.num_swapped,
-            "num_free_blocks": step.num_free_blocks,
-            "error": step.error,
+        waiting = islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
+        report = {name: getattr(step, name) for name in (*_COUNTS, "error")} | {
             "sequences": self._tell_sequences(step),
-            "waiting": [
-                {
-                    "request_id": key.request_id,
-                    "index": key.index,
-                    "was_preempted": self._sequences[key].context_len is not None,
-                }
-                for key in islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
-            ],
+            "waiting": [{**key._asdict(), "was_preempted": self._sequences[key].context_len is not None} for key in waiting],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
             "cached": list(step.cached_blocks - self._told_cached),
             "uncached": list(self._told_cached - step.cached_blocks),
             "happenings": list(self._happenings),
             "first_tokens": list(self._first_tokens),
-            "curve": dict(zip(CURVE_COLUMNS, map(list, zip(*self._curve, strict=True)), strict=True)),
+            "curve": {name: [point[name] for point in self._curve] for name in self._curve[0]},
         }
-        self._step, self._told_tables, self._told_cached = None, tables, step.cached_blocks
+        self._told_tables, self._told_cached = step.block_tables | step.swapped_tables, step.cached_blocks
+        self._step = None
         for told in (self._curve, self._first_tokens, self._happenings):
             told.clear()
         return report
@@ -238,21 +202,16 @@ class StepView:
         told = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
             for key, table in tables.items():
-                seq, part, before = self._sequences.get(key, _Sequence()), parts.get(key), self._told_tables.get(key, ())
+                seq, before = self._sequences.get(key, _Sequence()), self._told_tables.get(key, ())
+                part = parts.get(key)
                 keep = len(before) if table[: len(before)] == before else 0
                 told.append(
                     {
-                        "request_id": key.request_id,
-                        "index": key.index,
+                        **key._asdict(),
                         "place": place,
                         "action": "stalled" if part is None else part.action,
-                        "num_tokens": 0 if part is None else part.num_tokens,
-                        "num_drafts": 0 if part is None else part.num_drafts,
-                        "num_accepted": 0 if part is None else part.num_accepted,
-                        "num_prompt_tokens": seq.num_prompt_tokens,
-                        "num_cached_tokens": seq.num_cached_tokens,
-                        "num_generated": seq.num_generated,
-                        "context_len": seq.context_len,
+                        **{name: getattr(part, name, 0) for name in ("num_tokens", "num_drafts", "num_accepted")},
+                        **{name: getattr(seq, name) for name in _KNOWN},
                         "keep": keep,
                         "blocks": table[keep:],
                     }

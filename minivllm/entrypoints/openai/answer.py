@@ -12,11 +12,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
+from minivllm.entrypoints.openai.protocol import GenerationBody
 from minivllm.entrypoints.openai.responses import Json, Usage
 from minivllm.errors import RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -34,14 +36,12 @@ class Answer(ABC):
 
     Args:
         engine: Generates.
-        model_name: The model's name for clients.
-        params: Sampling parameters.
+        body: The request.
+        params: Its sampling parameters.
         num_prompts: Number of prompts that `make_prompts` will return.
-        stream: Send chunks instead of a whole response.
-        include_usage: End the stream with the usage.
-        priority: With the "priority" policy, smaller goes first.
 
     Attributes:
+        num_sequences: Continuations of all prompts together.
         usage: Tokens so far.
         time_to_first_token: Seconds from the request to the first output; None before.
     """
@@ -50,29 +50,17 @@ class Answer(ABC):
     object_name: str
     chunk_name: str
 
-    def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        model_name: str,
-        params: SamplingParams,
-        *,
-        num_prompts: int,
-        stream: bool,
-        include_usage: bool,
-        priority: int,
-    ) -> None:
-        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    def __init__(self, engine: AsyncLLMEngine, body: GenerationBody, params: SamplingParams, num_prompts: int) -> None:
         self.engine = engine
+        self.body = body
+        self.stream = bool(body.stream)
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         self.params = dataclasses.replace(params, output_kind=kind)
         self.num_sequences = num_prompts * params.n
-        self.stream = stream
-        self.include_usage = include_usage
-        self.priority = priority
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self.head: Json = {"id": self.id, "object": self.object_name, "created": int(time.time()), "model": model_name}
+        name = self.chunk_name if self.stream else self.object_name
+        self.head: Json = {"id": self.id, "object": name, "created": int(time.time()), "model": engine.model_config.name}
         """The first fields of the response, or of each chunk."""
-        if stream:
-            self.head["object"] = self.chunk_name
         self.usage: Usage = {
             "prompt_tokens": 0,
             "completion_tokens": 0,
@@ -81,11 +69,6 @@ class Answer(ABC):
         }
         self.time_to_first_token: float | None = None
         self._begin = time.perf_counter()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return tokenizer_of(self.engine)
 
     # -- what an endpoint knows ------------------------------------------------------------------------------------
 
@@ -98,7 +81,7 @@ class Answer(ABC):
         """A continuation in a response that does not stream."""
 
     @abstractmethod
-    def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
+    def opening(self, index: int, output: RequestOutput) -> Json | None:
         """The chunk before the first token of a continuation, if any."""
 
     @abstractmethod
@@ -150,7 +133,7 @@ class Answer(ABC):
                     begun.add(number)
                     if self.time_to_first_token is None:
                         self.time_to_first_token = time.perf_counter() - self._begin
-                    openings = [self.opening(number * n + i, number, output) for i in range(n)]
+                    openings = [self.opening(number * n + i, output) for i in range(n)]
                     choices += [opening for opening in openings if opening is not None]
                 self._count(output, is_first)
                 for completion in output.outputs:
@@ -172,7 +155,7 @@ class Answer(ABC):
         self.engine.check_health()
         requests = [
             await self.engine.process_inputs(
-                prompt, self.params, f"{self.id}-{i}", priority=self.priority, arrival_time=self._begin
+                prompt, self.params, f"{self.id}-{i}", priority=self.body.priority or 0, arrival_time=self._begin
             )
             for i, prompt in enumerate(await self.make_prompts())
         ]
@@ -184,6 +167,16 @@ class Answer(ABC):
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The server aborted the request: try again.")
                 yield number, output
+
+
+def make_choice(index: int, completion: CompletionOutput | None, **content: Any) -> Json:
+    """A continuation, or its new part, as OpenAI's JSON; `completion` is None before the first token."""
+    return {
+        "index": index,
+        **content,
+        "finish_reason": completion and completion.finish_reason,
+        "stop_reason": completion and completion.stop_reason,
+    }
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

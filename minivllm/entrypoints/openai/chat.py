@@ -6,7 +6,7 @@ import asyncio
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
-from minivllm.entrypoints.openai.answer import Answer, check_length, tokenizer_of
+from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Message
 from minivllm.entrypoints.openai.responses import ChatLogprobs, Json
@@ -25,21 +25,12 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str, body: ChatCompletionRequest) -> None:
+    def __init__(self, engine: AsyncLLMEngine, body: ChatCompletionRequest) -> None:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         self.messages = body.messages
-        self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.wants_prompt_logprobs = body.prompt_logprobs is not None
-        params = SamplingParams(**body.shared_sampling_params(), max_tokens=max_tokens, logprobs=self.num_logprobs)
-        super().__init__(
-            engine,
-            model_name,
-            params,
-            num_prompts=1,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            priority=body.priority or 0,
-        )
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = SamplingParams(**body.shared_sampling_params(), max_tokens=max_tokens, logprobs=num_logprobs)
+        super().__init__(engine, body, params, num_prompts=1)
 
     async def make_prompts(self) -> list[Prompt]:
         """The conversation with the chat template applied."""
@@ -47,33 +38,28 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
-        return self._choice(index, completion, {"message": {"role": "assistant", "content": completion.text}})
+        message = {"role": "assistant", "content": completion.text}
+        return make_choice(index, completion, message=message, logprobs=self._logprobs(completion))
 
-    def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json:
+    def opening(self, index: int, output: RequestOutput) -> Json:
         """The role."""
-        return self._choice(index, None, {"delta": {"role": "assistant", "content": ""}})
+        return make_choice(index, None, delta={"role": "assistant", "content": ""}, logprobs=None)
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
-        return self._choice(index, completion, {"delta": {"content": completion.text} if completion.text else {}})
+        content = {"content": completion.text} if completion.text else {}
+        return make_choice(index, completion, delta=content, logprobs=self._logprobs(completion))
 
     def extras(self, outputs: list[RequestOutput]) -> Json:
         """vLLM's log-probabilities of the prompt."""
-        return {"prompt_logprobs": prompt_logprobs(outputs[0].prompt_logprobs)} if self.wants_prompt_logprobs else {}
-
-    def _choice(self, index: int, completion: CompletionOutput | None, content: Json) -> Json:
-        return {
-            "index": index,
-            **content,
-            "logprobs": completion and self._logprobs(completion),
-            "finish_reason": completion and completion.finish_reason,
-            "stop_reason": completion and completion.stop_reason,
-        }
+        if self.body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(outputs[0].prompt_logprobs)}
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        if self.num_logprobs is None or completion.logprobs is None:
+        if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return chat_logprobs(completion.token_ids, completion.logprobs, self.num_logprobs)
+        return chat_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs)
 
 
 async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:

@@ -7,7 +7,7 @@ from typing import cast
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
-from minivllm.entrypoints.openai.answer import Answer, check_length
+from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
 from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import CompletionRequest
 from minivllm.entrypoints.openai.responses import CompletionLogprobs, Json
@@ -27,7 +27,7 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str, body: CompletionRequest) -> None:
+    def __init__(self, engine: AsyncLLMEngine, body: CompletionRequest) -> None:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.shared_sampling_params()
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
@@ -36,22 +36,12 @@ class CompletionAnswer(Answer):
         self.echo = bool(body.echo)
         self.only_echo = max_tokens == 0
         """The engine generates one token all the same, which is dropped."""
-        self.num_logprobs = body.logprobs
-        self.wants_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes: list[str] = []
         """The text of each prompt, with `echo`."""
         self._offsets: dict[int, int] = {}
         """Where in its text the next token of each streamed continuation begins."""
         params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
-        super().__init__(
-            engine,
-            model_name,
-            params,
-            num_prompts=len(self.prompts),
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            priority=body.priority or 0,
-        )
+        super().__init__(engine, body, params, len(self.prompts))
 
     async def make_prompts(self) -> list[Prompt]:
         """The prompts as given; with `echo`, token ids are decoded too."""
@@ -59,8 +49,9 @@ class CompletionAnswer(Answer):
             check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens", self.engine)
         if self.echo:
             for prompt in self.prompts:
-                text = prompt if isinstance(prompt, str) else await asyncio.to_thread(self.tokenizer.decode, prompt, False)
-                self._echoes.append(text)
+                if not isinstance(prompt, str):
+                    prompt = await asyncio.to_thread(tokenizer_of(self.engine).decode, prompt, False)
+                self._echoes.append(prompt)
         return list(self.prompts)
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
@@ -71,18 +62,18 @@ class CompletionAnswer(Answer):
         logprobs = self._logprobs(completion, len(echo))
         if self.echo and logprobs is not None:
             logprobs = joined(self._echo_logprobs(output), logprobs)
-        choice = make_choice(index, echo + completion.text, logprobs, completion)
-        if self.wants_prompt_logprobs:
+        choice = make_choice(index, completion, text=echo + completion.text, logprobs=logprobs)
+        if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
 
-    def opening(self, index: int, prompt_number: int, output: RequestOutput) -> Json | None:
+    def opening(self, index: int, output: RequestOutput) -> Json | None:
         """The prompt, with `echo`."""
         if not self.echo:
             return None
-        text = self._echoes[prompt_number]
+        text = self._echoes[index // self.params.n]
         self._offsets[index] = len(text)
-        return make_choice(index, text, None if self.num_logprobs is None else self._echo_logprobs(output), None)
+        return make_choice(index, None, text=text, logprobs=None if self.params.logprobs is None else self._echo_logprobs(output))
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
@@ -91,7 +82,7 @@ class CompletionAnswer(Answer):
         logprobs = self._logprobs(completion, self._offsets.get(index, 0))
         if logprobs and logprobs["tokens"]:  # not the text's length: the possible start of a stop string is held back
             self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-        return make_choice(index, completion.text, logprobs, completion)
+        return make_choice(index, completion, text=completion.text, logprobs=logprobs)
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
         super()._count(output, is_first)
@@ -99,14 +90,14 @@ class CompletionAnswer(Answer):
             self.usage["completion_tokens"], self.usage["total_tokens"] = 0, self.usage["prompt_tokens"]
 
     def _logprobs(self, completion: CompletionOutput, offset: int) -> CompletionLogprobs | None:
-        if self.num_logprobs is None or completion.logprobs is None:
+        if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return completion_logprobs(completion.token_ids, completion.logprobs, self.num_logprobs, offset)
+        return completion_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, offset)
 
     def _echo_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
-        assert self.num_logprobs is not None and output.prompt_logprobs is not None
-        first_token = self.tokenizer.decode(output.prompt_token_ids[:1], skip_special_tokens=False)
-        return completion_logprobs(output.prompt_token_ids, output.prompt_logprobs, self.num_logprobs, 0, first_token)
+        assert self.params.logprobs is not None and output.prompt_logprobs is not None
+        first_token = tokenizer_of(self.engine).decode(output.prompt_token_ids[:1], skip_special_tokens=False)
+        return completion_logprobs(output.prompt_token_ids, output.prompt_logprobs, self.params.logprobs, 0, first_token)
 
 
 def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -114,17 +105,6 @@ def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [cast("str | list[int]", prompt)]
     return list(cast("list[str] | list[list[int]]", prompt))
-
-
-def make_choice(index: int, text: str, logprobs: CompletionLogprobs | None, completion: CompletionOutput | None) -> Json:
-    """A continuation, or its new part, as OpenAI's JSON; `completion` is None before the first token."""
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": completion and completion.finish_reason,
-        "stop_reason": completion and completion.stop_reason,
-    }
 
 
 def without_tokens(completion: CompletionOutput) -> CompletionOutput:

@@ -30,9 +30,9 @@ _MAX_MESSAGE = 1000
 """Longest error message, in characters: it may quote the input."""
 
 _EXPECTED = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists: at most 4096 prompts, none of them empty",
     "stop": "a string, or a list of at most 64 strings",
-    "content": "text, or a list of parts of type text (images, audio and files are not supported)",
+    "content": "text, or a list of at most 4096 parts of type text (images, audio and files are not supported)",
 }
 """What fields that take several types must be, by name."""
 
@@ -98,8 +98,6 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         message, param = describe_mistake(error.errors()[0])
         return ApiError(400, message, param=param)
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     logger.error("Unexpected error while serving a request.", exc_info=error)
     return ApiError(500, f"Internal server error ({type(error).__name__}): see the server's log.")
 
@@ -133,9 +131,8 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
     if kind == "value_error":  # one of our own checks; its sentence opens with the field's name
         message = str(context["error"])
         return message, _first_word(message)
-    path = _field_path(mistake["loc"])
-    name = path or "The request"
-    param = path or None
+    param = _field_path(mistake["loc"]) or None
+    name = param or "The request"
     field = name.rsplit(".", 1)[-1]
     if kind == "missing":
         expected = f": give {_EXPECTED[field]}" if field in _EXPECTED else ", but it is needed: add it"
@@ -149,7 +146,7 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
             return f"{name} is {given}, but must be {words} {context[limit]:g}.", param
     if kind in ("too_long", "too_short"):
         bound, words = ("max_length", "at most") if kind == "too_long" else ("min_length", "at least")
-        return f"{name} has {context['actual_length']} entries, but must have {words} {context[bound]}.", param
+        return f"{name} has {len(mistake['input'])} entries, but must have {words} {context[bound]}.", param
     if kind == "literal_error":
         return f"{name} is {given}, but must be {context['expected']}.", param
     if expected := _KINDS.get(kind.split("_")[0]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from minivllm.entrypoints.openai.errors import quoted
 from minivllm.errors import RequestError
@@ -19,40 +19,26 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Per message."""
 MAX_PROMPTS = 4096
-"""Limits checked before pydantic validates each entry, which takes seconds for a million. MAX_MESSAGES also limits message parts."""
 
-_NONE: tuple[Any, ...] = (None,)
-_NO_TOOLS = (None, [])
+_ONLY_NULL = (
+    "audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens", "chat_template",
+)  # fmt: skip
+_ONLY_EMPTY = ("tools", "functions", "tool_calls", "bad_words", "logits_processors", "documents")
+_ONLY_FALSE = ("use_beam_search", "include_stop_str_in_output", "return_token_ids", "continue_final_message")
 UNSERVED: dict[str, tuple[Any, ...]] = {
-    "tools": _NO_TOOLS,
-    "tool_choice": (None, "none", "auto"),
-    "functions": _NO_TOOLS,
-    "function_call": (None, "none", "auto"),
-    "tool_calls": _NO_TOOLS,
+    **dict.fromkeys(_ONLY_NULL, (None,)),
+    **dict.fromkeys(_ONLY_EMPTY, (None, [])),
+    **dict.fromkeys(_ONLY_FALSE, (None, False)),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
-    "audio": _NONE,
-    "web_search_options": _NONE,
     "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "structured_outputs": _NONE,
-    "guided_json": _NONE,
-    "guided_regex": _NONE,
-    "guided_choice": _NONE,
-    "guided_grammar": _NONE,
-    "allowed_token_ids": _NONE,
-    "bad_words": _NO_TOOLS,
-    "logits_processors": _NO_TOOLS,
-    "prompt_embeds": _NONE,
-    "truncate_prompt_tokens": _NONE,
-    "include_stop_str_in_output": (None, False),
-    "chat_template": _NONE,
     "chat_template_kwargs": (None, {}),
-    "return_token_ids": (None, False),
-    "documents": _NO_TOOLS,
     "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
 }
 """Fields that would change the output, each with the values that would not."""
 
@@ -64,22 +50,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-
-
-def _check_num_prompts(value: Any) -> Any:
-    """Before pydantic validates each."""
-    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
-        raise RequestError(
-            f"prompt has {len(value)} prompts, but a request may have at most {MAX_PROMPTS}: send them in several."
-        )
-    return value
-
-
-def _check_num_biases(value: Any) -> Any:
-    """Before pydantic validates each."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias has {len(value)} entries, but must have at most {MAX_LOGIT_BIAS}.")
-    return value
 
 
 class _Body(BaseModel):
@@ -107,7 +77,7 @@ class StreamOptions(_Body):
     include_usage: bool | None = Field(None, description="End with a usage event.")
 
 
-class _GenerationBody(_Body):
+class GenerationBody(_Body):
     """The fields that /v1/completions and /v1/chat/completions share. Null means the default."""
 
     model: str | None = Field(None, description="The model of /v1/models; it may be left out.")
@@ -116,7 +86,7 @@ class _GenerationBody(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling (1).")
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] | None = Field(
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="Token ids (as strings) to numbers from -100 to 100."
     )
     seed: WholeNumber | None = Field(None, description="Makes sampling reproducible.")
@@ -135,7 +105,7 @@ class _GenerationBody(_Body):
     priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
 
     @model_validator(mode="after")
-    def _check_stream_fields(self) -> _GenerationBody:
+    def _check_stream_fields(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is given, but stream is not true: leave it out, or set stream to true.")
         if self.prompt_logprobs is not None and self.stream:
@@ -149,22 +119,21 @@ class _GenerationBody(_Body):
 
     def shared_sampling_params(self) -> dict[str, Any]:
         """The given fields that `SamplingParams` has too, by name and meaning."""
-        names = SamplingParams.__dataclass_fields__.keys() & _GenerationBody.model_fields.keys()
+        names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class CompletionRequest(_GenerationBody):
+class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
     unserved = _COMPLETION_UNSERVED
 
-    prompt: Annotated[
+    prompt: (
         str
         | TokenIds
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-        BeforeValidator(_check_num_prompts),
-    ] = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(union_mode="left_to_right", description="Text, token ids, or a list of one of these.")
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Tokens to generate (16).")
     logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return log-probabilities for.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
@@ -192,7 +161,7 @@ class Message(_Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: one text, and the role "system" for OpenAI's "developer"."""
@@ -200,25 +169,10 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-def _check_num_parts(messages: Any) -> Any:
-    """Before pydantic validates each."""
-    if not isinstance(messages, list):
-        return messages
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    num_parts = sum(len(content) for content in contents if isinstance(content, list))
-    if max(len(messages), num_parts) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(messages)} messages and {num_parts} parts, but must have at most {MAX_MESSAGES} of each."
-        )
-    return messages
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_check_num_parts)
-]
-
-
-class ChatCompletionRequest(_GenerationBody):
+class ChatCompletionRequest(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     unserved = _CHAT_UNSERVED

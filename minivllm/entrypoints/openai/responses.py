@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 
 class ErrorDetail(TypedDict):
@@ -62,38 +62,37 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class _CompletionChoice(TypedDict):
+class CompletionChoice(TypedDict):
+    """One continuation, or its new part in a stream. `stop_reason` is the stop string or stop token that ended it."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-class CompletionChoice(_CompletionChoice, total=False):
-    """One continuation, or its new part in a stream. `stop_reason` is the stop string or stop token that ended it."""
-
-    prompt_logprobs: PromptLogprobs | None
-
-
-class _CompletionResponse(TypedDict):
+class _Head(TypedDict):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
 
 
-class CompletionResponse(_CompletionResponse):
+class CompletionResponse(_Head):
     """The response of /v1/completions."""
 
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunk(_CompletionResponse, total=False):
+class CompletionChunk(_Head):
     """An event of a stream of /v1/completions. With include_usage the last has no choices, and `usage`."""
 
-    usage: Usage | None
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
 
 
 class TokenLogprob(TypedDict):
@@ -133,19 +132,13 @@ class ChatChoice(TypedDict):
     stop_reason: int | str | None
 
 
-class _ChatResponse(TypedDict):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatCompletionResponse(_ChatResponse, total=False):
+class ChatCompletionResponse(_Head):
     """The response of /v1/chat/completions."""
 
-    prompt_logprobs: PromptLogprobs | None
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
 class ChatDelta(TypedDict, total=False):
@@ -165,18 +158,12 @@ class ChatChunkChoice(TypedDict):
     stop_reason: int | str | None
 
 
-class _ChatChunk(TypedDict):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-
-
-class ChatCompletionChunk(_ChatChunk, total=False):
+class ChatCompletionChunk(_Head):
     """An event of a stream of /v1/chat/completions. With include_usage the last has no choices, and `usage`."""
 
-    usage: Usage | None
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
 
 
 class ModelCard(TypedDict):

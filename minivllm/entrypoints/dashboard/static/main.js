@@ -68,7 +68,7 @@ function tell(kind, sentence) {
 function describeEngine(engine) {
   document.getElementById("model").textContent = engine.model;
   document.title = `${engine.model} – minivllm`;
-  const policy = `${engine.scheduling_policy}${engine.enable_chunked_prefill ? ", chunked prefill" : ""}`;
+  const policy = `${engine.policy}${engine.enable_chunked_prefill ? ", chunked prefill" : ""}`;
   const known = [
     ["cache", `${engine.num_gpu_blocks} blocks of ${engine.block_size} tokens`],
     ["a step", `at most ${engine.max_num_seqs} sequences, ${engine.max_num_batched_tokens} tokens`],
