@@ -16,7 +16,6 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
-from minivllm.kernels import checks
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
@@ -87,13 +86,13 @@ def attention_block(
     return out[:num_seqs], total
 
 
-@checks.checked(checks.check_mlp_block)
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm, SwiGLU and down projection of a few rows.
 
     Args:
         weights: The layer's, float32 or int8.
-        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream.
+        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
+            checked.
         eps: Of the norm.
 
     Returns:

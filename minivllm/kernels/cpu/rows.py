@@ -26,7 +26,7 @@ ROWS_PER_PART = 4
 """Rows that a thread takes at a time."""
 
 
-@checks.checked(checks.check_rms_norm)
+@checks.RMS_NORM
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square, then scale: see `reference.rms_norm`."""
     if not _can_run(x):
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@checks.checked(checks.check_add_rms_norm)
+@checks.ADD_RMS_NORM
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalize the sum: see `reference.add_rms_norm`."""
     if not _can_run(x):
@@ -55,7 +55,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
-@checks.checked(checks.check_rotary_embedding, checks.check_positions)
+@checks.ROTARY_EMBEDDING
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
     if (
@@ -76,7 +76,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotated_query, rotated_key
 
 
-@checks.checked(checks.check_silu_and_mul)
+@checks.SILU_AND_MUL
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU: see `reference.silu_and_mul`."""
     if not _can_run(x):
@@ -88,20 +88,22 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-@checks.checked(checks.check_digits)
+@checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of two digits for each row: see `reference.split_digits`."""
-    x = x.contiguous()
+    if not _can_run(x):
+        return reference.split_digits.unchecked(x)
     num_rows, size = x.shape
     digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
     _split(x.data_ptr(), num_rows, size, digits.data_ptr(), size, num_rows, scales.data_ptr(), _num_threads(num_rows))
     return digits, scales
 
 
-@checks.checked(checks.check_digits)
+@checks.JOIN_DIGITS
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Combine the products of the high and the low digits: see `reference.join_digits`."""
-    products = products.contiguous()
+    if not _can_run(products):
+        return reference.join_digits.unchecked(products, scales)
     num_rows, size = scales.shape[0], products.shape[1]
     out = products.new_empty(num_rows, size)
     _join(products.data_ptr(), num_rows, size, scales.data_ptr(), out.data_ptr(), _num_threads(num_rows))
