@@ -9,7 +9,6 @@ runner validates those once per step for all layers, so the engine's own calls s
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from enum import IntEnum
 from functools import update_wrapper
@@ -96,8 +95,8 @@ class Rules:
 
     def check_shapes(self, arguments: dict[str, Any]) -> None:
         """Raise a KernelError if a tensor is not as it must be."""
-        first = next(iter(self._shapes))
-        like: Tensor = arguments[first]
+        first, *_ = self._shapes
+        dtype, device = arguments[first].dtype, arguments[first].device
         sizes: dict[str, Any] = {}
         for name, shape in self._shapes.items():
             x: Tensor = arguments[name]
@@ -106,10 +105,11 @@ class Rules:
                 raise KernelError(f"{name} has dtype {dtype_name(x)}, but must be int32 or int64.")
             if name in self._floats and not x.is_floating_point():
                 raise KernelError(f"{name} has dtype {dtype_name(x)}, but must be a float type.")
-            if name in self._floats and x.dtype != like.dtype:
-                raise KernelError(f"{name} has dtype {dtype_name(x)}, but {first} has {dtype_name(like)}: they must be the same.")
-            if x.device != like.device:
-                raise KernelError(f"{name} is on {x.device}, but {first} on {like.device}: they must be on one device.")
+            if name in self._floats and x.dtype != dtype:
+                other = dtype_name(arguments[first])
+                raise KernelError(f"{name} has dtype {dtype_name(x)}, but {first} has {other}: they must be the same.")
+            if x.device != device:
+                raise KernelError(f"{name} is on {x.device}, but {first} on {device}: they must be on one device.")
             if x.is_neg():
                 raise KernelError(f"{name} is a view that is negated when it is read: use .resolve_neg().")
             if x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -124,21 +124,25 @@ class Rules:
 
 def _check_shape(name: str, x: Tensor, shape: list[str], sizes: dict[str, Any]) -> None:
     """Compare a tensor's shape with the `sizes` known from earlier tensors, and add those that are new."""
-    known = sizes.copy()
     lengths: list[Any] = list(x.shape)
     if shape[0] == "...":
         num_leading = x.dim() - len(shape) + 1
         lengths = [x.shape[:num_leading], *x.shape[num_leading:]]
-    fits = len(lengths) == len(shape)
+    fits, new = len(lengths) == len(shape), []
     for dimension, length in zip(shape, lengths, strict=False):
-        *factors, size = dimension.removesuffix("+1").split("*")
-        if length == 0 and size not in MAY_BE_ZERO:
-            raise KernelError(f"{name} is {list(x.shape)}, but its {size} must be at least 1.")
-        length = length - 1 if dimension.endswith("+1") else length
-        step = math.prod(sizes.get(factor) or int(factor) for factor in factors)
-        fits &= step * sizes.setdefault(size, length // step if factors else length) == length
+        size, step = dimension, 1
+        if not dimension.isidentifier():
+            factor, _, size = dimension.removesuffix("+1").rpartition("*")
+            step = sizes.get(factor) or int(factor or 1)
+            length = length if not dimension.endswith("+1") else length - 1
+        if size not in sizes:
+            if length == 0 and size not in MAY_BE_ZERO:
+                raise KernelError(f"{name} is {list(x.shape)}, but its {size} must be at least 1.")
+            new.append(size)
+            sizes[size] = length // step if step > 1 else length
+        fits = fits and step * sizes[size] == length
     if not fits:
-        values = ", ".join(f"{size} = {known[size]}" for size in known if size in " ".join(shape))
+        values = ", ".join(f"{size} = {sizes[size]}" for size in sizes if size in " ".join(shape) and size not in new)
         raise KernelError(f"{name} is {list(x.shape)}, but must be [{', '.join(shape)}]{values and f' with {values}'}.")
 
 

@@ -259,10 +259,7 @@ def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
 
     All sources are read before anything is written.
     """
-    checks.check_block_pairs(cache, cache, pairs)
-    if pairs:
-        sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
-        cache[destinations] = cache[sources]
+    swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:

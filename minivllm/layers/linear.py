@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.layers.weights import CheckpointTensor, ModelParameter
+from minivllm.layers.weights import CheckpointTensor
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
@@ -37,8 +37,8 @@ class LinearMethod(ABC):
     def create_weights(self, layer: Linear) -> None:
         """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
         out_features = sum(layer.out_features)
-        layer.weight = ModelParameter(torch.empty(out_features, layer.in_features), layer.load_weight)
-        layer.bias = ModelParameter(torch.empty(out_features), layer.load_weight) if layer.has_bias else None
+        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features), requires_grad=False)
+        layer.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if layer.has_bias else None
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Linear) -> None:

@@ -44,14 +44,13 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     check_launch(key_cache)
-    num_threads = use_threads_of_torch()
     starts, lengths = query_start_loc.numpy(), context_lens.numpy()
-    tiles = _order_tiles(starts, lengths)
     out = query.new_empty(query.shape, dtype=torch.float32)
     out[int(starts[-1]) :] = 0
     _prefill(
-        as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), lengths, starts,
-        np.float32(scale), tiles, num_threads, out.numpy(), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+        use_threads_of_torch(), _order_tiles(starts, lengths), as_numpy(query.float().contiguous()), as_numpy(key_cache),
+        as_numpy(value_cache), block_tables.numpy(), lengths, starts, np.float32(scale), out.numpy(),
+        constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return out.to(query.dtype)
 
@@ -141,7 +140,7 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
 
 
 @njit(error_model="numpy")
-def _prefill_part(part, query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group):
+def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group):
     seq, first = tiles[part]
     start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
     position = context_lens[seq] - (starts[seq + 1] - start)
@@ -153,6 +152,5 @@ def _prefill_part(part, query, key_cache, value_cache, block_tables, context_len
 
 
 @njit(error_model="numpy", cache=True)
-def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, num_threads, out, channels, group):
-    arguments = (query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group)
-    parallel_for(num_threads, len(tiles), _prefill_part, arguments)
+def _prefill(num_threads, tiles, *arguments):
+    parallel_for(num_threads, len(tiles), _prefill_part, (tiles, *arguments))
