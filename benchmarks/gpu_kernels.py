@@ -73,9 +73,8 @@ def decode_case(num_seqs: int, context_len: int, group: int) -> tuple[Callable[[
 
     args = make_decode(num_seqs, context_len, group)
     query = args[0]
-    out = torch.empty_like(query)
     num_bytes = 2 * num_seqs * context_len * NUM_KV_HEADS * HEAD_DIM * 2 + 2 * query.nbytes
-    return lambda: triton.paged_decode_attention.unchecked(*args, out=out), num_bytes
+    return lambda: triton.paged_decode_attention.unchecked(*args), num_bytes
 
 
 def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor], float]:
@@ -84,11 +83,10 @@ def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor]
 
     keys, values, tables, lengths = make_cache(1, context_len)
     query = random(context_len, NUM_KV_HEADS * group, HEAD_DIM)
-    out = torch.empty_like(query)
     starts = torch.tensor([0, context_len], dtype=torch.int32, device="cuda")
     args = (query, keys, values, tables, lengths, starts, HEAD_DIM**-0.5)
     operations = 4 * NUM_KV_HEADS * group * HEAD_DIM * context_len * (context_len + 1) / 2
-    return lambda: triton.paged_prefill_attention.unchecked(*args, out=out), operations
+    return lambda: triton.paged_prefill_attention.unchecked(*args), operations
 
 
 def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
@@ -97,26 +95,23 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
 
     tokens, hidden, intermediate, heads = 32768, 4096, 12288, 32
     x, residual, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
-    out, total = torch.empty_like(x), torch.empty_like(x)
     gate_up = random(tokens, 2 * intermediate)
-    gated = random(tokens, intermediate)
     qkv = random(tokens, heads + 2 * NUM_KV_HEADS, HEAD_DIM)
     query, key, value = qkv.split([heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
-    head_weight, normalized = random(HEAD_DIM), torch.empty(query.shape, dtype=query.dtype, device="cuda")
+    head_weight = random(HEAD_DIM)
     cos, sin = torch.rand(2, tokens, HEAD_DIM // 2, device="cuda")
     positions = torch.arange(tokens, device="cuda")
-    rotated = tuple(torch.empty(part.shape, dtype=part.dtype, device="cuda") for part in (query, key))
     keys, values, tables, _ = make_cache(tokens // 1024, 1024)
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
     pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
     return {
         "reshape_and_cache": (lambda: triton.reshape_and_cache.unchecked(key, value, keys, values, slots), 4 * key.numel() * 2),
-        "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6, out=out), 2 * x.nbytes),
-        "rms_norm of queries": (lambda: triton.rms_norm(query, head_weight, 1e-6, out=normalized), 4 * query.numel()),
-        "add_rms_norm": (lambda: triton.add_rms_norm(x, residual, weight, 1e-6, out, total), 4 * x.nbytes),
-        "silu_and_mul": (lambda: triton.silu_and_mul(gate_up, out=gated), gate_up.nbytes + gated.nbytes),
+        "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6), 2 * x.nbytes),
+        "rms_norm of queries": (lambda: triton.rms_norm(query, head_weight, 1e-6), 4 * query.numel()),
+        "add_rms_norm": (lambda: triton.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+        "silu_and_mul": (lambda: triton.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
         "rotary_embedding": (
-            lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin, out=rotated),
+            lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin),
             4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
         ),
         "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),

@@ -15,7 +15,7 @@ from torch import Tensor
 from minivllm.kernels import checks
 
 
-@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
+@checks.RESHAPE_AND_CACHE
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots, in place.
 
@@ -49,7 +49,7 @@ def gather_blocks(cache: Tensor, block_tables: Tensor) -> Tensor:
     return gathered.view(num_seqs, num_blocks * block_size, num_kv_heads, head_dim).transpose(1, 2)
 
 
-@checks.checked(checks.check_decode, checks.check_decode_numbers)
+@checks.DECODE
 def paged_decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
 ) -> Tensor:
@@ -78,7 +78,7 @@ def paged_decode_attention(
     return output.reshape(num_seqs, num_heads, head_dim)
 
 
-@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
+@checks.PREFILL
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -142,7 +142,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
 
-@checks.checked(checks.check_rms_norm)
+@checks.RMS_NORM
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square of the last dimension, then scale. Zhang and Sennrich, 2019 (arXiv:1910.07467).
 
@@ -159,7 +159,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x32.to(x.dtype)
 
 
-@checks.checked(checks.check_add_rms_norm)
+@checks.ADD_RMS_NORM
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalize the sum for the next layer.
 
@@ -175,7 +175,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm.unchecked(residual, weight, eps), residual
 
 
-@checks.checked(checks.check_rotary_embedding, checks.check_positions)
+@checks.ROTARY_EMBEDDING
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs of channels, i and i + head_dim / 2, by the angles of each token's position.
 
@@ -200,7 +200,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotate(query), rotate(key)
 
 
-@checks.checked(checks.check_silu_and_mul)
+@checks.SILU_AND_MUL
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU, `silu(first half) * second half`. Shazeer, 2020 (arXiv:2002.05202).
 
@@ -222,7 +222,7 @@ LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
 """The largest integer of two digits: 4,063."""
 
 
-@checks.checked(checks.check_digits)
+@checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each row, round it to integers up to 4,063, and split those into two digits, `64 * high + low`.
 
@@ -239,7 +239,7 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
 
 
-@checks.checked(checks.check_digits)
+@checks.JOIN_DIGITS
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Combine the products of the high and the low digits with a weight.
 
@@ -259,10 +259,7 @@ def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
 
     All sources are read before anything is written.
     """
-    checks.check_block_pairs(cache, cache, pairs)
-    if pairs:
-        sources, destinations = torch.tensor(pairs, device=cache.device).unbind(1)
-        cache[destinations] = cache[sources]
+    swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from minivllm.errors import KernelError
 from minivllm.kernels import reference
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops
@@ -71,6 +72,16 @@ class AttentionBackend(ABC):
         A subclass of a backend that supports them must return `False` if its own `forward` prints or reads a tensor.
         """
         return False
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        """`forward`, and a KernelError if it returns what the next layer cannot take: later kernels check nothing."""
+        output = self.forward(query, key, value, kv_cache, metadata)
+        if output.shape != query.shape or output.dtype != query.dtype or output.device != query.device:
+            raise KernelError(
+                f"{type(self).__name__}.forward returned {list(output.shape)} of {output.dtype} on {output.device}, but must "
+                f"return what query is, {list(query.shape)} of {query.dtype} on {query.device}."
+            )
+        return output
 
     @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from minivllm.kernels.checks import Checks
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import CPUAttentionBackend
 from minivllm.layers.linear import Linear
@@ -52,18 +51,15 @@ def is_compiled(backend_cls: type[AttentionBackend]) -> bool:
     return backend_cls.forward is CPUAttentionBackend.forward
 
 
-def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear, checks: Checks) -> CompiledMLP | None:
-    """Norm, SwiGLU and down projection; None if the linear layers cannot be compiled. The attention before it may be of the
-    user's own, so inputs are checked as far as `checks` says.
-    """
+def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear) -> CompiledMLP | None:
+    """Norm, SwiGLU and down projection; None if the linear layers cannot be compiled."""
     arrays = _packed_arrays(gate_up, down)
     if arrays is None:
         return None
     from minivllm.kernels import cpu
 
     weights, eps = cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps
-    mlp_block = cpu.mlp_block.with_checks(checks)
-    return lambda x, residual: mlp_block(weights, x, residual, eps)
+    return lambda x, residual: cpu.mlp_block(weights, x, residual, eps)
 
 
 def _packed_arrays(*linears: Linear) -> list[Any] | None:

@@ -6,14 +6,14 @@ Mirrors `vllm/model_executor/layers/linear.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.kernels.checks import Checks
-from minivllm.layers.weights import CheckpointTensor, ModelParameter
+from minivllm.layers.weights import CheckpointTensor
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
@@ -37,8 +37,8 @@ class LinearMethod(ABC):
     def create_weights(self, layer: Linear) -> None:
         """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
         out_features = sum(layer.out_features)
-        layer.weight = ModelParameter(torch.empty(out_features, layer.in_features), layer.load_weight)
-        layer.bias = ModelParameter(torch.empty(out_features), layer.load_weight) if layer.has_bias else None
+        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features), requires_grad=False)
+        layer.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if layer.has_bias else None
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Linear) -> None:
@@ -114,20 +114,17 @@ class PackedLinearMethod(LinearMethod):
     """float32 on a CPU, the weight in the order in which `kernels.cpu.packed_linear` reads it.
 
     Args:
-        checks: What is checked of an input.
+        kernels: `kernels.cpu`, which cannot be imported where Numba is missing.
     """
 
-    def __init__(self, checks: Checks = Checks.ALL) -> None:
-        from minivllm.kernels import cpu  # here, because Numba may be missing
-
-        self._pack = cpu.PackedWeight
-        self._multiply = cpu.packed_linear.with_checks(checks)
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        self.packed = self._pack(*take_weights(layer))
+        self.packed = self.kernels.PackedWeight(*take_weights(layer))
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return self._multiply(self.packed, x)
+        return self.kernels.packed_linear(self.packed, x)
 
 
 def take_weights(layer: Linear) -> tuple[Tensor, Tensor | None]:

@@ -28,8 +28,6 @@ class Platform:
 
     Attributes:
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
-        checks: What operations check in a step. A backend of the user's own may return what later kernels cannot take, so
-            shapes are checked around it. The numbers in block tables and lengths are validated by the model runner.
         max_compiled_rows: The largest batch for which halves of layers can be compiled.
 
     Raises:
@@ -49,21 +47,20 @@ class Platform:
         self.device, self.dtype = device, dtype
         self.quantization = quantization
         self.attention_backend = get_attention_backend(attention_backend, device)
-        self.checks = Checks.NONE if self.attention_backend in BACKENDS.values() else Checks.SHAPES
         if issubclass(self.attention_backend, CPUAttentionBackend) and not is_compiled(self.attention_backend):
             logger.warning(
                 "%s has a forward of its own, which decode steps call instead of the compiled attention: they are slower.",
                 self.attention_backend.__name__,
             )
         self.kernels = load_platform_kernels(device)
-        self.ops = Ops(self.kernels, self.checks)
+        self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
         self._packs = hasattr(self.kernels, "packed_linear") and dtype == torch.float32 and not low_memory
 
     def get_linear_method(self, layer: Linear) -> LinearMethod:
         """How to compute a linear layer."""
         if self.quantization is None:
-            return PackedLinearMethod(self.checks) if self._packs else UnquantizedLinearMethod()
+            return PackedLinearMethod(self.kernels) if self._packs else UnquantizedLinearMethod()
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         if self.quantization == "int4" and Int4LinearMethod.supports(layer) and not isinstance(layer, LMHead):
             return Int4LinearMethod()
@@ -72,6 +69,6 @@ class Platform:
     def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
         """The attention of one layer."""
         backend = self.attention_backend(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
-        if self.checks == Checks.NONE:
-            backend.ops = Ops(backend.load_ops(), self.checks)
+        if self.attention_backend in BACKENDS.values():
+            backend.ops = Ops(backend.load_ops(), Checks.NONE)
         return backend

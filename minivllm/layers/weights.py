@@ -1,15 +1,14 @@
-"""Checkpoint tensors, and how they get into parameters: by slices, so that a rank reads no more than its part.
+"""Checkpoint tensors, read by slices, so that a rank reads no more than its part.
 
-Mirrors the weight loaders of `vllm/model_executor/model_loader/weight_utils.py` and `vllm/model_executor/parameter.py`.
+Mirrors `vllm/model_executor/model_loader/weight_utils.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivllm.errors import ModelLoadError
 
@@ -51,27 +50,3 @@ class CheckpointTensor:
                 f"The weights of {self.model_name} hold {self.name} as {kind}, which is not supported: only floats are."
             )
         return tensor
-
-
-class ModelParameter(nn.Parameter):
-    """A parameter that knows how checkpoint tensors fill it.
-
-    Args:
-        data: The storage.
-        weight_loader: Called with the parameter, a `CheckpointTensor`, and the number of the fused layer if there are several.
-    """
-
-    weight_loader: Callable[..., None]
-
-    def __new__(cls, data: Tensor, weight_loader: Callable[..., None]) -> ModelParameter:
-        parameter = super().__new__(cls, data, requires_grad=False)
-        parameter.weight_loader = weight_loader
-        return parameter
-
-
-def load_parameter(parameter: nn.Parameter, tensor: CheckpointTensor, *shard_id: int) -> None:
-    """Fill a parameter by its weight loader, or as a whole if it has none."""
-    if isinstance(parameter, ModelParameter):
-        parameter.weight_loader(parameter, tensor, *shard_id)
-    else:
-        parameter.data.copy_(tensor.read(tuple(parameter.shape)))

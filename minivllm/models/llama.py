@@ -43,7 +43,7 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(positions, q, k)
-        output = self.backend.forward(q, k, v, kv_cache, metadata)
+        output = self.backend(q, k, v, kv_cache, metadata)
         return self.o_proj(output.flatten(1))
 
 
@@ -85,7 +85,7 @@ class LlamaDecoderLayer(nn.Module):
             self.compiled_attention = compile_attention(
                 self.input_layernorm, attention.qkv_proj, attention.o_proj, attention.rotary, attention.backend
             )
-        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, self.platform.checks)
+        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata

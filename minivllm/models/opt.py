@@ -31,7 +31,7 @@ class OPTAttention(nn.Module):
 
     def forward(self, x: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj(x).view(len(x), 3, -1, self.backend.head_dim).unbind(1)
-        output = self.backend.forward(q.contiguous(), k, v, kv_cache, metadata)
+        output = self.backend(q.contiguous(), k, v, kv_cache, metadata)
         return self.out_proj(output.flatten(1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,14 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         raise ModelLoadError(
             f"{name} is quantized with {method!r}, which is not supported: use an unquantized or a GGUF version."
         )
-    read = ConfigReader(path / "config.json", config)
-    num_heads = read.size("num_attention_heads", 2**12)
-    num_kv_heads = read.size("num_key_value_heads", 2**12, default=num_heads)
-    head_dim = read.size("head_dim", 2**12, default=read.size("hidden_size", 2**18) // num_heads)
-    limit = read.size("max_position_embeddings", 2**24)
-    read.size("intermediate_size", 2**20, default=1)
-    read.number("rms_norm_eps", default=1.0)
+    size = partial(_read_size, path / "config.json", config)
+    num_heads = size("num_attention_heads", 2**12)
+    num_kv_heads = size("num_key_value_heads", 2**12, default=num_heads)
+    head_dim = size("head_dim", 2**12, default=size("hidden_size", 2**18) // num_heads)
+    limit = size("max_position_embeddings", 2**24)
+    size("intermediate_size", 2**20, default=1)
+    if not isinstance(config.get("rms_norm_eps") or 1.0, (int, float)):
+        raise ModelLoadError(f"{path / 'config.json'} has rms_norm_eps = {config['rms_norm_eps']!r}, but it must be a number.")
     if num_heads % num_kv_heads != 0:
         raise ModelLoadError(
             f"{name} has {num_heads} query heads for {num_kv_heads} KV heads: the one must be a multiple of the other."
@@ -57,48 +59,24 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         path=path,
         architecture=architecture,
         hf_config=config,
-        num_layers=read.size("num_hidden_layers", 1000),
+        num_layers=size("num_hidden_layers", 1000),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=read.size("vocab_size", 2**24),
+        vocab_size=size("vocab_size", 2**24),
         max_model_len=max_model_len or limit,
         eos_token_ids=_eos_token_ids(path, config),
     )
 
 
-class ConfigReader:
-    """Reads numbers from a config.json, and raises a sentence about the one that is wrong.
-
-    Args:
-        file: The config's path, for messages.
-        config: Its content.
-    """
-
-    def __init__(self, file: Path, config: dict[str, Any]) -> None:
-        self.file = file
-        self.config = config
-
-    def size(self, name: str, high: int, default: int | None = None) -> int:
-        """A whole number from 1 to `high`.
-
-        Raises:
-            ModelLoadError: It is missing and has no default, or is anything else.
-        """
-        value = self.number(name, default)
-        if not isinstance(value, int) or not 1 <= value <= high:
-            raise ModelLoadError(f"{self.file} has {name} = {value!r}, but it must be a whole number from 1 to {high}.")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Any number; see `size`."""
-        value = self.config.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ModelLoadError(f"{self.file} has no {name!r}: it is not the config of a language model.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ModelLoadError(f"{self.file} has {name} = {value!r}, but it must be a number.")
-        return value
+def _read_size(file: Path, config: dict[str, Any], name: str, high: int, default: int | None = None) -> int:
+    """A whole number from 1 to `high`; a ModelLoadError if it is missing and has no default, or is anything else."""
+    value = default if config.get(name) is None else config[name]
+    if value is None:
+        raise ModelLoadError(f"{file} has no {name!r}: it is not the config of a language model.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ModelLoadError(f"{file} has {name} = {value!r}, but it must be a whole number from 1 to {high}.")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
-from minivllm.layers.weights import CheckpointTensor, load_parameter
+from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import MODELS, read_json
 
@@ -105,7 +105,11 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         if name not in targets:
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         layer, kind, *shard_id = targets.pop(name)
-        load_parameter(layer.get_parameter(kind), CheckpointTensor(model_name, name, source), *shard_id)
+        parameter, tensor = layer.get_parameter(kind), CheckpointTensor(model_name, name, source)
+        if isinstance(layer, Linear):
+            layer.load_weight(parameter, tensor, *shard_id)
+        else:
+            parameter.data.copy_(tensor.read(tuple(parameter.shape)))
         num_missing[layer] -= 1
         if num_missing[layer] == 0 and isinstance(layer, Linear):
             layer.process_weights_after_loading()

@@ -293,7 +293,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(broken_folder, change, s
         ),
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert'"),
         ({"architectures": "GPT2LMHeadModel"}, "is a 'GPT2LMHeadModel' model"),
-        ({"hidden_size": "32"}, "hidden_size = '32', but it must be a number"),
+        ({"hidden_size": "32"}, "hidden_size = '32', but it must be a whole number from 1"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0, but it must be a whole number from 1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000, but it must be a whole number from 1 to 1000"),
         ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),

@@ -18,6 +18,7 @@ from kernel_cases import (
     Guarded,
     assert_close,
     attention_cases,
+    guarded_results,
     make_attention_case,
 )
 
@@ -43,20 +44,18 @@ both = pytest.mark.parametrize(("kernels", "device"), [(cpu, "cpu"), (triton, TR
 
 
 def check_decode(kernels, case, **options):
-    out = Guarded(tuple(case.query.shape), case.query.dtype, case.query.device.type)
-    expected = reference.paged_decode_attention(*case.reference_args)
-    assert kernels.paged_decode_attention(*case.args, out=out.tensor, **options) is out.tensor
-    assert_close(out.tensor, expected)
-    for guarded in (out, case.key_cache, case.value_cache):
+    with guarded_results():
+        out = kernels.paged_decode_attention(*case.args, **options)
+    assert_close(out, reference.paged_decode_attention(*case.reference_args))
+    for guarded in (case.key_cache, case.value_cache):
         guarded.check()
 
 
 def check_prefill(kernels, case):
-    out = Guarded(tuple(case.query.shape), case.query.dtype, case.query.device.type)
-    expected = reference.paged_prefill_attention(*case.ragged_reference_args)
-    assert kernels.paged_prefill_attention(*case.ragged_args, out=out.tensor) is out.tensor
-    assert_close(out.tensor, expected)
-    for guarded in (out, case.key_cache, case.value_cache):
+    with guarded_results():
+        out = kernels.paged_prefill_attention(*case.ragged_args)
+    assert_close(out, reference.paged_prefill_attention(*case.ragged_reference_args))
+    for guarded in (case.key_cache, case.value_cache):
         guarded.check()
 
 
@@ -93,23 +92,6 @@ def test_cpu_decode_attention_with_any_number_of_threads(num_threads):
         check_decode(cpu, case)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_triton_attention_writes_to_a_part_of_a_wider_tensor(num_splits):
-    wide = torch.full((3, 11, 80), float("nan"), device=TRITON_DEVICE)
-    case = make_attention_case([40, 7, 5], [1, 1, 1], device=TRITON_DEVICE, strided=True)
-    for attend, args, options in (
-        (triton.paged_decode_attention, case.args, {"num_splits": num_splits}),
-        (triton.paged_prefill_attention, case.ragged_args, {}),
-    ):
-        wide.fill_(float("nan"))
-        out = wide[:, 1:10, :64]
-        attend(*args, out=out, **options)
-        assert_close(out.clone(), reference.paged_decode_attention(*case.reference_args))
-        out.fill_(float("nan"))
-        assert torch.isnan(wide).all()
 
 
 def test_numbers_of_16_bits_are_understood_by_numba():
@@ -303,10 +285,9 @@ def test_rms_norm(num_tokens, num_heads, size, dtype, strided, seed):
     """Of hidden states, and (with `num_heads`) of each head's query."""
     shape = (num_tokens, num_heads, size) if num_heads else (num_tokens, size)
     x, weight = random(shape, dtype, seed, strided), random((size,), dtype, seed + 1)
-    out = Guarded(shape, dtype, TRITON_DEVICE)
-    triton.rms_norm(x, weight, 1e-5, out=out.tensor)
-    out.check()
-    assert_close(out.tensor, reference.rms_norm(x.cpu().double(), weight.cpu().double(), 1e-5))
+    with guarded_results():
+        out = triton.rms_norm(x, weight, 1e-5)
+    assert_close(out, reference.rms_norm(x.cpu().double(), weight.cpu().double(), 1e-5))
 
 
 @FEWER
@@ -314,12 +295,11 @@ def test_rms_norm(num_tokens, num_heads, size, dtype, strided, seed):
 def test_add_rms_norm(num_tokens, size, dtype, strided, seed):
     x, residual = (random((num_tokens, size), dtype, seed + i, strided) for i in range(2))
     weight = random((size,), dtype, seed + 2)
-    out, total = (Guarded((num_tokens, size), dtype, TRITON_DEVICE) for _ in range(2))
-    triton.add_rms_norm(x, residual, weight, 1e-5, out=out.tensor, new_residual=total.tensor)
+    with guarded_results():
+        results = triton.add_rms_norm(x, residual, weight, 1e-5)
     expected = reference.add_rms_norm(x.cpu().double(), residual.cpu().double(), weight.cpu().double(), 1e-5)
-    for guarded, value in zip((out, total), expected, strict=True):
-        guarded.check()
-        assert_close(guarded.tensor, value)
+    for result, value in zip(results, expected, strict=True):
+        assert_close(result, value)
 
 
 @FEWER
@@ -332,23 +312,21 @@ def test_rotary_embedding(num_tokens, heads, dtype, strided, seed):
     key = random((num_tokens, num_kv_heads, head_dim), dtype, seed + 1, strided)
     angles = torch.rand(50, head_dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
     positions = torch.randint(0, 50, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-    out = [Guarded(tuple(x.shape), dtype, TRITON_DEVICE) for x in (query, key)]
     tables = angles.cos().to(TRITON_DEVICE), angles.sin().to(TRITON_DEVICE)
-    triton.rotary_embedding(positions.to(TRITON_DEVICE), query, key, *tables, out=(out[0].tensor, out[1].tensor))
+    with guarded_results():
+        results = triton.rotary_embedding(positions.to(TRITON_DEVICE), query, key, *tables)
     expected = reference.rotary_embedding(positions, query.cpu(), key.cpu(), angles.cos(), angles.sin())
-    for guarded, value in zip(out, expected, strict=True):
-        guarded.check()
-        assert_close(guarded.tensor, value)
+    for result, value in zip(results, expected, strict=True):
+        assert_close(result, value)
 
 
 @FEWER
 @given(num_tokens=st.integers(0, 5), size=sizes, dtype=st.sampled_from(DTYPES), strided=st.booleans(), seed=seeds)
 def test_silu_and_mul(num_tokens, size, dtype, strided, seed):
     x = random((num_tokens, 2 * size), dtype, seed, strided)
-    out = Guarded((num_tokens, size), dtype, TRITON_DEVICE)
-    triton.silu_and_mul(x, out=out.tensor)
-    out.check()
-    assert_close(out.tensor, reference.silu_and_mul(x.cpu().double()))
+    with guarded_results():
+        out = triton.silu_and_mul(x)
+    assert_close(out, reference.silu_and_mul(x.cpu().double()))
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -362,19 +340,27 @@ def wider(x):
 
 
 BAD_ATTENTION = {
-    "a query of another dtype": (QUERY, lambda x: x.half(), "query has dtype float16, but the cache has float32"),
-    "a query of another head size": (QUERY, lambda x: x[..., :32], "but the cache has 3 heads of 64"),
-    "a query of too few heads": (QUERY, lambda x: x[:, :4], "a multiple of 3"),
+    "a query of another dtype": (QUERY, lambda x: x.half(), "query has dtype float16, but key_cache has float32"),
+    "a query of another head size": (
+        QUERY,
+        lambda x: x[..., :32],
+        "query is .*, but must be .num_.*, num_kv_heads.group, head_dim. with num_kv_heads = 3, head_dim = 64",
+    ),
+    "a query of too few heads": (QUERY, lambda x: x[:, :4], "query is .2, 4, 64., but must be .* with num_kv_heads = 3"),
     "a query with gaps": (QUERY, wider, "query has stride 2 in its last dimension"),
-    "a query on another device": (QUERY, lambda x: x.to("meta"), "query is on meta, but the cache on"),
+    "a query on another device": (QUERY, lambda x: x.to("meta"), "query is on meta, but key_cache on"),
     "caches of integers": (KEY_CACHE, lambda x: x.int(), "key_cache has dtype int32, but must be a float type"),
     "caches of two dtypes": (VALUE_CACHE, lambda x: x.half(), "value_cache has dtype float16, but key_cache has float32"),
-    "caches of two shapes": (VALUE_CACHE, lambda x: x[:-1], "key_cache is .* and value_cache"),
+    "caches of two shapes": (VALUE_CACHE, lambda x: x[:-1], "value_cache is .* with num_blocks = 5"),
     "a cache with gaps": (KEY_CACHE, wider, "key_cache has stride 2"),
-    "a cache of three dimensions": (KEY_CACHE, lambda x: x[0], "both must be .num_blocks, block_size, num_kv_heads, head_dim."),
-    "blocks of no tokens": (KEY_CACHE, lambda x: x[:, :0], "block_size of at least 1"),
+    "a cache of three dimensions": (
+        KEY_CACHE,
+        lambda x: x[0],
+        "key_cache is .*, but must be .num_blocks, block_size, num_kv_heads, head_dim.",
+    ),
+    "blocks of no tokens": (KEY_CACHE, lambda x: x[:, :0], "its block_size must be at least 1"),
     "tables of floats": (TABLES, lambda x: x.float(), "block_tables has dtype float32, but must be int32 or int64"),
-    "too few tables": (TABLES, lambda x: x[:1], "block_tables is .1, 2. and context_lens .2."),
+    "too few tables": (TABLES, lambda x: x[:1], "block_tables is .1, 2., but must be .num_seqs, max_blocks. with num_seqs = 2"),
     "lengths of floats": (LENGTHS, lambda x: x.float(), "context_lens has dtype float32"),
     "a length that does not fit its table": (
         LENGTHS,
@@ -407,7 +393,7 @@ def test_prefill_attention_refuses_wrong_starts(kernels):
     case = make_attention_case([5, 20], [5, 3], device=TRITON_DEVICE if kernels is triton else "cpu")
     args = list(case.ragged_args)
     for starts, message in (
-        ([0, 5], "query_start_loc is .2., but .3. is needed"),
+        ([0, 5], "query_start_loc is .2., but must be .num_seqs.1. with num_seqs = 2"),
         ([1, 5, 8], "query_start_loc must begin with 0"),
         ([0, 5, 4], "never fall"),
         ([0, 5, 9], "end with at most the 8 rows of query"),
@@ -425,9 +411,12 @@ def test_writing_to_the_cache_refuses(kernels):
     key = torch.zeros(3, 2, 16, device=device)
     slots = torch.tensor([0, 1, 2], device=device)
     for args, message in (
-        ((key.half(), key, cache, cache, slots), "key has dtype float16, but the cache has float32"),
-        ((key, key[:, :1], cache, cache, slots), "value is .3, 1, 16. and slot_mapping .3."),
-        ((key, key, cache, cache, slots[:2]), "key is .3, 2, 16. and slot_mapping .2."),
+        ((key.half(), key, cache, cache, slots), "key has dtype float16, but key_cache has float32"),
+        (
+            (key, key[:, :1], cache, cache, slots),
+            "value is .3, 1, 16., but must be .num_tokens, num_kv_heads, head_dim. with num_kv_heads = 2",
+        ),
+        ((key, key, cache, cache, slots[:2]), "slot_mapping is .2., but must be .num_tokens. with num_tokens = 3"),
         ((wider(key), key, cache, cache, slots), "key has stride 2"),
         ((key, key, cache, cache, slots.float()), "slot_mapping has dtype float32"),
         ((key, key, cache, cache, slots + 30), "slot_mapping names slot 32, but the cache has 32 slots"),
@@ -444,18 +433,24 @@ def test_operations_around_attention_refuse(kernels):
     table = torch.zeros(10, 8, device=TRITON_DEVICE)
     positions = torch.tensor([0, 1, 2], device=TRITON_DEVICE)
     for call, message in (
-        (lambda: kernels.rms_norm(x, x[0, :8], 1e-5), "x is .3, 16. and weight .8."),
+        (lambda: kernels.rms_norm(x, x[0, :8], 1e-5), "weight is .8., but must be .size. with size = 16"),
         (lambda: kernels.rms_norm(x, x[0].half(), 1e-5), "weight has dtype float16, but x has float32"),
         (lambda: kernels.rms_norm(x.int(), x[0].int(), 1e-5), "x has dtype int32, but must be a float type"),
         (lambda: kernels.rms_norm(wider(x), x[0], 1e-5), "x has stride 2"),
-        (lambda: kernels.add_rms_norm(x, x[:2], x[0], 1e-5), "residual is .2, 16.: they must be alike"),
-        (lambda: kernels.silu_and_mul(x[:, :3]), "must be .num_tokens, 2 . size."),
+        (lambda: kernels.add_rms_norm(x, x[:2], x[0], 1e-5), "residual is .2, 16., but must be"),
+        (lambda: kernels.silu_and_mul(x[:, :3]), "must be .num_tokens, 2.size."),
         (lambda: kernels.silu_and_mul(wider(x)), "x has stride 2"),
-        (lambda: kernels.rotary_embedding(positions[:2], heads, heads, table, table), "positions is .2., query"),
-        (lambda: kernels.rotary_embedding(positions, heads, heads, table[:, :4], table[:, :4]), "but heads of 16 need"),
+        (
+            lambda: kernels.rotary_embedding(positions[:2], heads, heads, table, table),
+            "positions is .2., but must be .num_tokens. with num_tokens = 3",
+        ),
+        (
+            lambda: kernels.rotary_embedding(positions, heads, heads, table[:, :4], table[:, :4]),
+            "cos is .10, 4., but must be .* with pairs = 8",
+        ),
         (lambda: kernels.rotary_embedding(positions + 9, heads, heads, table, table), "positions go from 9 to 11"),
         (lambda: kernels.rotary_embedding(positions, heads, heads.half(), table, table), "key has dtype float16"),
-        (lambda: kernels.rotary_embedding(positions, heads, heads, table.half(), table), "cos is float16"),
+        (lambda: kernels.rotary_embedding(positions, heads, heads, table.half(), table), "cos has dtype float16"),
         (lambda: kernels.copy_blocks(heads[None], [(0, 1)]), "Block 0 was to be copied to block 1, but"),
         (lambda: kernels.copy_blocks(heads[None].expand(4, -1, -1, -1).clone(), [(0, 1), (2, 1)]), "to the same block"),
         (lambda: kernels.swap_blocks(heads[None], heads[None].half(), [(0, 0)]), "dtypes float32 and float16"),
@@ -482,17 +477,12 @@ def test_what_a_kernel_cannot_take_is_refused(kernels, device):
         for num_splits in (0, -1, 1000):
             with pytest.raises(KernelError, match="num_splits is .*, but must be 1 to 64"):
                 triton.paged_decode_attention(*case.args, num_splits=num_splits)
-    case = make_attention_case([5], [1], device=device)
-    two = make_attention_case([5, 6], [1, 1], device=device)
-    for out, message in (
-        (torch.zeros(1, 9, 64, device=device), "out is .1, 9, 64., but must be .2, 9, 64."),
-        (torch.zeros(1, 9, 64, device=device).expand(2, -1, -1), "out is an expanded tensor"),
-        (two.query, "out is the input itself"),
-    ):
-        with pytest.raises(KernelError, match=message):
-            kernels.paged_decode_attention(*two.args, out=out)
+    case = make_attention_case([5, 6], [1, 1], device=device)
     with pytest.raises(KernelError, match="query is a view that is negated"):
-        kernels.paged_decode_attention(torch._neg_view(two.query), *two.args[1:])
+        kernels.paged_decode_attention(torch._neg_view(case.query), *case.args[1:])
+    key, expanded = torch.zeros(1, 3, 64, device=device), torch.zeros(1, 16, 3, 64, device=device).expand(2, -1, -1, -1)
+    with pytest.raises(KernelError, match="key_cache is an expanded tensor"):
+        kernels.reshape_and_cache(key, key, expanded, expanded, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def test_numbers_are_not_read_back_where_only_shapes_are_checked():
@@ -503,7 +493,7 @@ def test_numbers_are_not_read_back_where_only_shapes_are_checked():
         ops.rotary_embedding(torch.tensor([7]), x, x, table, table)
     with pytest.raises(KernelError, match="positions go from 7 to 7"):
         Ops(reference).rotary_embedding(torch.tensor([7]), x, x, table, table)
-    with pytest.raises(KernelError, match="but heads of 4 need"):
+    with pytest.raises(KernelError, match="cos is .3, 1., but must be .* with pairs = 2"):
         ops.rotary_embedding(torch.tensor([7]), x, x, table[:, :1], table[:, :1])
 
 

@@ -96,7 +96,10 @@ def test_what_a_wrong_backend_returns_is_found_before_compiled_code_reads_it(fol
     llm = load(folder, attention_backend=OneRowMore)
     assert halves(llm) == (False, True)
     (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
-    assert "residual is [3, 64] of float32, but [4, 64] contiguous float32 is needed" in output.error
+    assert (
+        "OneRowMore.forward returned [4, 4, 16] of torch.float32 on cpu, but must return what query is, [3, 4, 16]"
+        in output.error
+    )
 
 
 class OwnScale(CPUAttentionBackend):

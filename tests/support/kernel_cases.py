@@ -6,7 +6,10 @@ has no business to read (slots behind a context, blocks of nobody) is NaN too, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -61,6 +64,31 @@ class Guarded:
         inside = outside[GUARD : len(outside) - GUARD].view(self.shape[0], -1) if self.shape[0] else outside[:0].view(0, 0)
         inside[:, :row] = GUARD_VALUE
         assert (outside == GUARD_VALUE).all(), "something was written outside of the tensor"
+
+
+@contextmanager
+def guarded_results() -> Iterator[None]:
+    """What a kernel allocates with `new_empty` in this block is `Guarded`, and checked at the end."""
+    made = []
+    new_empty = Tensor.new_empty
+
+    def allocate(
+        like: Tensor, shape: int | tuple[int, ...], *more: int, dtype: torch.dtype | None = None, **options: Any
+    ) -> Tensor:
+        if options:  # Triton's interpreter copies tensors to the host
+            return new_empty(like, shape, *more, dtype=dtype, **options)
+        shape = (shape, *more) if isinstance(shape, int) else tuple(shape)
+        made.append(Guarded(shape, dtype or like.dtype, like.device.type))
+        return made[-1].tensor
+
+    Tensor.new_empty = allocate
+    try:
+        yield
+    finally:
+        Tensor.new_empty = new_empty
+    assert made, "nothing was allocated"
+    for guarded in made:
+        guarded.check()
 
 
 HEADS = [(64, 3, 3), (32, 1, 2), (80, 2, 4), (96, 1, 8), (128, 2, 4), (256, 1, 1)]

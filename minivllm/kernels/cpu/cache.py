@@ -9,7 +9,7 @@ from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import as_numpy, check_launch
 
 
-@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
+@checks.RESHAPE_AND_CACHE
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
     check_launch(key_cache)

@@ -42,7 +42,7 @@ PARTS_PER_THREAD = 2
 """Runs of tiles that the batch is cut into, for each thread."""
 
 
-@checks.checked(checks.check_decode, checks.check_decode_numbers)
+@checks.DECODE
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -50,19 +50,17 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token per sequence: see `reference.paged_decode_attention`. `out` is written if given."""
+    """Attention of one new token per sequence: see `reference.paged_decode_attention`."""
     check_launch(key_cache)
-    out = checks.prepare_out(out, query)
     num_threads = use_threads_of_torch()
-    result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
+    out = query.new_empty(query.shape, dtype=torch.float32)
     _decode(
         as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), context_lens.numpy(),
-        np.float32(scale), num_threads, as_numpy(result),
+        np.float32(scale), num_threads, out.numpy(),
         constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
-    return out if result is out else out.copy_(result)
+    return out.to(query.dtype)
 
 
 @njit

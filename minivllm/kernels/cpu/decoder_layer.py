@@ -16,7 +16,6 @@ from numba import njit
 from numba.extending import overload
 from torch import Tensor
 
-from minivllm.kernels import checks
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
@@ -87,13 +86,13 @@ def attention_block(
     return out[:num_seqs], total
 
 
-@checks.checked(checks.check_mlp_block)
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Norm, SwiGLU and down projection of a few rows.
 
     Args:
         weights: The layer's, float32 or int8.
-        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream.
+        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
+            checked.
         eps: Of the norm.
 
     Returns:
@@ -131,8 +130,8 @@ def _attention_block(
 
     normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        x.ctypes.data, residual.ctypes.data, norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
-        total.ctypes.data, row_threads,
+        row_threads, num_seqs, hidden_size, x.ctypes.data, residual.ctypes.data, norm.ctypes.data, eps, normed.ctypes.data,
+        total.ctypes.data,
     )  # fmt: skip
     qkv = np.empty((len(rows), q_size + 2 * kv_size), np.float32)
     multiply(normed, qkv_weight, qkv, num_threads, rows)
@@ -141,8 +140,8 @@ def _attention_block(
     key = np.empty((num_seqs, num_kv_heads, head_dim), np.float32)
     stride = q_size + 2 * kv_size
     _rotate(
-        positions.ctypes.data, num_seqs, half_head, qkv.ctypes.data, stride, num_heads, qkv.ctypes.data + 4 * q_size, stride,
-        num_kv_heads, cos.ctypes.data, sin.ctypes.data, query.ctypes.data, key.ctypes.data, row_threads,
+        row_threads, num_seqs, positions.ctypes.data, half_head, cos.ctypes.data, sin.ctypes.data,
+        qkv.ctypes.data, stride, num_heads, query.ctypes.data, qkv.ctypes.data + 4 * q_size, stride, num_kv_heads, key.ctypes.data,
     )  # fmt: skip
     value = qkv[:num_seqs, q_size + kv_size :].copy().reshape((num_seqs, num_kv_heads, head_dim))
     _write(key, value, key_cache, value_cache, slot_mapping)
@@ -156,12 +155,12 @@ def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, 
     num_seqs, hidden_size = x.shape
     normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        x.ctypes.data, residual.ctypes.data, norm.ctypes.data, num_seqs, hidden_size, eps, normed.ctypes.data,
-        total.ctypes.data, row_threads,
+        row_threads, num_seqs, hidden_size, x.ctypes.data, residual.ctypes.data, norm.ctypes.data, eps, normed.ctypes.data,
+        total.ctypes.data,
     )  # fmt: skip
     intermediate_size = gate_up_weight[-1].shape[0] // 2
     gate_up = np.empty((len(rows), 2 * intermediate_size), np.float32)
     multiply(normed, gate_up_weight, gate_up, num_threads, rows)
     gated = np.empty((num_seqs, intermediate_size), np.float32)
-    _gate(gate_up.ctypes.data, num_seqs, intermediate_size, gated.ctypes.data, row_threads)
+    _gate(row_threads, num_seqs, intermediate_size, gate_up.ctypes.data, gated.ctypes.data)
     multiply(gated, down_weight, out, num_threads, rows)

@@ -33,7 +33,6 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
@@ -91,7 +90,6 @@ class PackedWeight:
         return self.panels, self.bias
 
 
-@checks.checked(checks.check_linear)
 def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
@@ -102,6 +100,10 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     Returns:
         `[num_tokens, out_features]`.
     """
+    if x.dim() != 2 or x.shape[1] != weight.in_features or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise KernelError(
+            f"x is {list(x.shape)} of {x.dtype} on {x.device}, but [num_tokens, {weight.in_features}] of float32 on the CPU is needed."
+        )
     num_rows = x.shape[0]
     tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
     out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)

@@ -64,7 +64,8 @@ def multiply_int8(x, weight, out, num_threads, rows):
     digits = np.full((2 * tile, 4 * num_words), np.uint8(DIGIT_ZERO), np.uint8)
     row_scales = np.empty(num_rows, np.float32)
     _split(
-        x.ctypes.data, num_rows, in_features, digits.ctypes.data, 4 * num_words, tile, row_scales.ctypes.data, min(num_threads, num_rows)
+        min(num_threads, num_rows), num_rows, in_features, x.ctypes.data, digits.ctypes.data, 4 * num_words, tile,
+        row_scales.ctypes.data,
     )  # fmt: skip
     sums = np.empty((2 * tile, out.shape[1]), np.int32)
     _multiply(digits.view(np.int32), panels, corrections, sums, num_threads, rows, (None,))

@@ -32,7 +32,7 @@ QUERY_TILE = 32
 """Query tokens that share a tile of the cache; even, because rows are taken two at a time."""
 
 
-@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
+@checks.PREFILL
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -41,21 +41,18 @@ def paged_prefill_attention(
     context_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch: see `reference.paged_prefill_attention`. `out` is written if given."""
+    """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     check_launch(key_cache)
-    out = checks.prepare_out(out, query)
-    num_threads = use_threads_of_torch()
     starts, lengths = query_start_loc.numpy(), context_lens.numpy()
-    tiles = _order_tiles(starts, lengths)
-    result = out if out.dtype == torch.float32 else torch.empty(query.shape, dtype=torch.float32)
-    result[int(starts[-1]) :] = 0
+    out = query.new_empty(query.shape, dtype=torch.float32)
+    out[int(starts[-1]) :] = 0
     _prefill(
-        as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), lengths, starts,
-        np.float32(scale), tiles, num_threads, as_numpy(result), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+        use_threads_of_torch(), _order_tiles(starts, lengths), as_numpy(query.float().contiguous()), as_numpy(key_cache),
+        as_numpy(value_cache), block_tables.numpy(), lengths, starts, np.float32(scale), out.numpy(),
+        constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
-    return out if result is out else out.copy_(result)
+    return out.to(query.dtype)
 
 
 def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
@@ -143,7 +140,7 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
 
 
 @njit(error_model="numpy")
-def _prefill_part(part, query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group):
+def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group):
     seq, first = tiles[part]
     start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
     position = context_lens[seq] - (starts[seq + 1] - start)
@@ -155,6 +152,5 @@ def _prefill_part(part, query, key_cache, value_cache, block_tables, context_len
 
 
 @njit(error_model="numpy", cache=True)
-def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, num_threads, out, channels, group):
-    arguments = (query, key_cache, value_cache, block_tables, context_lens, starts, scale, tiles, out, channels, group)
-    parallel_for(num_threads, len(tiles), _prefill_part, arguments)
+def _prefill(num_threads, tiles, *arguments):
+    parallel_for(num_threads, len(tiles), _prefill_part, (tiles, *arguments))

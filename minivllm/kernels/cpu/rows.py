@@ -26,7 +26,7 @@ ROWS_PER_PART = 4
 """Rows that a thread takes at a time."""
 
 
-@checks.checked(checks.check_rms_norm)
+@checks.RMS_NORM
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square, then scale: see `reference.rms_norm`."""
     if not _can_run(x):
@@ -35,11 +35,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     size = x.shape[-1]
     num_rows = x.numel() // size
-    _norm(x.data_ptr(), 0, weight.data_ptr(), num_rows, size, np.float32(eps), out.data_ptr(), 0, _num_threads(num_rows))
+    _norm(_num_threads(num_rows), num_rows, size, x.data_ptr(), 0, weight.data_ptr(), np.float32(eps), out.data_ptr(), 0)
     return out
 
 
-@checks.checked(checks.check_add_rms_norm)
+@checks.ADD_RMS_NORM
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalize the sum: see `reference.add_rms_norm`."""
     if not _can_run(x):
@@ -49,13 +49,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     size = x.shape[-1]
     num_rows = x.numel() // size
     _norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, np.float32(eps), out.data_ptr(), total.data_ptr(),
-        _num_threads(num_rows),
+        _num_threads(num_rows), num_rows, size, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), np.float32(eps),
+        out.data_ptr(), total.data_ptr(),
     )  # fmt: skip
     return out, total
 
 
-@checks.checked(checks.check_rotary_embedding, checks.check_positions)
+@checks.ROTARY_EMBEDDING
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions: see `reference.rotary_embedding`."""
     if (
@@ -67,16 +67,16 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
         return reference.rotary_embedding.unchecked(positions, query, key, cos, sin)
     positions = positions.contiguous()
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
     rotated_query, rotated_key = query.new_empty(query.shape), key.new_empty(key.shape)
     _rotate(
-        positions.data_ptr(), num_tokens, constant(head_dim // 2), query.data_ptr(), query.stride(0), num_heads, key.data_ptr(), key.stride(0),
-        num_kv_heads, cos.data_ptr(), sin.data_ptr(), rotated_query.data_ptr(), rotated_key.data_ptr(), _num_threads(num_tokens),
+        _num_threads(num_tokens), num_tokens, positions.data_ptr(), constant(head_dim // 2), cos.data_ptr(), sin.data_ptr(),
+        query.data_ptr(), query.stride(0), num_heads, rotated_query.data_ptr(),
+        key.data_ptr(), key.stride(0), key.shape[1], rotated_key.data_ptr(),
     )  # fmt: skip
     return rotated_query, rotated_key
 
 
-@checks.checked(checks.check_silu_and_mul)
+@checks.SILU_AND_MUL
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU: see `reference.silu_and_mul`."""
     if not _can_run(x):
@@ -84,27 +84,29 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x = x.contiguous()
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(num_rows, size)
-    _gate(x.data_ptr(), num_rows, size, out.data_ptr(), _num_threads(num_rows))
+    _gate(_num_threads(num_rows), num_rows, size, x.data_ptr(), out.data_ptr())
     return out
 
 
-@checks.checked(checks.check_digits)
+@checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of two digits for each row: see `reference.split_digits`."""
-    x = x.contiguous()
+    if not _can_run(x):
+        return reference.split_digits.unchecked(x)
     num_rows, size = x.shape
     digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
-    _split(x.data_ptr(), num_rows, size, digits.data_ptr(), size, num_rows, scales.data_ptr(), _num_threads(num_rows))
+    _split(_num_threads(num_rows), num_rows, size, x.data_ptr(), digits.data_ptr(), size, num_rows, scales.data_ptr())
     return digits, scales
 
 
-@checks.checked(checks.check_digits)
+@checks.JOIN_DIGITS
 def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Combine the products of the high and the low digits: see `reference.join_digits`."""
-    products = products.contiguous()
+    if not _can_run(products):
+        return reference.join_digits.unchecked(products, scales)
     num_rows, size = scales.shape[0], products.shape[1]
     out = products.new_empty(num_rows, size)
-    _join(products.data_ptr(), num_rows, size, scales.data_ptr(), out.data_ptr(), _num_threads(num_rows))
+    _join(_num_threads(num_rows), num_rows, size, products.data_ptr(), scales.data_ptr(), out.data_ptr())
     return out
 
 
@@ -155,7 +157,7 @@ def _num_parts(num_rows):
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _norm_part(part, x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address):
+def _norm_part(part, num_rows, size, x_address, residual_address, weight_address, eps, out_address, total_address):
     """Without a residual (address 0), `x` itself is normalized."""
     weight = _row(weight_address, 0, 0, size)
     for row in _rows_of(part, num_rows):
@@ -175,9 +177,8 @@ def _norm_part(part, x_address, residual_address, weight_address, num_rows, size
 
 
 @njit(error_model="numpy", cache=True)
-def _norm(x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address, num_threads):
-    arguments = (x_address, residual_address, weight_address, num_rows, size, eps, out_address, total_address)
-    parallel_for(num_threads, _num_parts(num_rows), _norm_part, arguments)
+def _norm(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _norm_part, (num_rows, *arguments))
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -193,72 +194,26 @@ def _rotate_heads(x, cos, sin, out, num_heads, half_head):
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _rotate_part(
-    part,
-    positions_address,
-    num_tokens,
-    half_head,
-    query_address,
-    query_stride,
-    num_heads,
-    key_address,
-    key_stride,
-    num_kv_heads,
-    cos_address,
-    sin_address,
-    query_out_address,
-    key_out_address,
-):
+    part, num_tokens, positions_address, half_head, cos_address, sin_address, query_address, query_stride, num_heads,
+    query_out_address, key_address, key_stride, num_kv_heads, key_out_address,
+):  # fmt: skip
     positions = numba.carray(_integers(positions_address), (num_tokens,))
     half = len(half_head)
     query_size, key_size = 2 * half * num_heads, 2 * half * num_kv_heads
     for token in _rows_of(part, num_tokens):
         cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
-        query, query_out = (
-            _row(query_address, token, query_stride, query_size),
-            _row(query_out_address, token, query_size, query_size),
-        )
-        key, key_out = _row(key_address, token, key_stride, key_size), _row(key_out_address, token, key_size, key_size)
-        _rotate_heads(query, cos, sin, query_out, num_heads, half_head)
-        _rotate_heads(key, cos, sin, key_out, num_kv_heads, half_head)
+        query, key = _row(query_address, token, query_stride, query_size), _row(key_address, token, key_stride, key_size)
+        _rotate_heads(query, cos, sin, _row(query_out_address, token, query_size, query_size), num_heads, half_head)
+        _rotate_heads(key, cos, sin, _row(key_out_address, token, key_size, key_size), num_kv_heads, half_head)
 
 
 @njit(error_model="numpy", cache=True)
-def _rotate(
-    positions_address,
-    num_tokens,
-    half_head,
-    query_address,
-    query_stride,
-    num_heads,
-    key_address,
-    key_stride,
-    num_kv_heads,
-    cos_address,
-    sin_address,
-    query_out_address,
-    key_out_address,
-    num_threads,
-):
-    arguments = (
-        positions_address,
-        num_tokens,
-        half_head,
-        query_address,
-        query_stride,
-        num_heads,
-        key_address,
-        key_stride,
-        num_kv_heads,
-        cos_address,
-        sin_address,
-        query_out_address,
-        key_out_address,
-    )
-    parallel_for(num_threads, _num_parts(num_tokens), _rotate_part, arguments)
+def _rotate(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _rotate_part, (num_rows, *arguments))
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _gate_part(part, x_address, num_rows, size, out_address):
+def _gate_part(part, num_rows, size, x_address, out_address):
     """silu(g) = g / (1 + e**-g), with e**-|g|, which never overflows."""
     for row in _rows_of(part, num_rows):
         x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
@@ -270,13 +225,12 @@ def _gate_part(part, x_address, num_rows, size, out_address):
 
 
 @njit(error_model="numpy", cache=True)
-def _gate(x_address, num_rows, size, out_address, num_threads):
-    arguments = (x_address, num_rows, size, out_address)
-    parallel_for(num_threads, _num_parts(num_rows), _gate_part, arguments)
+def _gate(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _gate_part, (num_rows, *arguments))
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _split_part(part, x_address, num_rows, size, digits_address, stride, first_low_row, scales_address):
+def _split_part(part, num_rows, size, x_address, digits_address, stride, first_low_row, scales_address):
     scales = _row(scales_address, 0, 0, num_rows)
     for row in _rows_of(part, num_rows):
         x = _row(x_address, row, size, size)
@@ -296,13 +250,12 @@ def _split_part(part, x_address, num_rows, size, digits_address, stride, first_l
 
 
 @njit(error_model="numpy", cache=True)
-def _split(x_address, num_rows, size, digits_address, stride, first_low_row, scales_address, num_threads):
-    arguments = (x_address, num_rows, size, digits_address, stride, first_low_row, scales_address)
-    parallel_for(num_threads, _num_parts(num_rows), _split_part, arguments)
+def _split(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _split_part, (num_rows, *arguments))
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _join_part(part, products_address, num_rows, size, scales_address, out_address):
+def _join_part(part, num_rows, size, products_address, scales_address, out_address):
     scales = _row(scales_address, 0, 0, num_rows)
     for row in _rows_of(part, num_rows):
         high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
@@ -312,6 +265,5 @@ def _join_part(part, products_address, num_rows, size, scales_address, out_addre
 
 
 @njit(error_model="numpy", cache=True)
-def _join(products_address, num_rows, size, scales_address, out_address, num_threads):
-    arguments = (products_address, num_rows, size, scales_address, out_address)
-    parallel_for(num_threads, _num_parts(num_rows), _join_part, arguments)
+def _join(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _join_part, (num_rows, *arguments))

@@ -12,12 +12,12 @@ from minivllm.kernels.triton.launch import check_launch, on_device
 BLOCK = 1024
 
 
-@checks.checked(checks.check_silu_and_mul)
-def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """`silu(first half) * second half`: see `reference.silu_and_mul`. `out` is written if given."""
+@checks.SILU_AND_MUL
+def silu_and_mul(x: Tensor) -> Tensor:
+    """`silu(first half) * second half`: see `reference.silu_and_mul`."""
     check_launch(x)
     num_tokens, size = x.shape[0], x.shape[1] // 2
-    out = checks.prepare_out(out, x, (num_tokens, size))
+    out = x.new_empty(num_tokens, size)
     if num_tokens > 0:
         with on_device(x):
             _silu_and_mul[(num_tokens, triton.cdiv(size, BLOCK))](out, x, size, out.stride(0), x.stride(0), BLOCK=BLOCK)

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_head_dim, check_launch, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, next_power_of_2, on_device
 
 COPY_BLOCK = 2048
 """Numbers that a program copies."""
 
 
-@checks.checked(checks.check_reshape_and_cache, checks.check_slots)
+@checks.RESHAPE_AND_CACHE
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
-    check_launch(key_cache)
     num_tokens, num_kv_heads, head_dim = key.shape
-    check_head_dim(head_dim)
+    check_launch(key_cache, head_dim)
     if num_tokens > 0:
         with on_device(key):
             _reshape_and_cache[(num_tokens,)](

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_group, check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, needs_float32, next_power_of_2, on_device
 
 MAX_SPLITS = 64
 TOKENS_PER_SPLIT = 256
@@ -30,7 +30,7 @@ PROGRAMS_PER_PROCESSOR = 2
 """Programs for each multiprocessor that the split aims at."""
 
 
-@checks.checked(checks.check_decode, checks.check_decode_numbers)
+@checks.DECODE
 def paged_decode_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -38,22 +38,19 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
-    out: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence: see `reference.paged_decode_attention`.
 
     Args:
         query, key_cache, value_cache, block_tables, context_lens, scale: As there.
-        out: Written if given.
         num_splits: Programs among which each context is split; chosen from the sizes if None.
     """
-    check_launch(query)
     num_seqs, num_heads, head_dim = query.shape
-    check_head_dim(head_dim)
     num_kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
-    check_group(num_heads // num_kv_heads)
-    out = checks.prepare_out(out, query)
+    group = num_heads // num_kv_heads
+    check_launch(query, head_dim, group)
+    out = query.new_empty(query.shape)
     if num_seqs == 0:
         return out
     if num_splits is None:
@@ -70,8 +67,7 @@ def paged_decode_attention(
             out, parts, query, key_cache, value_cache, block_tables, context_lens, scale * math.log2(math.e),
             *out.stride()[:2], *parts.stride()[:3], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             block_tables.stride(0),
-            GROUP=num_heads // num_kv_heads, ROWS=max(16, next_power_of_2(num_heads // num_kv_heads)),
-            HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size, TILE=tile, SPLITS=num_splits,
+            GROUP=group, ROWS=max(16, next_power_of_2(group)), HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size, TILE=tile, SPLITS=num_splits,
             EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         if num_splits > 1:

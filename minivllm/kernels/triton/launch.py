@@ -14,13 +14,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels of this process are interpreted: as the environment says when they are defined."""
 
 
-def check_launch(x: Tensor) -> None:
-    """The device and dtype that kernels can take."""
+def check_launch(x: Tensor, head_dim: int = 1, group: int = 1) -> None:
+    """The device, the dtype, the head size and the query heads to a KV head that kernels can take."""
     if x.dtype not in DTYPES:
         raise KernelError(f"The tensors have dtype {x.dtype}, but the Triton kernels take float32, float16 and bfloat16.")
     if x.device.type != "cuda" and not INTERPRETED:
@@ -28,24 +27,16 @@ def check_launch(x: Tensor) -> None:
             f"The tensors are on {x.device}, but Triton's kernels were compiled for the GPU: to run them interpreted on the "
             f"CPU, set TRITON_INTERPRET=1 in the environment before Python starts."
         )
-
-
-def check_head_dim(head_dim: int) -> None:
-    """The head sizes that kernels can take."""
     if head_dim > MAX_HEAD_DIM:
         raise KernelError(f"The heads have {head_dim} channels, but the Triton kernels take at most {MAX_HEAD_DIM}.")
+    if group > MAX_GROUP:
+        raise KernelError(f"{group} query heads share a KV head, but the Triton kernels take at most {MAX_GROUP}.")
 
 
 def needs_float32(dtype: torch.dtype) -> bool:
     """Whether matrices are multiplied in float32: those that are float32, and bfloat16 in the interpreter, which would
     multiply its bit patterns."""
     return dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16)
-
-
-def check_group(group: int) -> None:
-    """The query heads to a KV head that the attention kernels can take."""
-    if group > MAX_GROUP:
-        raise KernelError(f"{group} query heads share a KV head, but the Triton kernels take at most {MAX_GROUP}.")
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

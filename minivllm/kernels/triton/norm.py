@@ -15,52 +15,44 @@ NUMBERS_PER_PROGRAM = 2048
 MAX_SIZE = 2**15
 
 
-@checks.checked(checks.check_rms_norm)
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Normalize rows: see `reference.rms_norm`. `x` has 2 or 3 dimensions. `out` is written if given."""
-    out = _prepare_out(x, out)
-    _launch(x, None, weight, eps, out, None)
-    return out
+@checks.RMS_NORM
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize rows: see `reference.rms_norm`. `x` has 2 or 3 dimensions."""
+    return _launch(x, None, weight, eps)[0]
 
 
-@checks.checked(checks.check_add_rms_norm)
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, new_residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Add, then normalize the sum: see `reference.add_rms_norm`. `out` and `new_residual` are written if given."""
-    out, new_residual = _prepare_out(x, out), _prepare_out(x, new_residual)
-    _launch(x, residual, weight, eps, out, new_residual)
-    return out, new_residual
+@checks.ADD_RMS_NORM
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add, then normalize the sum: see `reference.add_rms_norm`."""
+    return _launch(x, residual, weight, eps)
 
 
-def _prepare_out(x: Tensor, out: Tensor | None) -> Tensor:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalized rows, and the rows with the residual added if there is one."""
     check_launch(x)
     if x.dim() not in (2, 3) or x.shape[-1] > MAX_SIZE:
         raise KernelError(f"x has the shape {tuple(x.shape)}: 2 or 3 dimensions are needed, the last of at most {MAX_SIZE}.")
-    return checks.prepare_out(out, x)
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, new_residual: Tensor | None) -> None:
     size = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * num_heads
+    out = x.new_empty(x.shape)
+    new_residual = out if residual is None else x.new_empty(x.shape)
     if num_rows == 0:
-        return
+        return out, new_residual
     block = next_power_of_2(size)
     rows = max(1, NUMBERS_PER_PROGRAM // block)
-    added = residual is not None and new_residual is not None
 
-    def strides(tensor: Tensor | None) -> tuple[int, int]:
-        if tensor is None:
-            return 0, 0
-        return (tensor.stride(0), tensor.stride(1)) if tensor.dim() == 3 else (tensor.stride(0), 0)
+    def strides(tensor: Tensor) -> tuple[int, int]:
+        return tensor.stride(0), tensor.stride(1) if tensor.dim() == 3 else 0
 
+    added = residual if residual is not None else x
     with on_device(x):
         _rms_norm[(triton.cdiv(num_rows, rows),)](
-            out, new_residual if added else out, x, residual if added else x, weight,
-            num_rows, num_heads, eps, *strides(out), *strides(new_residual), *strides(x), *strides(residual),
-            ADD=added, SIZE=size, ROWS=rows, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+            out, new_residual, x, added, weight,
+            num_rows, num_heads, eps, *strides(out), *strides(new_residual), *strides(x), *strides(added),
+            ADD=residual is not None, SIZE=size, ROWS=rows, BLOCK=block, num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip
+    return out, new_residual
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_group, check_head_dim, check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, needs_float32, next_power_of_2, on_device
 
 
-@checks.checked(checks.check_prefill, checks.check_prefill_numbers)
+@checks.PREFILL
 def paged_prefill_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -30,19 +30,15 @@ def paged_prefill_attention(
     context_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch: see `reference.paged_prefill_attention`. `out` is written if given."""
-    check_launch(query)
+    """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = query.shape
-    check_head_dim(head_dim)
     num_kv_heads, num_seqs = key_cache.shape[2], context_lens.shape[0]
-    out = checks.prepare_out(out, query)
-    out.zero_()  # rows that belong to no sequence
+    group = num_heads // num_kv_heads
+    check_launch(query, head_dim, group)
+    out = query.new_empty(query.shape).zero_()  # rows that belong to no sequence are 0
     if num_tokens == 0 or num_seqs == 0:
         return out
-    group = num_heads // num_kv_heads
-    check_group(group)
     channels = max(16, next_power_of_2(head_dim))
     rows, tile, num_warps, num_stages = choose_tiles(channels, query.element_size())
     rows = max(rows, next_power_of_2(group))

@@ -7,24 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_head_dim, check_launch, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, next_power_of_2, on_device
 
 
-@checks.checked(checks.check_rotary_embedding, checks.check_positions)
-def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys: see `reference.rotary_embedding`. `out` (query, key) is written if given."""
-    check_launch(query)
-    check_head_dim(query.shape[2])
-    out_query, out_key = out or (None, None)
-    new_query, new_key = checks.prepare_out(out_query, query), checks.prepare_out(out_key, key)
+@checks.ROTARY_EMBEDDING
+def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys: see `reference.rotary_embedding`."""
     num_tokens, num_heads, head_dim = query.shape
+    check_launch(query, head_dim)
+    new_query, new_key = query.new_empty(query.shape), key.new_empty(key.shape)
     num_kv_heads = key.shape[1]
     if num_tokens > 0:
         with on_device(query):
@@ -32,7 +23,7 @@ def rotary_embedding(
                 new_query, new_key, query, key, positions, cos, sin, num_heads, num_kv_heads,
                 *new_query.stride()[:2], *new_key.stride()[:2], *query.stride()[:2], *key.stride()[:2],
                 HALF=head_dim // 2, BLOCK=next_power_of_2(head_dim // 2),
-                HEADS=next_power_of_2(max(1, num_heads)), KV_HEADS=next_power_of_2(max(1, num_kv_heads)),
+                HEADS=next_power_of_2(num_heads), KV_HEADS=next_power_of_2(num_kv_heads),
             )  # fmt: skip
     return new_query, new_key
 
