@@ -157,11 +157,11 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(capsys
 @pytest.mark.parametrize(
     "requests,sentence",
     [
-        ([], "at least one request"),
+        ([], "it has no requests"),
         ([{"ids": [5, 6], "out": 500}], "Request 0 of the workload grows beyond the 256 tokens"),
         ([{"ids": [5], "out": 1}, {"ids": [10**9], "out": 1}], "Token id 1000000000 is out of range"),
-        ([{"ids": [], "out": 3}], "request 0 must have 'ids'"),
-        ([{"ids": [1], "out": 0}], "request 0 must have 'out'"),
+        ([{"ids": [], "out": 3}], "`$[0].ids`): it must be a JSON list"),
+        ([{"ids": [1], "out": 0}], "`$[0].out`): it must be a JSON list"),
     ],
 )
 def test_a_workload_that_cannot_be_run_is_refused_before_it_runs(capsys, tmp_path, requests, sentence):

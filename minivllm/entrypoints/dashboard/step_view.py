@@ -180,7 +180,7 @@ class StepView:
         if step is None:
             return None
         waiting = islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
-        report = {name: getattr(step, name) for name in (*_COUNTS, "error")} | {
+        report = {name: getattr(step, name) for name in (*_COUNTS, "start", "num_tokens", "error")} | {
             "sequences": self._tell_sequences(step),
             "waiting": [{**key._asdict(), "was_preempted": self._sequences[key].context_len is not None} for key in waiting],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
