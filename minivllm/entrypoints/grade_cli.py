@@ -16,10 +16,16 @@ grades.csv (a row per submission), junit.xml (a test case per check) and feedbac
 The learner is LEARNER in FOLDER/LEARNER/…, else what the file name adds to the lesson's (alice_04_paged_kv_cache.ipynb is alice's),
 else the name of the notebook's folder. Of several files by one learner for one lesson, the latest is graded, and the feedback says so.
 
-Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, reading
-solutions or other submissions, writing into the project, killing the grader, endless loops, excessive memory, output or disk use, and
-crashes of Python. It is not a sandbox: submissions run as you, in the process that checks them. They can read your other files and use
-the network, and a determined attacker can cheat. Grade in a container or a virtual machine that holds nothing of value."""
+Grades are written as they are made: a run that was interrupted goes on where it stopped when it is started again with the same
+--output. A notebook that ran out of time because something else had the processor is tried once more, alone.
+
+Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, endless loops,
+excessive memory, output or disk use, and crashes of Python. On Linux with bubblewrap installed (`apt install bubblewrap`), each
+notebook also runs in a sandbox: it sees Python, its packages, the course and its own folder, no network, no other process and none of
+your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: it is kept from opening the
+solutions and other submissions by ordinary means, but one that wants to can read and delete your files, use the network and end the
+grader. With or without: checks run in the same Python as the learner's code, and somebody who knows Python's insides can make a check
+pass that should not. Look at notebooks that do such things before you trust their points."""
 
 
 def add_grade_command(commands) -> None:  # noqa: ANN001
@@ -40,6 +46,8 @@ def add_grade_command(commands) -> None:  # noqa: ANN001
     solutions = "the solved notebooks, whose checks count (default: the project's solutions)"
     add_option(grade, "--solutions FOLDER", Path, solutions)
     add_option(grade, "--jobs", 1, "notebooks to run in parallel")
+    sandbox = "run each notebook in bubblewrap's sandbox: always, never, or if this machine can"
+    add_option(grade, "--sandbox", "auto", sandbox, choices=("auto", "always", "never"))
     add_option(grade, "--cell-timeout SECONDS", float(default.cell_seconds), "time limit per cell")
     add_option(grade, "--timeout SECONDS", float(default.total_seconds), "time limit per notebook")
     add_option(grade, "--memory GIB", default.memory_bytes / 1024**3, "memory limit per notebook")
@@ -58,6 +66,7 @@ def run_grade(arguments: argparse.Namespace) -> int:
         from tqdm import tqdm
 
         from minivllm.course.grading.grader import grade_all
+        from minivllm.course.grading.progress import Progress
         from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "minivllm":
@@ -73,21 +82,42 @@ def run_grade(arguments: argparse.Namespace) -> int:
     limits = Limits(arguments.cell_timeout, arguments.timeout, arguments.memory * 1024**3)
     for remark in remarks:
         print(remark, file=sys.stderr)
+    sandboxed = _use_sandbox(arguments.sandbox)
     unreadable = [solutions, arguments.output]
     unwritable = [*project, *(path for path in arguments.submissions if path.is_dir())]
-    grades = []
-    writer = FeedbackWriter(feedback)
-    running = grade_all(submissions, limits, arguments.jobs, unreadable, unwritable)
-    for grade in tqdm(running, total=len(submissions), unit="notebook", file=sys.stderr, desc="grading"):
-        grades.append(grade)
-        writer.write(grade)
-    places = {item: place for place, item in enumerate(submissions)}
-    grades.sort(key=lambda grade: places[grade.submission])
-    write_csv(grades, arguments.output / "grades.csv")
-    write_junit(grades, arguments.output / "junit.xml")
-    print(format_summary(grades, shutil.get_terminal_size((120, 24)).columns))
+    progress = Progress(arguments.output / "grades.jsonl", limits, sandboxed)
+    kept = {submission: found for submission in submissions if (found := progress.find(submission))}
+    if kept:
+        print(f"{len(kept)} of {len(submissions)} were graded in an earlier run and are unchanged.", file=sys.stderr)
+    grades = {submission: grade for submission, (grade, _) in kept.items()}
+    writer = FeedbackWriter(feedback, [page for _, page in kept.values()])
+    left = [submission for submission in submissions if submission not in kept]
+    running = grade_all(left, limits, arguments.jobs, unreadable, unwritable, sandboxed)
+    for grade in tqdm(running, total=len(left), unit="notebook", file=sys.stderr, desc="grading"):
+        progress.add(grade, writer.write(grade).name)
+        grades[grade.submission] = grade
+        so_far = [grades[submission] for submission in submissions if submission in grades]
+        write_csv(so_far, arguments.output / "grades.csv", sandboxed)
+    in_order = [grades[submission] for submission in submissions]
+    write_csv(in_order, arguments.output / "grades.csv", sandboxed)
+    write_junit(in_order, arguments.output / "junit.xml")
+    print(format_summary(in_order, shutil.get_terminal_size((120, 24)).columns))
     print(f"\ngrades    {arguments.output / 'grades.csv'}\n          {arguments.output / 'junit.xml'}\nfeedback  {feedback}")
     return 0
+
+
+def _use_sandbox(choice: str) -> bool:
+    """Whether to use the sandbox; says so where there is none."""
+    from minivllm.course.grading import bubblewrap
+
+    if choice == "never":
+        return False
+    if bubblewrap.is_available():
+        return True
+    if choice == "always":
+        raise CourseError("There is no sandbox here: install bubblewrap on Linux, where user namespaces are allowed.")
+    print("No sandbox: notebooks run as you. On Linux, install bubblewrap; see minivllm grade --help.", file=sys.stderr)
+    return False
 
 
 def _make_folder(output: Path) -> Path:

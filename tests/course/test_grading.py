@@ -1,4 +1,4 @@
-"""`minivllm grade`: a whole class in one run, good, bad and hostile; each gets the right score and a reason."""
+"""`minivllm grade` without a sandbox: a whole class in one run, good, bad and hostile; each gets the right score and a reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,20 @@ def graded(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(temporary))
         before = {process.pid for process in psutil.process_iter()}
-        options = ["--solutions", solutions, "--output", output, "--jobs", "2", "--cell-timeout", "6", "--timeout", "60"]
+        options = [
+            "--solutions",
+            solutions,
+            "--output",
+            output,
+            "--jobs",
+            "2",
+            "--cell-timeout",
+            "6",
+            "--timeout",
+            "60",
+            "--sandbox",
+            "never",
+        ]
         status = main(["grade", str(handed_in), *map(str, options), "--memory", "0.5"])
     with (output / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["learner"]: row for row in csv.DictReader(file)}

@@ -33,16 +33,16 @@ def rows(path):
 def test_scores_are_sums_of_points(tmp_path):
     write_csv([make_grade(reason="Wrong.")], tmp_path / "g.csv")
     header, row = rows(tmp_path / "g.csv")
-    assert header == ["learner", "notebook", "score", "max", "first", "'=second", "reason"]
-    assert row == ["ann", "04_x", "2", "3.5", "2", "0", "Wrong."]
+    assert header == ["learner", "notebook", "score", "max", "sandbox", "first", "'=second", "reason"]
+    assert row == ["ann", "04_x", "2", "3.5", "no", "2", "0", "Wrong."]
 
 
 def test_with_several_lessons_each_check_has_its_lesson_s_name(tmp_path):
     other = Lesson("07_y", LESSON.cells)
     write_csv([make_grade(), make_grade(lesson=other)], tmp_path / "g.csv")
     header, first, second = rows(tmp_path / "g.csv")
-    assert header[4:8] == ["04_x: first", "04_x: =second", "07_y: first", "07_y: =second"]
-    assert (first[4:8], second[4:8]) == (["2", "0", "", ""], ["", "", "2", "0"])
+    assert header[5:9] == ["04_x: first", "04_x: =second", "07_y: first", "07_y: =second"]
+    assert (first[5:9], second[5:9]) == (["2", "0", "", ""], ["", "", "2", "0"])
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r\n=1", " =1"])

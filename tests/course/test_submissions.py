@@ -251,9 +251,14 @@ def test_bad_input_is_refused_in_a_sentence_before_anything_runs(tmp_path, solut
     assert not (tmp_path / "graded" / "grades.csv").exists()
 
 
-def test_a_link_to_a_solution_is_nobodys_submission(tmp_path, solutions):
+@pytest.mark.parametrize(
+    "target", ["../../solutions/07_the_scheduler.ipynb", "../ann/07_the_scheduler.ipynb", "07_the_scheduler.ipynb", "gone"]
+)
+def test_a_link_is_nobodys_submission(tmp_path, solutions, target):
     hand_in(tmp_path / "handed_in" / "ann" / "07_the_scheduler.ipynb")
-    (tmp_path / "handed_in" / "bob").mkdir()
-    (tmp_path / "handed_in" / "bob" / "07_the_scheduler.ipynb").symlink_to(solutions / "07_the_scheduler.ipynb")
-    found, _ = find_submissions([tmp_path / "handed_in"], load_lessons(solutions))
+    link = tmp_path / "handed_in" / "bob" / "07_the_scheduler.ipynb"
+    link.parent.mkdir()
+    link.symlink_to(target)
+    found, remarks = find_submissions([tmp_path / "handed_in"], load_lessons(solutions))
     assert [item.learner for item in found] == ["ann"]
+    assert remarks == [f"{link} is skipped: it is a link to another file."]

@@ -6,10 +6,11 @@ check passes only if it returns its receipt, see `kernel.py`.)
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
@@ -79,8 +80,11 @@ def grade_all(
     jobs: int,
     unreadable: Sequence[Path],
     unwritable: Sequence[Path],
+    sandboxed: bool = False,
 ) -> Iterator[Grade]:
     """Grade submissions in parallel; yields grades as they are ready.
+
+    A submission that ran out of time without having had a processor is graded once more, alone, after all others.
 
     Args:
         submissions: What to grade.
@@ -88,26 +92,43 @@ def grade_all(
         jobs: How many to run at a time.
         unreadable: Folders and files that submissions must not open, besides each other's.
         unwritable: Folders in which they must not write.
+        sandboxed: Whether to run them in bubblewrap's sandbox.
     """
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
     stopped = Event()
+
+    def run(submission: Submission, num_threads: int) -> Grade:
+        surroundings = surroundings_of(submission.lesson, closed, guarded)
+        return grade(submission, limits, replace(surroundings, sandboxed=sandboxed, num_threads=num_threads), stopped)
+
+    processors = _num_processors()
+    starved = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(grade, item, limits, closed, guarded, stopped) for item in submissions]
+        futures = [pool.submit(run, item, max(1, processors // jobs)) for item in submissions]
         try:
             for future in as_completed(futures):
-                yield future.result()
+                made = future.result()
+                if any(cell.starved for cell in made.runs.values()):
+                    starved.append(made.submission)
+                else:
+                    yield made
+            for submission in starved:
+                yield run(submission, processors)
         finally:  # on an interrupt, do not wait for running kernels
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
 
-def grade(
-    submission: Submission, limits: Limits, unreadable: Sequence[Path], unwritable: Sequence[Path], stopped: Event | None = None
-) -> Grade:
+def _num_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def grade(submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event) -> Grade:
     """Grade one submission, whatever is in it; setting `stopped` ends it early."""
     try:
-        return _grade(submission, limits, surroundings_of(submission.lesson, unreadable, unwritable), stopped or Event())
+        return _grade(submission, limits, surroundings, stopped)
     except DamagedNotebook as error:
         return _nothing(submission, str(error))
     except Exception as error:

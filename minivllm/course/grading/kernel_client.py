@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from minivllm.course.grading import bubblewrap
 from minivllm.course.grading.limits import CellRun, Limits, Output, Watch
 from minivllm.course.grading.submissions import Cell
 
@@ -30,6 +31,8 @@ _LAST_WORDS_SECONDS = 1.0
 """How long to wait for output after the kernel has reported the end of a cell."""
 _MOST_STARTS = 4
 _LARGEST_MESSAGE = 16_000_000
+LEAST_SHARE = 0.8
+"""A cell that ran too long without this share of one processor was starved by something else, and is tried again."""
 _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
 
 
@@ -42,12 +45,16 @@ class Surroundings:
         imports: Import statements to rerun before each check, so that the names of the package are bound again.
         unreadable: Folders and files that cells must not open.
         unwritable: Folders in which cells must not write.
+        sandboxed: Whether to run the kernel in bubblewrap's sandbox.
+        num_threads: Threads that it computes with: its share of the processors.
     """
 
     preload: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     unreadable: tuple[Path, ...] = ()
     unwritable: tuple[Path, ...] = ()
+    sandboxed: bool = False
+    num_threads: int = 1
 
 
 class KernelDidNotStart(RuntimeError):  # noqa: N818
@@ -157,16 +164,23 @@ class Kernel:
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "JPY_PARENT_PID": str(os.getpid()),  # it exits with the grader
+            # Its threads must not spin beside those of its neighbours.
+            "OMP_NUM_THREADS": str(self._surroundings.num_threads),
+            "NUMBA_NUM_THREADS": str(self._surroundings.num_threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
             "IPYTHONDIR": str(self._folder / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self._folder / "config"),
             "TMPDIR": str(workplace),
         }
         code = "from minivllm.course.grading.kernel import main; main()"
         options = ["-f", str(self._folder / "k.json"), "--HistoryManager.enabled=False"]
+        command = [sys.executable, "-c", code, str(self._folder / "settings.json"), *options]
+        if self._surroundings.sandboxed:
+            command = bubblewrap.wrap(command, self._folder, environment)
+        else:
+            environment["JPY_PARENT_PID"] = str(os.getpid())  # it exits with the grader
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, str(self._folder / "settings.json"), *options],
-            cwd=workplace, env=environment, start_new_session=True,
+            command, cwd=workplace, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._iopub, self._shell = self._client.connect_iopub(), self._client.connect_shell()
@@ -200,8 +214,12 @@ class Kernel:
             return CellRun("late")
         message_id = self._client.session.send(self._shell, "execute_request", content)["header"]["msg_id"]
         output = Output(self._limits)
+        used = self._cpu_seconds()
+        self._used_at_limit: float | None = None
         reply = self._await_reply(message_id, output, watch)
         run = CellRun(outputs=output.kept)
+        if self._used_at_limit is not None:
+            run.starved = self._used_at_limit - used < LEAST_SHARE * (watch.deadline - now)
         if reply is None:
             run.status = watch.reason or "dead"
             if run.status in ("slow", "loud"):
@@ -247,9 +265,10 @@ class Kernel:
                 self._kill()
                 return None
             reason = watch.look(output)
+            if watch.reason in ("slow", "late") and self._used_at_limit is None:
+                self._used_at_limit = self._cpu_seconds()
             if reason == "interrupt":
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGINT)
+                self._interrupt()
             elif reason == "kill":
                 self._kill()
                 return None
@@ -304,16 +323,34 @@ class Kernel:
                 total += process.memory_info().rss
         return total
 
+    def _cpu_seconds(self) -> float:
+        """Processor time of the kernel and of what it started, so far."""
+        import psutil
+
+        total = 0.0
+        for process in self._family():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
     def _written(self) -> int:
         """Bytes on disk in the kernel's folder; stops counting above the limit."""
         total = 0
-        for folder, _, names in os.walk(self._workplace):
+        for folder, _, names in os.walk(self._folder):
             for name in names:
                 with contextlib.suppress(OSError):
                     total += (Path(folder) / name).lstat().st_blocks * 512
             if total > self._limits.written_bytes:
                 break
         return total
+
+    def _interrupt(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._surroundings.sandboxed:
+                os.kill(bubblewrap.kernel_process(self._process.pid), signal.SIGINT)
+            else:
+                os.killpg(self._process.pid, signal.SIGINT)
 
     def _kill(self) -> None:
         """Kill the kernel and everything it started."""
@@ -324,7 +361,7 @@ class Kernel:
         family = self._family()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in (*family, *self._strays()):
+        for process in (*family, *([] if self._surroundings.sandboxed else self._strays())):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()

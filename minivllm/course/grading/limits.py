@@ -47,6 +47,8 @@ class CellRun:
     """Whether it is a check that returned its receipt."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    starved: bool = False
+    """Whether it ran too long while something else had the processor."""
 
 
 @dataclass

@@ -38,8 +38,10 @@ _STYLE = """
 """
 
 
-def write_csv(grades: Sequence[Grade], path: Path) -> None:
+def write_csv(grades: Sequence[Grade], path: Path, sandboxed: bool = False) -> None:
     """Write `grades.csv`: for each submission its score, the points of each check, and why points are missing.
+
+    The file is replaced as a whole: a grader that is killed leaves the last complete one.
 
     The columns of checks are named for the check, preceded by the lesson if there are several.
     """
@@ -50,14 +52,17 @@ def write_csv(grades: Sequence[Grade], path: Path) -> None:
         for lesson in lessons.values()
         for check in lesson.checks
     ]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    made = path.with_suffix(".new")
+    with made.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["learner", "notebook", "score", "max", *map(csv_text, titles), "reason"])
+        writer.writerow(["learner", "notebook", "score", "max", "sandbox", *map(csv_text, titles), "reason"])
         for grade in grades:
             submission = grade.submission
             points = {(submission.lesson.name, result.check.cell_id): f"{result.points:g}" for result in grade.results}
             row = [csv_text(submission.learner), csv_text(submission.lesson.name), f"{grade.score:g}", f"{grade.most:g}"]
+            row.append("yes" if sandboxed else "no")
             writer.writerow([*row, *(points.get(column, "") for column in columns), csv_text(grade.reason)])
+    made.replace(path)
 
 
 def write_junit(grades: Sequence[Grade], path: Path) -> None:
@@ -83,14 +88,19 @@ def write_junit(grades: Sequence[Grade], path: Path) -> None:
 
 
 class FeedbackWriter:
-    """Writes the learners' pages into a folder, each under a unique name."""
+    """Writes the learners' pages into a folder, each under a unique name.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Where they go.
+        taken: Names of pages that are there already, and stay.
+    """
+
+    def __init__(self, folder: Path, taken: Iterable[str] = ()) -> None:
         from nbconvert import HTMLExporter
 
         self._folder = folder
         self._exporter = HTMLExporter(template_name="lab")
-        self._names: set[str] = set()
+        self._names = {Path(name).stem.lower() for name in taken}
 
     def write(self, grade: Grade) -> Path:
         """Write the page of one submission and return its path."""

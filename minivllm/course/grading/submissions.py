@@ -111,6 +111,9 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
     for argument in arguments:
         if argument.is_dir():
             for path in _notebooks_below(argument):
+                if path.is_symlink():
+                    remarks.append(f"{path} is skipped: it is a link to another file.")
+                    continue
                 lesson = find_lesson(path, lessons)
                 if lesson is None:
                     remarks.append(f"{path} is skipped: it belongs to no lesson.")
@@ -135,8 +138,7 @@ def find_submissions(arguments: Sequence[Path], lessons: Sequence[Lesson]) -> tu
 def _notebooks_below(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.ipynb")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        leads_away = not path.resolve().is_relative_to(folder.resolve())  # a link could point to the solutions
-        if path.is_file() and not is_hidden and not leads_away:
+        if not is_hidden and (path.is_symlink() or path.is_file()):
             yield path
 
 

@@ -1,0 +1,63 @@
+"""Grades on disk as soon as they are made, so that an interrupted run goes on where it stopped.
+
+`grades.jsonl` has a line for each grade, under a key of everything that it depends on: what was handed in, the lesson, the limits. A
+grade is used again if its key is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from minivllm.course.grading.grader import CheckResult, Grade
+from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.submissions import Submission
+
+
+class Progress:
+    """The grades of this run and of earlier ones into the same folder.
+
+    Args:
+        path: The file; it need not exist.
+        limits: Of this run.
+        sandboxed: Whether this run uses a sandbox.
+    """
+
+    def __init__(self, path: Path, limits: Limits, sandboxed: bool) -> None:
+        self._path = path
+        self._settings = [repr(limits), sandboxed]
+        self._known: dict[str, dict[str, Any]] = {}
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                record = json.loads(line)
+                self._known[record["key"]] = record
+            except (ValueError, KeyError, TypeError):  # the last line of a run that was killed
+                continue
+
+    def find(self, submission: Submission) -> tuple[Grade, str] | None:
+        """The grade of an earlier run and the name of its page, if what was handed in is still the same."""
+        record = self._known.get(self._key(submission))
+        if record is None:
+            return None
+        results = {cell_id: (passed, reason) for cell_id, passed, reason in record["results"]}
+        checks = tuple(CheckResult(check, *results[check.cell_id]) for check in submission.lesson.checks)
+        return Grade(submission, checks, tuple(record["notes"])), record["page"]
+
+    def add(self, grade: Grade, page: str) -> None:
+        """Append a grade, after its page was written."""
+        results = [[result.check.cell_id, result.passed, result.reason] for result in grade.results]
+        record = {"key": self._key(grade.submission), "results": results, "notes": grade.notes, "page": page}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _key(self, submission: Submission) -> str:
+        lesson = [(cell.cell_id, cell.cell_type, cell.source) for cell in submission.lesson.cells]
+        try:
+            content = hashlib.sha256(submission.path.read_bytes()).hexdigest()
+        except OSError:
+            content = ""
+        parts = [submission.learner, submission.lesson.name, submission.notes, content, lesson, *self._settings]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
