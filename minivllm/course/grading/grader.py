@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event
 
 from minivllm.course.exercise_cells import GradedCell
+from minivllm.course.grading.borrowed import find_borrowed
 from minivllm.course.grading.kernel_client import Surroundings, run_cells
 from minivllm.course.grading.limits import CellRun, Limits
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
@@ -168,7 +169,8 @@ def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, s
         results.append(CheckResult(cell.check, run is not None and run.passed, _shortened(" ".join(filter(None, reasons)))))
         notes += [remark for remark in since_last if remark not in reasons]
         since_last = []
-    return Grade(submission, tuple(results), tuple(dict.fromkeys([*notes, *since_last])), cells, runs, remarks)
+    notes += [*since_last, *find_borrowed(cells, numbers)]
+    return Grade(submission, tuple(results), tuple(dict.fromkeys(notes)), cells, runs, remarks)
 
 
 def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:

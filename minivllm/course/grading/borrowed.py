@@ -1,0 +1,65 @@
+"""Finds answers that may be the package's own: cells that import the engine's core, or look into the lesson's checks.
+
+What is found costs no points; the teacher and the learner are told. It reads the text of the cells only, so that hiding is possible.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from minivllm.course.grading.submissions import Cell
+
+_CORE = ("minivllm.core", "minivllm.course.lessons")
+"""Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
+_CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
+
+
+def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int]) -> list[str]:
+    """A sentence for each learner's cell that uses the engine's core or the insides of checks.
+
+    Args:
+        cells: The submission as it is graded.
+        numbers: The execution count of each code cell, by index.
+    """
+    said = []
+    for index, cell in enumerate(cells):
+        if cell.cell_type != "code" or cell.kind not in ("answer", "own"):
+            continue
+        names = sorted(dict.fromkeys(_borrowed_names(cell.source)))
+        if names:
+            said.append(
+                f"Cell {numbers[index]} uses {', '.join(names)}, which this exercise is to rebuild: its points may not be own work."
+            )
+    return said
+
+
+def _borrowed_names(source: str) -> list[str]:
+    try:
+        tree = ast.parse(TransformerManager().transform_cell(source))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if _is_core(alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            whole = [f"{module}.{alias.name}" for alias in node.names]
+            found += [module] if _is_core(module) else [name for name in whole if _is_core(name)]
+            if module == "minivllm":
+                found += [name for name, alias in zip(whole, node.names, strict=True) if alias.name in _CORE_NAMES]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_core(node.value):
+            found.append(node.value)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id.startswith("lesson_") and node.attr.startswith("_"):
+                found.append(f"{node.value.id}.{node.attr}")
+            elif node.value.id == "minivllm" and (node.attr in _CORE_NAMES or node.attr == "core"):
+                found.append(f"minivllm.{node.attr}")
+    return found
+
+
+def _is_core(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{core}.") for core in _CORE)
