@@ -1,0 +1,88 @@
+"""The last cell of an exercise says which checks failed, and leads to them."""
+
+from __future__ import annotations
+
+import nbclient
+import pytest
+from course_notebooks import solved_notebook
+from nbformat.v4 import new_code_cell
+
+from minivllm.course import check, results, show_results
+from minivllm.course.exercises import GO_ON, make_exercise
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a check that passes or fails, in a cell with this id."""
+    monkeypatch.setattr(results, "_RESULTS", {})
+
+    def run(name, points, passes=True, cell_id=None):
+        monkeypatch.setattr(results, "_current_cell_id", lambda: cell_id)
+        try:
+            with check(name, points=points):
+                assert passes
+        except AssertionError:
+            pass
+
+    return run
+
+
+def test_all_passed(run):
+    run("two numbers are added", 2)
+    run("a number is doubled", 3)
+    assert repr(show_results(most=5)) == "5 of 5 points. All checks passed."
+    assert show_results(most=5)._repr_html_() is None
+
+
+def test_failed_checks_are_named_with_links(run, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "exercises/99 adding.ipynb")
+    run("two numbers are added", 2)
+    run("a < b", 3, passes=False, cell_id="check-less")
+    run("no cell", 1, passes=False)
+    assert repr(show_results(most=6)).split("\n") == [
+        "2 of 6 points.",
+        "These checks failed:",
+        "✗ a < b (3 points)",
+        "✗ no cell (1 point)",
+    ]
+    page = show_results(most=6)._repr_html_()
+    assert '<li><a href="99%20adding.ipynb#cell-id=check-less">a &lt; b</a> (3 points)</li>' in page
+    assert "<li>no cell (1 point)</li>" in page
+
+
+def test_checks_that_were_not_run_are_told_from_those_that_failed(run):
+    run("two numbers are added", 2)
+    assert repr(show_results(most=5)) == "2 of 5 points.\nNot run yet: checks worth 3 points."
+    run("a number is doubled", 3, passes=False)
+    assert "Not run" not in repr(show_results(most=5))
+
+
+def test_a_check_that_is_run_again_counts_as_it_went_last(run):
+    run("two numbers are added", 2, passes=False)
+    run("two numbers are added", 2)
+    assert repr(show_results(most=2)) == "2 of 2 points. All checks passed."
+
+
+def with_results(notebook):
+    notebook.cells.append(new_code_cell("from minivllm.course import show_results\nshow_results(most=5)", id="results"))
+    return notebook
+
+
+@pytest.mark.slow
+def test_an_untouched_exercise_is_run_to_its_last_cell():
+    """As by "Run All" in Jupyter: it goes on after a check, which is tagged so, but not after an answer that raises."""
+    exercise = with_results(make_exercise(solved_notebook()))
+    nbclient.NotebookClient(exercise).execute()
+    text = exercise.cells[-1].outputs[0].data["text/plain"]
+    assert text.split("\n") == [
+        "0 of 5 points.", "These checks failed:", "✗ two numbers are added (2 points)", "✗ a number is doubled, twice (3 points)",
+    ]  # fmt: skip
+    broken = with_results(make_exercise(solved_notebook()))
+    next(cell for cell in broken.cells if cell.id == "answer").source = "1 / 0"
+    with pytest.raises(nbclient.exceptions.CellExecutionError):
+        nbclient.NotebookClient(broken).execute()
+
+
+def test_only_checks_are_tagged_to_go_on():
+    cells = make_exercise(solved_notebook()).cells
+    assert [item.id for item in cells if GO_ON in item.metadata.get("tags", [])] == ["check-add", "check-twice"]
