@@ -31,8 +31,9 @@ notebooks: setup ## Run all notebooks and solutions again and store what they sh
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 	"$(VENV)/bin/python" -m minivllm.course.pictures $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 
-exercises: setup ## Renew badges and install cells, and make the exercises from the solutions
+exercises: setup ## Renew the cells that all notebooks share, and make the exercises from the solutions
 	"$(VENV)/bin/python" -m minivllm.course.first_cells
+	"$(VENV)/bin/python" -m minivllm.course.last_cell
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
 lint: setup ## Check style, form and types of the code

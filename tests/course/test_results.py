@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import nbclient
+import nbformat
 import pytest
 from course_notebooks import solved_notebook
-from nbformat.v4 import new_code_cell
 
 from minivllm.course import check, results, show_results
 from minivllm.course.exercises import GO_ON, make_exercise
+from minivllm.course.last_cell import renew_last_cell
 
 
 @pytest.fixture
@@ -63,21 +66,22 @@ def test_a_check_that_is_run_again_counts_as_it_went_last(run):
     assert repr(show_results(most=2)) == "2 of 2 points. All checks passed."
 
 
-def with_results(notebook):
-    notebook.cells.append(new_code_cell("from minivllm.course import show_results\nshow_results(most=5)", id="results"))
-    return notebook
+def exercise_with_results():
+    solution = solved_notebook()
+    renew_last_cell(solution)
+    return make_exercise(solution)
 
 
 @pytest.mark.slow
 def test_an_untouched_exercise_is_run_to_its_last_cell():
     """As by "Run All" in Jupyter: it goes on after a check, which is tagged so, but not after an answer that raises."""
-    exercise = with_results(make_exercise(solved_notebook()))
+    exercise = exercise_with_results()
     nbclient.NotebookClient(exercise).execute()
     text = exercise.cells[-1].outputs[0].data["text/plain"]
     assert text.split("\n") == [
         "0 of 5 points.", "These checks failed:", "✗ two numbers are added (2 points)", "✗ a number is doubled, twice (3 points)",
     ]  # fmt: skip
-    broken = with_results(make_exercise(solved_notebook()))
+    broken = exercise_with_results()
     next(cell for cell in broken.cells if cell.id == "answer").source = "1 / 0"
     with pytest.raises(nbclient.exceptions.CellExecutionError):
         nbclient.NotebookClient(broken).execute()
@@ -86,3 +90,26 @@ def test_an_untouched_exercise_is_run_to_its_last_cell():
 def test_only_checks_are_tagged_to_go_on():
     cells = make_exercise(solved_notebook()).cells
     assert [item.id for item in cells if GO_ON in item.metadata.get("tags", [])] == ["check-add", "check-twice"]
+
+
+def test_the_last_cell_has_the_points_of_the_checks():
+    notebook = solved_notebook()
+    renew_last_cell(notebook)
+    assert notebook.cells[-1].source == "from minivllm.course import show_results\n\nshow_results(most=5)"
+    once = copy.deepcopy(notebook)
+    renew_last_cell(notebook)
+    assert notebook == once
+    lesson = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 + 1")])
+    renew_last_cell(lesson)
+    assert len(lesson.cells) == 1
+
+
+@pytest.mark.slow
+def test_the_last_cells_stored_output_is_what_a_run_shows():
+    notebook = solved_notebook()
+    nbclient.NotebookClient(notebook).execute()
+    renew_last_cell(notebook)
+    stored = copy.deepcopy(notebook.cells[-1])
+    nbclient.NotebookClient(notebook).execute()
+    del notebook.cells[-1].metadata["execution"]
+    assert notebook.cells[-1] == stored
