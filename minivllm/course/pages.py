@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from minivllm.course.exercise_cells import read_notebook
+from minivllm.course.folds import uncover_answers
 from minivllm.errors import CourseError
 
 GLOSSARY = "glossary.md"
@@ -64,6 +65,7 @@ def export_pages(lessons: Path, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pages = []
     for name, notebook in notebooks.items():
+        uncover_answers(notebook)
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = _link_to_pages(cell.source, notebooks)

@@ -15,6 +15,7 @@ from course_notebooks import solved_notebook
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from minivllm.course.exercises import make_exercise
+from minivllm.course.folds import cover_answers, is_folded
 from minivllm.course.last_cell import renew_last_cell
 from minivllm.course.pages import export_pages
 
@@ -35,11 +36,10 @@ def exercise():
 
 def lesson():
     """A lesson with an answer that is folded."""
-    cell = new_code_cell(
-        "print('the ' + 'answer')", id="answer", execution_count=1, outputs=[new_output("stream", text="the answer\n")]
-    )
+    cell = new_code_cell("print('the ' + 'answer')", id="answer", outputs=[new_output("stream", text="the answer\n")])
     cell.metadata["jupyter"] = {"outputs_hidden": True}
     notebook = new_notebook(cells=[new_markdown_cell("> **Predict.** What?"), cell])
+    cover_answers(notebook)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return notebook
 
@@ -91,7 +91,7 @@ def run_all_cells(page):
 
 def hidden_cells(name):
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
-    return [cell for cell in cells if cell.metadata.get("jupyter", {}).get("outputs_hidden")]
+    return [cell for cell in cells if is_folded(cell)]
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -99,7 +99,10 @@ def test_jupyterlab_opens_a_lesson_with_its_answers_folded(open_notebook, name):
     page = open_notebook(name)
     folded = hidden_cells(name)
     assert folded
-    assert page.locator(".jp-Notebook .jp-OutputPlaceholder").count() == len(folded)
+    placeholders = page.locator(".jp-Notebook .jp-OutputPlaceholder")
+    placeholders.nth(len(folded) - 1).wait_for()
+    assert placeholders.count() == len(folded)
+    assert "".join(placeholders.all_inner_texts()).strip() == ""
     page.locator(".jp-Notebook .jp-OutputPlaceholder").first.scroll_into_view_if_needed()
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{name}_folded.png")
@@ -107,10 +110,18 @@ def test_jupyterlab_opens_a_lesson_with_its_answers_folded(open_notebook, name):
 
 def test_running_a_cell_unfolds_its_answer(open_notebook):
     page = open_notebook("98_folded")
-    answer = page.locator(".jp-Notebook .jp-OutputArea").get_by_text("the answer")
-    assert not answer.is_visible()
+    answer = page.locator(".jp-Notebook .jp-CodeCell").get_by_text("the answer")
+    assert not any(place.is_visible() for place in answer.all())
     run_all_cells(page)
-    answer.wait_for(state="visible")
+    page.locator(".jp-Notebook .jp-OutputArea").get_by_text("the answer").wait_for(state="visible")
+
+
+def test_a_click_unfolds_an_answer_and_shows_nothing_but_it(open_notebook):
+    page = open_notebook("98_folded")
+    page.locator(".jp-Notebook .jp-OutputPlaceholder").click()
+    outputs = page.locator(".jp-Notebook .jp-OutputArea").first
+    outputs.get_by_text("the answer").wait_for(state="visible")
+    assert outputs.inner_text().strip() == "the answer"
 
 
 def test_run_all_ends_at_links_that_lead_to_the_failed_checks(open_notebook):
