@@ -68,6 +68,8 @@ def jupyterlab(tmp_path_factory):
 def open_notebook(browser, jupyterlab):
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(PATIENCE * 1000)
+    # On a busy machine JupyterLab asks which kernel to take when a cell is run before the one it has started is connected.
+    page.add_locator_handler(page.locator(".jp-Dialog"), lambda dialog: dialog.first.locator(".jp-mod-accept").click())
 
     def visit(name):
         page.goto(f"{jupyterlab}/lab/tree/{name}.ipynb?reset")

@@ -17,7 +17,7 @@ UNLINKED = {
     # Lessons 04 and 07 use these words; their links come with those lessons.
     "admission", "attention", "chunked-prefill", "copy-on-write", "fcfs", "floor", "fork", "fragmentation", "head", "host", "itl",
     "max_num_batched_tokens", "paging", "percentile", "preemption", "prefix-cache", "recompute", "reference-count", "sampling",
-    "sequence", "slot", "starvation", "swap", "throughput", "trace", "ttft", "watermark",
+    "slot", "starvation", "swap", "throughput", "ttft", "watermark",
 }  # fmt: skip
 """Terms that need no link from a lesson."""
 
