@@ -1,4 +1,6 @@
-"""Answers stay folded until the learner asks, and the last cell leads to the failed checks: in JupyterLab and in the web pages.
+"""Answers stay folded until the learner asks, the last cell leads to the failed checks, a term to the glossary.
+
+In JupyterLab as `make lab` starts it, and in the web pages.
 
 Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
 """
@@ -144,6 +146,19 @@ def test_run_all_ends_at_links_that_lead_to_the_failed_checks(open_notebook):
     page.screenshot(path=SCREENSHOTS / "results_followed.png")
     assert is_seen(page, check)
     assert "a number is doubled, twice" in check.inner_text()
+
+
+def test_a_link_to_the_glossary_opens_it_at_the_term(open_notebook):
+    page = open_notebook("00_start_here")
+    page.locator(".jp-Notebook a", has_text="kernel").first.click()
+    term = page.locator(".jp-MarkdownViewer p", has_text="kernel:").first
+    term.wait_for()
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not is_seen(page, term):
+        page.wait_for_timeout(100)
+    page.screenshot(path=SCREENSHOTS / "glossary.png")
+    assert is_seen(page, term)
+    assert not is_seen(page, page.locator(".jp-MarkdownViewer h1").first)
 
 
 def is_seen(page, element):

@@ -180,6 +180,7 @@ def test_words_are_spelled_right(tmp_path):
     for path in [
         ROOT / "README.md",
         *ROOT.glob("docs/*.md"),
+        *ROOT.glob("notebooks/*.md"),
         *ROOT.glob("minivllm/course/**/*.py"),
         *ROOT.glob("minivllm/errors.py"),
     ]:
