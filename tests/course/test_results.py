@@ -11,6 +11,7 @@ from course_notebooks import solved_notebook
 
 from minivllm.course import check, results, show_results
 from minivllm.course.exercises import GO_ON, make_exercise
+from minivllm.course.grading.submissions import load_lesson
 from minivllm.course.last_cell import renew_last_cell
 
 
@@ -85,6 +86,15 @@ def test_an_untouched_exercise_is_run_to_its_last_cell():
     next(cell for cell in broken.cells if cell.id == "answer").source = "1 / 0"
     with pytest.raises(nbclient.exceptions.CellExecutionError):
         nbclient.NotebookClient(broken).execute()
+
+
+def test_grading_says_where_the_points_are_instead(tmp_path):
+    """The grader's own points count; the kernel that it runs is told nothing of them."""
+    solution = solved_notebook()
+    renew_last_cell(solution)
+    nbformat.write(solution, tmp_path / "99_adding.ipynb")
+    last = load_lesson(tmp_path / "99_adding.ipynb").cells[-1]
+    assert (last.cell_type, last.source) == ("markdown", "Your points are at the top of this page.")
 
 
 def test_only_checks_are_tagged_to_go_on():
