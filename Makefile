@@ -24,15 +24,17 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 test: setup ## Run all tests, those in the notebooks too
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile $(ARGS)
 
+# With the settings in tools/jupyterlab a link to the glossary opens the page, at its term, and not its source.
 lab: setup ## Open the course in JupyterLab, on lesson 00
-	"$(VENV)/bin/python" -m jupyterlab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
+	"$(VENV)/bin/python" -m jupyterlab --LabApp.app_settings_dir="$(CURDIR)/tools/jupyterlab" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
 notebooks: setup ## Run all notebooks and solutions again and store what they show
 	"$(VENV)/bin/python" -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 	"$(VENV)/bin/python" -m minivllm.course.pictures $(wildcard notebooks/*.ipynb solutions/*.ipynb)
 
-exercises: setup ## Renew badges and install cells, and make the exercises from the solutions
+exercises: setup ## Renew the cells that all notebooks share, and make the exercises from the solutions
 	"$(VENV)/bin/python" -m minivllm.course.first_cells
+	"$(VENV)/bin/python" -m minivllm.course.last_cell
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
 lint: setup ## Check style, form and types of the code

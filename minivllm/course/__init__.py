@@ -1,11 +1,12 @@
 """The course's tools: graded checks, the package's source shown in a lesson, exercises, grading.
 
-Lessons import two names from here. Both are cheap: they load neither torch nor matplotlib.
+Lessons import three names from here. All are cheap: they load neither torch nor matplotlib.
 
-    from minivllm.course import check, show_source
+    from minivllm.course import check, show_results, show_source
 """
 
 from minivllm.course.checks import CheckFailed, check
+from minivllm.course.results import show_results
 from minivllm.course.sources import show_source
 
-__all__ = ["CheckFailed", "check", "show_source"]
+__all__ = ["CheckFailed", "check", "show_results", "show_source"]

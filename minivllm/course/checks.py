@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from minivllm.course.results import count_points, record
+
 _COURSE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
@@ -57,13 +59,10 @@ def check(name: str, *, points: int = 1) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # an interrupt of the kernel passes through
+        record(name, points, passed=False)
         raise CheckFailed(f"✗ {name} (0 of {count_points(points)})\n{_explain(error)}") from None
+    record(name, points, passed=True)
     print(f"✓ {name} ({count_points(points)})")
-
-
-def count_points(points: float) -> str:
-    """Points with their word: "1 point", "2 points"."""
-    return f"{points:g} point" + ("" if points == 1 else "s")
 
 
 def _explain(error: BaseException) -> str:

@@ -19,6 +19,8 @@ END_SOLUTION = "### END SOLUTION"
 STUB = 'raise NotImplementedError("write this")'
 """Replaces the lines between the two markers in an exercise."""
 SCHEMA_VERSION = 3
+GIVEN = {"grade": False, "solution": False, "locked": True, "task": False, "schema_version": SCHEMA_VERSION}
+"""The nbgrader metadata of a given cell, but for its `grade_id`."""
 
 
 @dataclass(frozen=True)

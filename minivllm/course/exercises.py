@@ -13,19 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, read_notebook
+from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_answer, is_check, read_notebook
 from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
 IGNORE_OUTPUT = "nbval-ignore-output"
 """Tells `pytest --nbval` to run a cell but not compare its output: an exercise has no outputs yet."""
+GO_ON = "raises-exception"
+"""Tells Jupyter to run the cells after a failed check too, so that "Run All" reaches the last cell, which sums up the points."""
 
 
 def make_exercise(solution: Any) -> Any:
     """The exercise for a solved notebook, which is left unchanged.
 
-    Cells keep their ids and metadata. Answers are replaced by the stub, outputs and traces of a run are removed, and every code cell
-    is tagged `nbval-ignore-output`.
+    Cells keep their ids and metadata. Answers are replaced by the stub, outputs and traces of a run are removed, every code cell is
+    tagged `nbval-ignore-output`, and every check `raises-exception`.
 
     Raises:
         CourseError: The cells are not marked properly (names the first problem), or nbgrader is not installed.
@@ -52,7 +54,8 @@ def make_exercise(solution: Any) -> Any:
         if cell.cell_type == "code":
             cell.outputs = []
             cell.execution_count = None
-            cell.metadata["tags"] = [*(tag for tag in cell.metadata.get("tags", []) if tag != IGNORE_OUTPUT), IGNORE_OUTPUT]
+            tags = [IGNORE_OUTPUT, GO_ON] if is_check(cell) else [IGNORE_OUTPUT]
+            cell.metadata["tags"] = [*(tag for tag in cell.metadata.get("tags", []) if tag not in tags), *tags]
         cell.metadata = {name: value for name, value in cell.metadata.items() if name not in _LEFT_BY_A_RUN}
     exercise.metadata = {"kernelspec": solution.metadata.get("kernelspec", _KERNEL), "language_info": {"name": "python"}}
     return exercise

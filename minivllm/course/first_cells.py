@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minivllm.course.exercise_cells import SCHEMA_VERSION
+from minivllm.course.exercise_cells import GIVEN
 from minivllm.errors import CourseError
 
 BRANCH = "main"
 BADGES, INSTALL = "badges", "install"
 """The ids of the two cells."""
-_GIVEN = {"grade": False, "solution": False, "locked": True, "task": False, "schema_version": SCHEMA_VERSION}
 
 
 def repository_address(pyproject: Path) -> str | None:
@@ -85,7 +84,7 @@ def renew_first_cells(notebook: Any, path: str, address: str | None) -> None:
             nbformat.v4.new_code_cell(install_code(address), id=INSTALL),
         ]
         for cell in first if is_graded else []:
-            cell.metadata["nbgrader"] = _GIVEN | {"grade_id": cell.id}
+            cell.metadata["nbgrader"] = GIVEN | {"grade_id": cell.id}
         notebook.cells[1:1] = first
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code_cells if was_run else [], start=1):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, read_notebook
+from minivllm.course.exercise_cells import BEGIN_SOLUTION, END_SOLUTION, STUB, find_problems, is_check, read_notebook
+from minivllm.course.exercises import GO_ON
 from minivllm.course.first_cells import as_exercise
 from minivllm.errors import CourseError
 
@@ -59,6 +60,8 @@ def export_course(solutions: Path, folder: Path) -> list[Path]:
             raise CourseError(f"{path.name}: {problems[0]}")
         for cell in notebook["cells"]:
             cell["source"] = as_exercise(cell.get("id", ""), cell["source"])
+            if is_check(cell):
+                cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), GO_ON]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CourseError(f"{folder} is not empty: a course must be written to a new or empty folder.")
     sources = [folder / "source" / path.stem / path.name for path in paths]

@@ -1,4 +1,4 @@
-"""Shrinks the pictures in stored notebooks; `make notebooks` ends with `python -m minivllm.course.pictures notebooks/*.ipynb`.
+"""Shrinks the pictures in stored notebooks and covers folded answers; `make notebooks` ends with it.
 
 A figure in 256 colours looks the same and takes a quarter of the bytes, so lessons open quickly and the repository stays small.
 """
@@ -43,12 +43,15 @@ def shrink(png: bytes) -> bytes:
 
 
 def main(paths: list[str]) -> None:
-    """Shrink the pictures in notebooks and print the bytes saved."""
+    """Shrink the pictures in notebooks, cover their folded answers, and print the bytes saved."""
     import nbformat
+
+    from minivllm.course.folds import cover_answers
 
     for path in paths:
         notebook = nbformat.read(path, as_version=4)
         saved = shrink_pictures(notebook)
+        cover_answers(notebook)
         nbformat.write(notebook, path)
         print(f"{path}: saved {saved / 1024:.0f} KiB")
 

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.course.checks import count_points
 from minivllm.course.grading.untrusted_text import csv_text
+from minivllm.course.results import count_points
 
 if TYPE_CHECKING:
     import pytest
@@ -79,6 +79,8 @@ class PointCounter:
         if is_check(cell):
             name = os.path.relpath(item.path, item.config.invocation_params.dir)
             self._checks.setdefault(Path(name).as_posix(), {})[item.nodeid] = graded_cell(cell)
+            # An exercise's checks are tagged `raises-exception`, so that Jupyter goes on after one; here a failed check is a failed test.
+            item.options["check_exception"] = False  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a cell that ran to its end."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from minivllm import __version__
 from minivllm.entrypoints.bench_cli import add_benchmarks
 from minivllm.entrypoints.bench_serve_cli import add_bench_serve
-from minivllm.entrypoints.course_cli import add_course_commands
+from minivllm.entrypoints.course_cli import add_course_command
 from minivllm.entrypoints.grade_cli import add_grade_command
 from minivllm.entrypoints.options import (
     add_command,
@@ -90,9 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="draw or export a saved trace", description="Draw or export a saved trace.")
     add_trace_commands(trace.add_subparsers(title="commands", required=True, metavar="COMMAND"))
 
-    course = commands.add_parser("course", help="teach the course", description="Teach the course to a class.")
-    add_course_commands(course.add_subparsers(title="commands", required=True, metavar="COMMAND"))
-
+    add_course_command(commands)
     add_grade_command(commands)
 
     add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from minivllm import __version__
 from minivllm.errors import ModelLoadError
@@ -39,7 +40,8 @@ def examine() -> int:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        line("model cache", f"{folder} ({shutil.disk_usage(folder).free / 2**30:.0f} GiB free on its disk)")
+        shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else folder
+        line("model cache", f"{shown} ({shutil.disk_usage(folder).free / 2**30:.0f} GiB free on its disk)")
     except OSError as error:
         line("model cache", f"{folder} CANNOT BE USED ({error.strerror}): set MINIVLLM_CACHE to another folder.")
         return 1

@@ -15,6 +15,7 @@ import nbformat
 import pytest
 
 from minivllm.course.first_cells import renew_first_cells, repository_address
+from minivllm.course.last_cell import renew_last_cell
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
@@ -83,6 +84,13 @@ def test_it_names_no_place_on_the_machine_that_ran_it(path):
 def test_its_badges_and_install_cell_are_those_of_the_repositorys_address(path):
     stored, renewed = read(path), read(path)
     renew_first_cells(renewed, f"{path.parent.name}/{path.name}", repository_address(ROOT / "pyproject.toml"))
+    assert renewed == stored
+
+
+@notebooks_of("notebooks", "solutions")
+def test_its_last_cell_sums_up_its_checks(path):
+    stored, renewed = read(path), read(path)
+    renew_last_cell(renewed)
     assert renewed == stored
 
 
@@ -172,6 +180,7 @@ def test_words_are_spelled_right(tmp_path):
     for path in [
         ROOT / "README.md",
         *ROOT.glob("docs/*.md"),
+        *ROOT.glob("notebooks/*.md"),
         *ROOT.glob("minivllm/course/**/*.py"),
         *ROOT.glob("minivllm/errors.py"),
     ]:

@@ -53,6 +53,7 @@ def serve(folder):
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={root}",
+        f"--LabApp.app_settings_dir={ROOT / 'tools' / 'jupyterlab'}",
     ]  # fmt: skip
     log = (folder / "server.log").open("w+")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from minivllm.course.checks import count_points
 from minivllm.course.grading.grader import Grade
 from minivllm.course.grading.untrusted_text import csv_text, plain, plain_but_coloured
+from minivllm.course.results import count_points
 
 _MOST_SOURCE = 100_000
 _MOST_HTML = 300_000
