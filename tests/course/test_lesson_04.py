@@ -111,6 +111,10 @@ WRONG = {
     "any shared block needs a copy": (_MUST_COPY, "return any(self.gpu_pool.ref_counts[block] > 1 for block in table)", COPY, ""),
     "always copies": (_MUST_COPY, "return place < len(table)", COPY, "A second Sharing.append_slots"),
     "copies the block of the last token": ("place = seq.num_computed_tokens // self.block_size\n        return", "place = len(table) - 1\n        return", COPY, ""),
+    "looks at the block of the newest token": ("place = seq.num_computed_tokens // self.block_size\n        return", "place = (seq.num_tokens - 1) // self.block_size\n        return", COPY, "is shared and about to be written"),
+    "any new block is told as a copy": (_GROW, _GROW + "\n        return (table[-1], table[-1])", APPEND, "nothing needs copying"),
+    "the table stays on the device": ("table = self.block_tables.pop(seq.seq_id)", "table = self.block_tables[seq.seq_id]", SWAP, "must leave block_tables"),
+    "the table stays on the host": ("hosts = self.swapped_tables.pop(seq.seq_id)", "hosts = self.swapped_tables[seq.seq_id]", SWAP, "must move from swapped_tables back"),
     "the old block keeps its reference": ("self.gpu_pool.release([old])", "pass", COPY, "a release is missing"),
     "the pair is the wrong way round": ("copy = old, new", "copy = new, old", COPY, "must return (old block, new block)"),
     "the copy is not told": ("            copy = old, new\n", "", COPY, "but returned None"),
@@ -189,7 +193,6 @@ def test_a_mistake_fails_where_it_was_made_and_is_named(old, new, first, words):
     outcome = run_cells(edited(CELLS, old, new), stop_at_failure=True)
     assert outcome.failed == [first]
     assert words in str(outcome.checks[first])
-    assert str(outcome.checks[first]), "it is said in words"
     assert outcome.broken == {}
 
 

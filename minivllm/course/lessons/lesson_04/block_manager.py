@@ -68,7 +68,7 @@ def check_pool(pool_class: type) -> None:
             f"when its last reference is released, and not before."
         )
         assert count_references(pool, num_blocks) == counts, (
-            f"After {last_actions(actions)}: ref_counts should be {counts}, but are {list(pool.ref_counts)}."
+            f"After {last_actions(actions)}: ref_counts should be {counts}, but are {count_references(pool, num_blocks)}."
         )
         assert next_blocks(pool) == free, (
             f"After {last_actions(actions)}: the free blocks should be handed out in the order {free}, but would be in the order "
