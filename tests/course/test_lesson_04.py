@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 from functools import cache
 
 import nbformat
 import pytest
 from lesson_cells import ROOT, Cell, edited, read_cells, run_cells, untouched
+from mutate_lesson import LIMIT, mutants_of
 
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.course.lessons.lesson_04.engine import _CROWDS, _run_simulated
@@ -68,6 +70,7 @@ WRONG = {
     "free forgets the blocks": ("self.gpu_pool.release(self.block_tables.pop(seq.seq_id, []))", "self.block_tables.pop(seq.seq_id, [])", FREE, "but released 0"),
     "the watermark may be used up": ("<= room", "<= self.gpu_pool.num_free", ROOM, "keep_watermark=True) should be False"),
     "one block must be left besides the watermark": ("<= room", "< room", ROOM, "should be True, but is False"),
+    "the watermark is not kept unless it is asked for": ("def can_allocate(self, seq, cached_blocks=(), keep_watermark=True):", "def can_allocate(self, seq, cached_blocks=(), keep_watermark=False):", ROOM, "can_allocate(seq) should be False"),
     "the watermark is kept from nobody": ("(self.watermark_blocks if keep_watermark else 0)\n        return", "self.watermark_blocks\n        return", ROOM, "keep_watermark=False) should be True"),
     "a newcomer's blocks are taken while asking": (_CAN_ALLOCATE, f"self.gpu_pool.allocate(min(1, self.gpu_pool.num_free))\n        {_CAN_ALLOCATE}", ROOM, "Admitting.can_allocate only answers a question"),
     "a newcomer is tried and sent away": (
@@ -138,6 +141,7 @@ WRONG = {
     "growing is told as a copy": (_COPIED, _COPIED.replace("return copy", "return copy or (0, 0)"), COPY, "nothing needs copying"),
     "the newest token is forgotten on the way back": (_CAN_SWAP_IN, _CAN_SWAP_IN.replace("self.num_blocks_for(seq.num_tokens)", "len(self.swapped_tables[seq.seq_id])"), SWAP, "the newest included"),
     "who comes back may use up the watermark": (_CAN_SWAP_IN, _CAN_SWAP_IN.replace("watermark", "0"), SWAP, "keep_watermark=True) should be False"),
+    "who comes back keeps the watermark only if asked to": ("def can_swap_in(self, seq, keep_watermark=True):", "def can_swap_in(self, seq, keep_watermark=False):", SWAP, "can_swap_in(seq) should be False"),
     "who comes back must always keep the watermark": ("watermark = self.watermark_blocks if keep_watermark else 0", "watermark = self.watermark_blocks", SWAP, "keep_watermark=False) should be True"),
     "the newest token's block is taken on the way back": ("table = self.gpu_pool.allocate(len(hosts))", "table = self.gpu_pool.allocate(self.num_blocks_for(seq.num_tokens))", SWAP, "and no more"),
     "host pairs the wrong way round": ("return list(zip(table, hosts))", "return list(zip(hosts, table))", SWAP, "(device block, host block) pairs"),
@@ -194,6 +198,44 @@ def test_a_mistake_fails_where_it_was_made_and_is_named(old, new, first, words):
     assert outcome.failed == [first]
     assert words in str(outcome.checks[first])
     assert outcome.broken == {}
+
+
+FLOORS = {
+    "pool": [POOL],
+    "allocating": [ALLOCATE, FREE],
+    "admitting": [ROOM],
+    "growing": [APPEND, CAN_APPEND],
+    "sharing": [FORK, COPY],
+    "swapping": [SWAP],
+}
+"""The checks below each answer."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_small_change_gets_past_the_checks_of_its_floor(floor):
+    """Each small change to an answer (`mutate_lesson.py` makes them) fails at a check right below it, never only at a later one."""
+    run_cells(CELLS)  # everything is imported before the forks
+    through = {}
+    for mutant in mutants_of(next(cell for cell in CELLS if cell.name == floor)):
+        first = first_failure([mutant.cell if cell.name == floor else cell for cell in CELLS])
+        if (
+            first not in FLOORS[floor] and mutant.change != "allocating: False → True"
+        ):  # enable_prefix_caching: not used before lesson 10
+            through[mutant.change] = first
+    assert through == {}
+
+
+def first_failure(cells):
+    """The first check that fails, found out in a process of its own, since a changed loop may never end; None if all pass."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(run_cells(cells, stop_at_failure=True).failed), daemon=True)
+    process.start()
+    failed = receiver.recv() if receiver.poll(LIMIT) else ["it does not end"]
+    process.kill()
+    process.join()
+    return failed[0] if failed else None
 
 
 def test_messages_count_in_words():

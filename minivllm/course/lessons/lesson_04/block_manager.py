@@ -28,6 +28,8 @@ from minivllm.course.lessons.lesson_04.tables import (
 from minivllm.request import Sequence
 
 _BLOCK_SIZES = (1, 3, 4, 16)
+_KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
+"""How a question that minds the watermark is asked; without the argument, it is kept."""
 
 
 def check_pool(pool_class: type) -> None:
@@ -102,8 +104,15 @@ def _check_refusal(pool_class: type, method: str, argument: Any, why: str) -> No
 
 
 def check_allocate(manager_class: type) -> None:
-    """Tables as long as the prompt needs, of blocks in no other table."""
+    """Tables as long as the prompt needs, of blocks in no other table; and what the cell gives is still there."""
     rng = random.Random(40)
+    for arguments, wanted in (({"num_cpu_blocks": 3, "watermark": 0.1}, (4, 40, 3)), ({}, (0, 40, 0))):
+        manager = manager_class(4, 40, **arguments)
+        given = manager.watermark_blocks, manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+        assert given == wanted, (
+            f"In a new manager with 40 device blocks and {arguments}, watermark_blocks and the numbers of free device and host blocks should be "
+            f"{wanted}, but are {given}: `__init__` and the methods that count blocks are given, leave them as they are."
+        )
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 200, watermark=0.25)
         sizes = (1, block_size - 1, block_size, block_size + 1, rng.randrange(2, 9) * block_size, rng.randrange(20, 60))
@@ -180,15 +189,15 @@ def check_can_allocate(manager_class: type) -> None:
             taken = make_sequence("a", block_size * rng.randrange(3, 9))
             manager.allocate(taken)
             free = manager.get_num_free_gpu_blocks()
-            for keep in (True, False):
-                room = free - (int(watermark * 40) if keep else 0)
+            for options in _KEEP_WATERMARK:
+                room = free - (int(watermark * 40) if options.get("keep_watermark", True) else 0)
                 for num_blocks in (1, room - 1, room, room + 1, free + 1):
                     num_tokens = max(1, num_blocks * block_size - rng.randrange(block_size))
                     seq = make_sequence("b", num_tokens)
-                    got, wanted = ask(manager, "can_allocate", seq, keep_watermark=keep), num_blocks <= room
+                    got, wanted = ask(manager, "can_allocate", seq, **options), num_blocks <= room
                     assert bool(got) == wanted, (
                         f"With block size {block_size}, {free} free blocks and watermark_blocks = {int(watermark * 40)}: for a prompt of "
-                        f"{count(num_tokens, 'token')}, which needs {count(num_blocks, 'block')}, can_allocate(seq, keep_watermark={keep}) should "
+                        f"{count(num_tokens, 'token')}, which needs {count(num_blocks, 'block')}, {_call('can_allocate', options)} should "
                         f"be {wanted}, but is {got!r}."
                     )
 
@@ -464,15 +473,20 @@ def _check_can_swap_out(manager: Any, seq: Sequence) -> None:
 def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
     """Ask with just enough free blocks, and with one too few; the newest token counts too."""
     needed = -(-seq.num_tokens // manager.block_size)
-    for keep in (True, False):
-        room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if keep else 0)
+    for options in _KEEP_WATERMARK:
+        room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if options.get("keep_watermark", True) else 0)
         for missing in (0, 1):
             filler = make_sequence("d", (room - needed + missing) * manager.block_size)
             manager.allocate(filler)
-            got = ask(manager, "can_swap_in", seq, keep_watermark=keep)
+            got = ask(manager, "can_swap_in", seq, **options)
             assert bool(got) == (not missing), (
                 f"{count(manager.get_num_free_gpu_blocks(), 'device block')} are free, watermark_blocks is {manager.watermark_blocks}, "
                 f"and the sequence's {count(seq.num_tokens, 'token')}, the newest included, need {count(needed, 'block')}: "
-                f"can_swap_in(seq, keep_watermark={keep}) should be {not missing}, but is {got!r}."
+                f"{_call('can_swap_in', options)} should be {not missing}, but is {got!r}."
             )
             manager.free(filler)
+
+
+def _call(question: str, options: dict[str, bool]) -> str:
+    """A question as it was asked: "can_allocate(seq, keep_watermark=True)"."""
+    return f"{question}({', '.join(['seq', *(f'{name}={value}' for name, value in options.items())])})"
