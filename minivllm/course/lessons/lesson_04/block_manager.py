@@ -106,12 +106,12 @@ def _check_refusal(pool_class: type, method: str, argument: Any, why: str) -> No
 def check_allocate(manager_class: type) -> None:
     """Tables as long as the prompt needs, of blocks in no other table; and what the cell gives is still there."""
     rng = random.Random(40)
-    for arguments, wanted in (({"num_cpu_blocks": 3, "watermark": 0.1}, (4, 40, 3)), ({}, (0, 40, 0))):
+    for arguments, sizes_given in (({"num_cpu_blocks": 3, "watermark": 0.1}, (4, 40, 3)), ({}, (0, 40, 0))):
         manager = manager_class(4, 40, **arguments)
         given = manager.watermark_blocks, manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
-        assert given == wanted, (
+        assert given == sizes_given, (
             f"In a new manager with 40 device blocks and {arguments}, watermark_blocks and the numbers of free device and host blocks should be "
-            f"{wanted}, but are {given}: `__init__` and the methods that count blocks are given, leave them as they are."
+            f"{sizes_given}, but are {given}: `__init__` and the methods that count blocks are given, leave them as they are."
         )
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 200, watermark=0.25)
