@@ -1,21 +1,35 @@
 """The checks of lesson 04 for each part of a block manager.
 
 Each takes a learner's class and tries it on inputs that are not in the notebook. Its assertions say what was expected, what came and
-where to look. They use only names that the exercise introduces.
+where to look. They use only names that the exercise introduces. A floor's check also tries what the floor inherits and may have broken, and
+every question is asked through `ask`, which finds one that changes something.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from numbers import Integral
 from operator import index
 from typing import Any
 
-from minivllm.course.lessons.block_tables import add_token, fork_sequence, make_sequence
-from minivllm.course.lessons.lesson_04.tables import check_references, count_references, grow_and_compare, last_actions
+from minivllm.course.lessons.block_tables import add_token, add_tokens, fork_sequence, make_sequence
+from minivllm.course.lessons.lesson_04.tables import (
+    ask,
+    check_references,
+    count,
+    count_references,
+    grow_and_compare,
+    last_actions,
+    name_of,
+    next_blocks,
+    table_of,
+)
 from minivllm.request import Sequence
 
 _BLOCK_SIZES = (1, 3, 4, 16)
+_KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
+"""How a question that minds the watermark is asked; without the argument, it is kept."""
 
 
 def check_pool(pool_class: type) -> None:
@@ -27,115 +41,139 @@ def check_pool(pool_class: type) -> None:
     actions: list[str] = []
     for _ in range(300):
         used = [block for block in range(num_blocks) if counts[block]]
+        some = rng.sample(used, rng.randrange(min(len(used), 4) + 1))
         action = rng.choice(["allocate", "allocate", "share", "release", "release"])
-        if action == "allocate" and free:
-            actions.append("allocate()")
-            got, wanted = index(pool.allocate()), free.pop(0)
-            assert got == wanted, (
-                f"After {last_actions(actions)}: expected block {wanted}, which has been free the longest, but got {got!r}."
+        if action == "allocate":
+            number = rng.randrange(min(len(free), 5) + 1)
+            actions.append(f"allocate({number})")
+            got, wanted = pool.allocate(number), free[:number]
+            assert got is not None and [index(block) for block in got] == wanted, (
+                f"After {last_actions(actions)}: expected {wanted}, the blocks that have been free the longest, in that order, but got {got!r}."
             )
-            counts[wanted] = 1
-        elif action == "share" and used:
-            block = rng.choice(used)
-            actions.append(f"share({block})")
-            pool.share(block)
-            counts[block] += 1
-        elif action == "release" and used:
-            block = rng.choice(used)
-            actions.append(f"release({block})")
-            pool.release(block)
-            counts[block] -= 1
-            if not counts[block]:
-                free.append(block)
+            del free[:number]
+            for block in wanted:
+                counts[block] = 1
+        elif action == "share":
+            actions.append(f"share({some})")
+            pool.share(list(some))
+            for block in some:
+                counts[block] += 1
+        else:
+            actions.append(f"release({some})")
+            pool.release(list(some))
+            for block in reversed(some):
+                counts[block] -= 1
+                if not counts[block]:
+                    free.append(block)
         assert index(pool.num_free) == len(free), (
-            f"After {last_actions(actions)}: {len(free)} blocks are free, but num_free is {pool.num_free!r}. A block becomes free when its last "
-            f"reference is released, and not before."
+            f"After {last_actions(actions)}: {count(len(free), 'block')} should be free, but num_free is {pool.num_free!r}. A block becomes free "
+            f"when its last reference is released, and not before."
         )
         assert count_references(pool, num_blocks) == counts, (
-            f"After {last_actions(actions)}: ref_counts should be {counts}, but are {pool.ref_counts}."
+            f"After {last_actions(actions)}: ref_counts should be {counts}, but are {count_references(pool, num_blocks)}."
         )
-    pool = pool_class(3)
-    block = pool.allocate()
-    pool.release(block)
-    before = pool.num_free, count_references(pool, 3)
+        assert next_blocks(pool) == free, (
+            f"After {last_actions(actions)}: the free blocks should be handed out in the order {free}, but would be in the order "
+            f"{next_blocks(pool)}. Of blocks released together, the last of the list is free first."
+        )
+    _check_refusal(pool_class, "allocate", 3, "only 2 blocks are free")
+    _check_refusal(pool_class, "share", [0, 3], "block 3 is free")
+    _check_refusal(pool_class, "release", [0, 3], "block 3 is free")
+    _check_refusal(pool_class, "release", [3, 0], "block 3 is free")
+
+
+def _check_refusal(pool_class: type, method: str, argument: Any, why: str) -> None:
+    """A call that cannot be done raises a ValueError and changes nothing. Blocks 0 and 1 of four are taken."""
+    pool = pool_class(4)
+    pool.allocate(2)
+    before = count_references(pool, 4), next_blocks(pool)
+    call = f"{method}({argument})"
     try:
-        pool.release(block)
+        getattr(pool, method)(argument)
     except ValueError:
         pass
+    except IndexError as error:
+        raise AssertionError(f"{call} must raise a ValueError, because {why}, but raised an IndexError: {error}.") from None
     else:
-        raise AssertionError(f"release({block}) of a free block must raise a ValueError: it was released twice.")
-    assert (pool.num_free, count_references(pool, 3)) == before, (
-        "A release that raises a ValueError must leave the pool unchanged, but something changed."
+        raise AssertionError(f"{call} must raise a ValueError, because {why}, but it raised nothing.")
+    after = count_references(pool, 4), next_blocks(pool)
+    assert after == before, (
+        f"{call} raises a ValueError, because {why}, and must then leave the pool as it was: ref_counts and free blocks were {before[0]} and "
+        f"{before[1]}, but now are {after[0]} and {after[1]}. Look before you change anything."
     )
 
 
 def check_allocate(manager_class: type) -> None:
-    """Tables as long as the prompt needs, of blocks in no other table."""
+    """Tables as long as the prompt needs, of blocks in no other table; and what the cell gives is still there."""
     rng = random.Random(40)
+    for arguments, sizes_given in (({"num_cpu_blocks": 3, "watermark": 0.1}, (4, 40, 3)), ({}, (0, 40, 0))):
+        manager = manager_class(4, 40, **arguments)
+        given = manager.watermark_blocks, manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+        assert given == sizes_given, (
+            f"In a new manager with 40 device blocks and {arguments}, watermark_blocks and the numbers of free device and host blocks should be "
+            f"{sizes_given}, but are {given}: `__init__` and the methods that count blocks are given, leave them as they are."
+        )
     for block_size in _BLOCK_SIZES:
-        manager = manager_class(block_size, 200, watermark=0.0)
-        for num_tokens in (
-            1,
-            block_size - 1,
-            block_size,
-            block_size + 1,
-            rng.randrange(2, 9) * block_size,
-            rng.randrange(20, 60),
-        ):
+        manager = manager_class(block_size, 200, watermark=0.25)
+        sizes = (1, block_size - 1, block_size, block_size + 1, rng.randrange(2, 9) * block_size, rng.randrange(20, 60))
+        for num_tokens in sizes:
             wanted = (num_tokens + block_size - 1) // block_size
-            got = manager.num_blocks_for(num_tokens)
+            got = ask(manager, "num_blocks_for", num_tokens)
             assert isinstance(got, Integral) and got == wanted, (
-                f"{num_tokens} tokens in blocks of {block_size} need {wanted} blocks, but num_blocks_for returned {got!r}."
+                f"{count(num_tokens, 'token')} in blocks of {block_size} should need {count(wanted, 'block')}, but num_blocks_for returned {got!r}."
             )
-        seen: list[int] = []
+        sequences = []
         for _ in range(5):
-            num_tokens = rng.choice([block_size, 2 * block_size, rng.randrange(1, 30)])
-            seq = make_sequence("a", num_tokens)
+            seq = make_sequence("a", rng.choice([block_size, 2 * block_size, rng.randrange(1, 30)]))
             manager.allocate(seq)
-            table = list(manager.get_block_table(seq))
-            wanted = (num_tokens + block_size - 1) // block_size
-            assert len(table) == wanted, (
-                f"A prompt of {num_tokens} tokens in blocks of {block_size} needs {wanted} blocks, but its table is {table}."
-            )
-            seen += table
-            assert len(set(seen)) == len(seen), f"Block tables of different prompts contain the same block: {sorted(seen)}."
-            assert manager.get_num_free_gpu_blocks() == 200 - len(seen), (
-                f"{len(seen)} of 200 blocks are in tables, but {manager.get_num_free_gpu_blocks()} are free: allocate must take blocks from gpu_pool."
-            )
+            _check_new_table(manager, seq)
+            sequences.append(seq)
+            check_references(manager, sequences)
+    for num_blocks in (1, 5):
+        manager = manager_class(4, num_blocks, watermark=0.5)
+        seq = make_sequence("a", 4 * num_blocks)
+        manager.allocate(seq)  # to the last block: the watermark is no business of allocate
+        _check_new_table(manager, seq)
+
+
+def _check_new_table(manager: Any, seq: Sequence) -> None:
+    table, wanted = table_of(manager, seq), -(-seq.num_tokens // manager.block_size)
+    assert len(table) == wanted, (
+        f"A prompt of {count(seq.num_tokens, 'token')} in blocks of {manager.block_size} needs {count(wanted, 'block')}, but its table is {table}."
+    )
 
 
 def check_free(manager_class: type) -> None:
     """All blocks return to the pool once, the last one of a table first."""
     rng = random.Random(41)
     for block_size in _BLOCK_SIZES:
-        manager = manager_class(block_size, 100, watermark=0.0)
+        manager = manager_class(block_size, 100, watermark=0.25)
+        free = name_of(manager, "free")
         sequences = [make_sequence(f"{i}", rng.randrange(1, 12 * block_size)) for i in range(4)]
         for seq in sequences:
             manager.allocate(seq)
         rng.shuffle(sequences)
-        for seq in sequences:
-            before, table = manager.get_num_free_gpu_blocks(), list(manager.get_block_table(seq))
+        for number, seq in enumerate(sequences, 1):
+            before, table = manager.get_num_free_gpu_blocks(), table_of(manager, seq)
             manager.free(seq)
             got = manager.get_num_free_gpu_blocks() - before
-            assert got == len(table), (
-                f"free of a sequence with {len(table)} blocks must release all {len(table)}, but released {got}."
-            )
+            assert got == len(table), f"{free} must release {count(len(table), 'block')}, the whole table, but released {got}."
             manager.free(seq)  # a second time: no error, no effect
             got = manager.get_num_free_gpu_blocks() - before
             assert got == len(table), (
-                f"A second free of the same sequence must do nothing, but now {got} blocks instead of {len(table)} have been released."
+                f"A second {free} of the same sequence must do nothing, but now {got} blocks instead of {len(table)} have been released."
             )
             assert seq.seq_id not in manager.block_tables, (
-                "free must remove the sequence's table, but it is still in block_tables."
+                f"{free} must remove the sequence's table, but it is still in block_tables."
             )
-        assert manager.get_num_free_gpu_blocks() == 100, "All sequences are freed, but not all blocks are free."
-    manager = manager_class(2, 4, watermark=0.0)
+            check_references(manager, sequences[number:])
+    manager = manager_class(2, 4, watermark=0.25)
     seq = make_sequence("a", 8)
     manager.allocate(seq)
-    table = list(manager.get_block_table(seq))
+    table = table_of(manager, seq)
     manager.free(seq)
     manager.allocate(seq)
-    again = list(manager.get_block_table(seq))
+    again = table_of(manager, seq)
     assert again == table[::-1], (
         f"The table was {table}. Its last block must be released first, so that it is reused first: the next table of 4 blocks "
         f"should be {table[::-1]}, but is {again}."
@@ -151,73 +189,76 @@ def check_can_allocate(manager_class: type) -> None:
             taken = make_sequence("a", block_size * rng.randrange(3, 9))
             manager.allocate(taken)
             free = manager.get_num_free_gpu_blocks()
-            for keep in (True, False):
-                room = free - (int(watermark * 40) if keep else 0)
+            for options in _KEEP_WATERMARK:
+                room = free - (int(watermark * 40) if options.get("keep_watermark", True) else 0)
                 for num_blocks in (1, room - 1, room, room + 1, free + 1):
                     num_tokens = max(1, num_blocks * block_size - rng.randrange(block_size))
                     seq = make_sequence("b", num_tokens)
-                    got, wanted = manager.can_allocate(seq, keep_watermark=keep), num_blocks <= room
+                    got, wanted = ask(manager, "can_allocate", seq, **options), num_blocks <= room
                     assert bool(got) == wanted, (
-                        f"{free} blocks of {block_size} are free, and the watermark is {int(watermark * 40)}. For a prompt of {num_tokens} "
-                        f"tokens ({num_blocks} blocks), can_allocate(keep_watermark={keep}) should be {wanted}, but is {got!r}."
+                        f"With block size {block_size}, {free} free blocks and watermark_blocks = {int(watermark * 40)}: for a prompt of "
+                        f"{count(num_tokens, 'token')}, which needs {count(num_blocks, 'block')}, {_call('can_allocate', options)} should "
+                        f"be {wanted}, but is {got!r}."
                     )
-            assert manager.get_num_free_gpu_blocks() == free, (
-                "can_allocate must not change anything, but the number of free blocks changed."
-            )
 
 
 def check_append(manager_class: type) -> None:
-    """The tables of several sequences that grow token by token."""
+    """The tables of several sequences that grow by one token or several, and share nothing."""
     rng = random.Random(43)
     for block_size in _BLOCK_SIZES:
-        manager = manager_class(block_size, 200, watermark=0.0)
+        manager = manager_class(block_size, 400, watermark=0.5)
         sequences = [make_sequence(f"{i}", rng.randrange(1, 3 * block_size + 2)) for i in range(3)]
         for seq in sequences:
             manager.allocate(seq)
-        for _ in range(3 * block_size + 5):
+        for number in range(3 * block_size + 5):
             seq = rng.choice(sequences)
-            add_token(seq)
-            before = list(manager.get_block_table(seq))
-            manager.append_slots(seq)
-            table = list(manager.get_block_table(seq))
-            manager.append_slots(seq)
-            again = list(manager.get_block_table(seq))
-            assert again == table, f"A second append_slots for the same token must change nothing, but {table} became {again}."
-            wanted = (seq.num_tokens + block_size - 1) // block_size
-            assert len(table) == wanted, (
-                f"A sequence of {seq.num_tokens} tokens, the newest included, needs {wanted} blocks of {block_size} "
-                f"(its table had {len(before)}), but after append_slots it has {len(table)}: look at the block boundary."
-            )
-            assert table[: len(before)] == before, f"append_slots must keep the earlier blocks, but {before} became {table}."
+            add_tokens(seq, 1 if number <= block_size else rng.choice([1, 2, block_size, 2 * block_size + 1]))
+            grow_and_compare(manager, seq)
             check_references(manager, sequences)
 
 
 def check_can_append(manager_class: type) -> None:
-    """The answer with and without a free block, at a block boundary and within a block."""
+    """The answer for one token and for several, with just enough free blocks and with one too few, and nothing shared."""
+
+    def holding(block_size: int, num_tokens: int, spare: int) -> tuple[Any, Sequence]:
+        manager = manager_class(block_size, -(-num_tokens // block_size) + spare, watermark=0.5)
+        seq = make_sequence("a", num_tokens)
+        manager.allocate(seq)
+        return manager, seq
+
     for block_size in _BLOCK_SIZES:
-        for num_tokens in range(1, 3 * block_size + 1):
-            for spare in (0, 1):
-                num_blocks = -(-num_tokens // block_size)
-                manager = manager_class(block_size, num_blocks + spare, watermark=0.0)
-                seq = make_sequence("a", num_tokens)
-                manager.allocate(seq)
-                add_token(seq)
-                at_boundary = num_tokens % block_size == 0
-                got, wanted = manager.can_append_slots(seq), spare == 1 or not at_boundary
-                assert bool(got) == wanted, (
-                    f"A table of {num_blocks} blocks of {block_size} holds {num_tokens} tokens, one more must be appended, and {spare} blocks "
-                    f"are free: can_append_slots should be {wanted}, but is {got!r}."
-                )
-                assert manager.get_num_free_gpu_blocks() == spare and len(manager.get_block_table(seq)) == num_blocks, (
-                    "can_append_slots must not change anything, but it took a block."
-                )
+        for num_tokens in range(1, 2 * block_size + 1):
+            for num_new in (1, 2, block_size + 1, 2 * block_size + 1):
+                _check_room(holding, block_size, num_tokens, num_new, shared=False)
+
+
+def _check_room(
+    holding: Callable[[int, int, int], tuple[Any, Sequence]], block_size: int, num_tokens: int, num_new: int, *, shared: bool
+) -> None:
+    """Ask `can_append_slots` with the blocks it needs, one fewer, and one more."""
+    num_blocks = -(-num_tokens // block_size)
+    growth = -(-(num_tokens + num_new) // block_size) - num_blocks
+    copied = shared and num_tokens % block_size != 0
+    needed = growth + copied
+    for spare in {max(0, needed - 1), needed, needed + 1}:
+        manager, seq = holding(block_size, num_tokens, spare)
+        add_tokens(seq, num_new)
+        got, wanted = ask(manager, "can_append_slots", seq), spare >= needed
+        why = count(growth, "block") + " to grow by" + (" and 1 block for the copy of the shared one" if copied else "")
+        watermark = f" The watermark of {manager.watermark_blocks} is not for sequences that run, only for newcomers."
+        assert bool(got) == wanted, (
+            f"With block size {block_size}, a table of {count(num_blocks, 'block')}{', shared by a sibling,' if shared else ''} holds "
+            f"{count(num_tokens, 'token')}, and {count(num_new, 'new token')} must be placed. That takes {why}, and {count(spare, 'block')} "
+            f"{'is' if spare == 1 else 'are'} free: {name_of(manager, 'can_append_slots')} should be {wanted}, but is {got!r}."
+            + (watermark if wanted and manager.watermark_blocks else "")
+        )
 
 
 def check_fork(manager_class: type) -> None:
     """Siblings share the parent's blocks in lists of their own, and references are counted."""
     rng = random.Random(44)
     for block_size in _BLOCK_SIZES:
-        manager = manager_class(block_size, 60, watermark=0.0)
+        manager = manager_class(block_size, 60, watermark=0.25)
         parent = make_sequence("a", rng.randrange(2 * block_size, 5 * block_size) + 1)
         manager.allocate(parent)
         free = manager.get_num_free_gpu_blocks()
@@ -226,7 +267,7 @@ def check_fork(manager_class: type) -> None:
             child = fork_sequence(parent)
             manager.fork(parent, child)
             family.append(child)
-            got, wanted = list(manager.get_block_table(child)), list(manager.get_block_table(parent))
+            got, wanted = table_of(manager, child), table_of(manager, parent)
             assert got == wanted, f"The child's table should equal the parent's, {wanted}, but is {got}."
             table = manager.get_block_table(child)
             assert isinstance(table, tuple) or table is not manager.get_block_table(parent), (
@@ -247,56 +288,61 @@ def check_fork(manager_class: type) -> None:
 
 
 def check_copy_on_write(manager_class: type) -> None:
-    """Siblings that grow: the first write to a shared block copies it, and full blocks stay shared."""
+    """Siblings that grow: the first write to a shared block copies it, full blocks stay shared, and who shares nothing grows as before."""
+    check_append(manager_class)
+    check_can_append(manager_class)
     rng = random.Random(45)
     for block_size in (2, 3, 4, 16):
         for num_tokens in (2 * block_size - 1, 2 * block_size, 2 * block_size + 1, rng.randrange(3 * block_size, 5 * block_size)):
-            manager = manager_class(block_size, 60, watermark=0.0)
-            parent = make_sequence("a", num_tokens)
-            manager.allocate(parent)
-            family = [parent]
-            for _ in range(2):
-                child = fork_sequence(parent)
-                manager.fork(parent, child)
-                family.append(child)
+            manager = manager_class(block_size, 90, watermark=0.5)
+            family = _make_family(manager, num_tokens, 3)
             for number in range(2 * block_size + 1):
                 for seq in family:
-                    add_token(seq)
-                    grow_and_compare(manager, seq, first=number == 0)
+                    add_tokens(seq, rng.choice([1, 1, block_size]) if number < 3 else 1)
+                    ask(manager, "must_copy", seq)
+                    grow_and_compare(manager, seq)
                     check_references(manager, family)
             full = num_tokens // block_size
-            heads = {tuple(manager.get_block_table(seq)[:full]) for seq in family}
-            assert len(heads) == 1, (
-                f"The first {full} blocks are full and never written again, so the siblings must still share them, but their tables begin with {heads}."
+            heads = [table_of(manager, seq)[:full] for seq in family]
+            assert heads == heads[:1] * len(heads), (
+                f"The first {count(full, 'block')} of the siblings are full and never written again, so they must still be shared, but the "
+                f"tables begin with {', '.join(map(str, heads))}."
             )
-    manager = manager_class(4, 3, watermark=0.0)
-    parent = make_sequence("a", 6)
-    manager.allocate(parent)
-    child = fork_sequence(parent)
-    manager.fork(parent, child)
+
+    def holding(block_size: int, num_tokens: int, spare: int) -> tuple[Any, Sequence]:
+        manager = manager_class(block_size, -(-num_tokens // block_size) + spare, watermark=0.5)
+        return manager, _make_family(manager, num_tokens, 2)[1]
+
+    for block_size in (2, 4):
+        for num_tokens in range(block_size, 3 * block_size + 1):
+            for num_new in (1, 2, block_size + 1):
+                _check_room(holding, block_size, num_tokens, num_new, shared=True)
+    manager = manager_class(4, 3, watermark=0.5)
+    parent, child = _make_family(manager, 6, 2)
     for seq in (child, parent):
         add_token(seq)
     manager.append_slots(child)
-    assert manager.can_append_slots(parent), (
+    assert ask(manager, "can_append_slots", parent), (
         "The child has its copy, so the parent now writes to a block of its own and needs no free block: can_append_slots should be "
         "True. Only the block being written matters, not those that are still shared."
     )
-    for spare in (0, 1):
-        manager = manager_class(4, 2 + spare, watermark=0.0)
-        parent = make_sequence("a", 6)
-        manager.allocate(parent)
+
+
+def _make_family(manager: Any, num_tokens: int, size: int) -> list[Sequence]:
+    """A computed prompt and its siblings, which share all of its blocks."""
+    parent = make_sequence("a", num_tokens)
+    manager.allocate(parent)
+    family = [parent]
+    for _ in range(size - 1):
         child = fork_sequence(parent)
         manager.fork(parent, child)
-        add_token(child)
-        got = manager.can_append_slots(child)
-        assert bool(got) == bool(spare), (
-            f"The next token goes into a shared block, whose copy needs a free block. There are {spare}: can_append_slots should be "
-            f"{bool(spare)}, but is {got!r}."
-        )
+        family.append(child)
+    return family
 
 
 def check_swap(manager_class: type) -> None:
-    """Swapping out and in: pairs in table order, blocks released on both sides, and the answers of can_swap_out and can_swap_in."""
+    """Swapping out and in: pairs in table order, blocks released on both sides, shared blocks, and the answers beforehand."""
+    check_free(manager_class)
     rng = random.Random(46)
     for block_size in _BLOCK_SIZES:
         manager = manager_class(block_size, 30, 9, watermark=0.1)
@@ -307,53 +353,25 @@ def check_swap(manager_class: type) -> None:
             for each in (seq, other):
                 manager.allocate(each)
             add_token(seq)  # in every second round it needs one more block than the table has
-            table = list(manager.get_block_table(seq))
-            assert manager.can_swap_out(seq), (
-                f"The host has 9 free blocks, and the table has {len(table)}: can_swap_out should be True."
-            )
-            moves = [tuple(pair) for pair in manager.swap_out(seq)]
-            assert [device for device, _ in moves] == table, (
-                f"swap_out must return (device block, host block) pairs in the order of the table {table}, but returned {moves}."
-            )
-            hosts = [host for _, host in moves]
-            assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(9)), (
-                f"The host blocks must be distinct numbers from 0 to 8, but are {hosts}."
-            )
-            assert manager.get_num_free_gpu_blocks() == 28, "A swapped-out sequence must hold no device block: release them."
-            assert manager.cpu_pool.num_free == 9 - len(table), (
-                f"{len(table)} host blocks are in use, but cpu_pool has {manager.cpu_pool.num_free} of 9 free: allocate them from cpu_pool."
-            )
-            assert list(manager.swapped_tables[seq.seq_id]) == hosts and seq.seq_id not in manager.block_tables, (
-                "The table must move from block_tables to swapped_tables."
-            )
-            room = 9 - len(table)
-            for num_blocks in {room, room + 1} - {0}:
-                big = make_sequence("c", num_blocks * block_size)
+            _check_can_swap_out(manager, seq)
+            _swap_out(manager, seq, running=[other], swapped=[seq])
+            room = 9 - num_blocks
+            for size in {room, room + 1} - {0}:
+                big = make_sequence("c", size * block_size)
                 manager.allocate(big)
                 add_token(big)  # the new token has no block yet, so it needs none on the host
-                got, wanted = manager.can_swap_out(big), num_blocks <= room
-                sizes = f"The host has {room} free blocks, and the table has {num_blocks}"
-                assert bool(got) == wanted, f"{sizes}: can_swap_out should be {wanted}, but is {got!r}."
+                _check_can_swap_out(manager, big)
                 manager.free(big)
             _check_can_swap_in(manager, seq)
-            moves_back = [tuple(pair) for pair in manager.swap_in(seq)]
-            assert [host for host, _ in moves_back] == hosts, (
-                f"swap_in must return (host block, device block) pairs in the order of the table {hosts}, but returned {moves_back}."
-            )
-            assert list(manager.get_block_table(seq)) == [device for _, device in moves_back], (
-                f"The table should consist of the device blocks in {moves_back}, but is {manager.get_block_table(seq)}."
-            )
-            assert manager.cpu_pool.num_free == 9 and seq.seq_id not in manager.swapped_tables, (
-                "A swapped-in sequence must hold no host block: release them."
-            )
-            check_references(manager, [seq, other])
+            _swap_in(manager, seq, running=[seq, other], swapped=[])
             if round_number % 2:
                 manager.swap_out(seq)
             for each in (seq, other):
                 manager.free(each)
-            assert (manager.get_num_free_gpu_blocks(), manager.cpu_pool.num_free) == (30, 9), (
-                "All sequences are freed, one of them while swapped out, but not all blocks are free: free must release blocks of both pools."
-            )
+            _check_all_free(manager, "one of them while it was on the host")
+    for block_size in (2, 4):
+        for num_tokens in (2 * block_size, 2 * block_size + 1):
+            _check_swap_of_siblings(manager_class(block_size, 30, 30, watermark=0.1), num_tokens)
     manager = manager_class(2, 3, 3, watermark=0.0)
     seq = make_sequence("a", 6)
     manager.allocate(seq)
@@ -366,17 +384,109 @@ def check_swap(manager_class: type) -> None:
     )
 
 
+def _check_swap_of_siblings(manager: Any, num_tokens: int) -> None:
+    """One sibling after another goes to the host, and two come back: blocks that others still name stay where they are."""
+    family = _make_family(manager, num_tokens, 3)
+    for seq in family[:2]:
+        add_token(seq)
+        manager.append_slots(seq)
+    add_token(family[2])
+    running, swapped = list(family), []
+    for seq in (family[1], family[2], family[0]):
+        running.remove(seq)
+        swapped.append(seq)
+        _swap_out(manager, seq, running, swapped)
+    for seq in (family[2], family[1]):
+        swapped.remove(seq)
+        running.append(seq)
+        _swap_in(manager, seq, running, swapped)
+        grow_and_compare(manager, seq)
+        check_references(manager, running, swapped)
+    for seq in family:
+        manager.free(seq)
+    _check_all_free(manager, "one of them, which had shared its blocks, while it was on the host")
+
+
+def _swap_out(manager: Any, seq: Sequence, running: list[Sequence], swapped: list[Sequence]) -> None:
+    """Call `swap_out`, and assert what it returned and that the table and all references are right; both lists are as afterwards."""
+    table = table_of(manager, seq)
+    shared = [block for block in table if manager.gpu_pool.ref_counts[block] > 1]
+    case = f"swap_out of the table {table}" + (f", whose blocks {shared} others name too" if shared else "")
+    moves = [tuple(pair) for pair in manager.swap_out(seq)]
+    assert [device for device, _ in moves] == table, (
+        f"{case} must return (device block, host block) pairs in the order of the table, but returned {moves}."
+    )
+    hosts = [host for _, host in moves]
+    assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(manager.num_cpu_blocks)), (
+        f"{case}: the host blocks must be distinct numbers from 0 to {manager.num_cpu_blocks - 1}, but are {hosts}."
+    )
+    assert seq.seq_id not in manager.block_tables and list(manager.swapped_tables.get(seq.seq_id, [])) == hosts, (
+        f"{case}: the sequence must leave block_tables, and its table in swapped_tables must be the host blocks {hosts}."
+    )
+    _check_references_after(case, manager, running, swapped)
+
+
+def _swap_in(manager: Any, seq: Sequence, running: list[Sequence], swapped: list[Sequence]) -> None:
+    """Call `swap_in`, and assert what it returned and that the table and all references are right; both lists are as afterwards."""
+    hosts = list(manager.swapped_tables[seq.seq_id])
+    case = f"swap_in of the host blocks {hosts}"
+    moves = [tuple(pair) for pair in manager.swap_in(seq)]
+    assert [host for host, _ in moves] == hosts, (
+        f"{case} must return (host block, device block) pairs in the order of the table, but returned {moves}."
+    )
+    assert seq.seq_id in manager.block_tables and seq.seq_id not in manager.swapped_tables, (
+        f"{case}: the table must move from swapped_tables back to block_tables."
+    )
+    table = table_of(manager, seq)
+    assert len(table) <= len(hosts), (
+        f"{case} must bring back these {count(len(hosts), 'block')} and no more, but the table is now {table}. A block for the newest token is "
+        f"taken by append_slots, which the scheduler calls afterwards."
+    )
+    devices = [device for _, device in moves]
+    assert table == devices, f"{case}: the table should be {devices}, the device blocks of the returned pairs, but is {table}."
+    _check_references_after(case, manager, running, swapped)
+
+
+def _check_references_after(case: str, manager: Any, running: list[Sequence], swapped: list[Sequence]) -> None:
+    try:
+        check_references(manager, running, swapped)
+    except AssertionError as error:
+        raise AssertionError(f"After {case}: {error}") from None
+
+
+def _check_all_free(manager: Any, how: str) -> None:
+    free = manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+    assert free == (manager.num_gpu_blocks, manager.num_cpu_blocks), (
+        f"All sequences are freed, {how}, but {free[0]} of {manager.num_gpu_blocks} device blocks and {free[1]} of {manager.num_cpu_blocks} host "
+        f"blocks are free: free must release blocks of both pools."
+    )
+
+
+def _check_can_swap_out(manager: Any, seq: Sequence) -> None:
+    free, size = manager.get_num_free_cpu_blocks(), len(table_of(manager, seq))
+    got, wanted = ask(manager, "can_swap_out", seq), size <= free
+    assert bool(got) == wanted, (
+        f"The host has {count(free, 'free block')}, and the table has {count(size, 'block')}: can_swap_out should be {wanted}, but is {got!r}."
+    )
+
+
 def _check_can_swap_in(manager: Any, seq: Sequence) -> None:
     """Ask with just enough free blocks, and with one too few; the newest token counts too."""
-    needed = manager.num_blocks_for(seq.num_tokens)
-    for keep in (True, False):
-        room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if keep else 0)
+    needed = -(-seq.num_tokens // manager.block_size)
+    for options in _KEEP_WATERMARK:
+        room = manager.get_num_free_gpu_blocks() - (manager.watermark_blocks if options.get("keep_watermark", True) else 0)
         for missing in (0, 1):
             filler = make_sequence("d", (room - needed + missing) * manager.block_size)
             manager.allocate(filler)
-            got = manager.can_swap_in(seq, keep_watermark=keep)
+            got = ask(manager, "can_swap_in", seq, **options)
             assert bool(got) == (not missing), (
-                f"{manager.get_num_free_gpu_blocks()} device blocks are free, the watermark is {manager.watermark_blocks}, and the sequence needs "
-                f"{needed}: can_swap_in(keep_watermark={keep}) should be {not missing}, but is {got!r}."
+                f"{count(manager.get_num_free_gpu_blocks(), 'device block')} are free, watermark_blocks is {manager.watermark_blocks}, "
+                f"and the sequence's {count(seq.num_tokens, 'token')}, the newest included, need {count(needed, 'block')}: "
+                f"{_call('can_swap_in', options)} should be {not missing}, but is {got!r}."
             )
             manager.free(filler)
+
+
+def _call(question: str, options: dict[str, bool]) -> str:
+    """A question as it was asked: "can_allocate(seq, keep_watermark=True)"."""
+    return f"{question}({', '.join(['seq', *(f'{name}={value}' for name, value in options.items())])})"

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class _Crowd(NamedTuple):
+    """A crowded simulated run: the seed of its requests, how requests give way, which share of the blocks is kept from newcomers, and how many blocks there are."""
+
+    seed: int
+    preemption_mode: str
+    watermark: float
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+_CROWDS = (
+    _Crowd(2, "recompute", 0.15, 20, 0),
+    _Crowd(3, "swap", 0.15, 24, 40),
+    _Crowd(0, "swap", 0.25, 20, 24),
+    _Crowd(2, "swap", 0.1, 20, 6),  # the host is full at times, so some give way by recompute
+)
+_WHERE_TO_LOOK = {
+    "the sequence that gives way": "can_append_slots decides whether somebody must, and can_allocate and can_swap_in decide who has come in before",
+    "the block table": "allocate, append_slots, fork and swap_in make and change tables; can_allocate and can_append_slots decide who runs",
+    "the list of blocks to copy": "append_slots returns them",
+    "the list of blocks to swap out": "swap_out returns them, and can_swap_out decides whether it is called",
+    "the list of blocks to swap in": "swap_in returns them, and can_swap_in decides when it is called",
+    "the number of free blocks": "free, append_slots and swap_out release blocks",
+}
 
 
 def check_block_manager(manager_class: type) -> None:
     """The same tables, copies and swaps as with the package's manager in every step of crowded simulated runs."""
     from minivllm.core.block_space_manager import BlockSpaceManager
 
-    for seed, mode in enumerate(("recompute", "swap", "swap")):
-        wanted, got = (_run_simulated(cls, seed, mode) for cls in (BlockSpaceManager, manager_class))
-        for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False)):
+    for crowd in _CROWDS:
+        wanted, got = (_run_simulated(cls, crowd) for cls in (BlockSpaceManager, manager_class))
+        for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False), 1):
             for what, value in theirs.items():
                 assert ours[what] == value, (
-                    f"In step {number} of a simulated run (preemption by {mode}) {_difference(what, value, ours[what])}"
+                    f"In step {number} of a simulated run, in which requests give way by {crowd.preemption_mode}, "
+                    f"{_difference(what, value, ours[what])}\nWhere to look: {_WHERE_TO_LOOK[what]}."
                 )
         assert len(got) == len(wanted), (
             f"The simulated run takes {len(wanted)} steps with the package's manager, but {len(got)} with yours."
@@ -26,8 +53,19 @@ def _difference(what: str, wanted: Any, got: Any) -> str:
     """Describe a difference from the package's manager; for tables, only the first one that differs."""
     if isinstance(wanted, dict):
         name = next(name for name in [*wanted, *got] if wanted.get(name) != got.get(name))
-        what, wanted, got = f"{what} of sequence {name}", wanted.get(name), got.get(name)
-    return f"{what} should be {wanted}, as with the package's manager, but is {got} with yours."
+        if name not in got:
+            return f"{name} has the block table {wanted[name]} with the package's manager, but none with yours."
+        if name not in wanted:
+            return f"{name} has the block table {got[name]} with your manager, but none with the package's."
+        what, wanted, got = f"{what} of {name}", wanted[name], got[name]
+    return f"{what} is not the same: {_shown(wanted)} with the package's manager, {_shown(got)} with yours."
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: "none" for an empty list, names without quotes."""
+    if value == []:
+        return "none"
+    return ", ".join(value) if isinstance(value, list) and isinstance(value[0], str) else str(value)
 
 
 def check_text(**parts: type) -> None:
@@ -40,25 +78,22 @@ def check_text(**parts: type) -> None:
     """
     wanted, got = _write(), _write(**parts)
     for theirs, ours in zip(wanted, got, strict=True):
-        assert ours == theirs, f"The real model should write {theirs!r}, but wrote {ours!r}: it has read the wrong blocks."
+        assert ours == theirs, (
+            f"The real model should write\n  {theirs!r},\nbut wrote\n  {ours!r}.\nIt has read keys and values of other tokens: a table names the wrong "
+            f"block, or a block was written that others still read."
+        )
 
 
-def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, Any]]:
+def _run_simulated(manager_class: type, crowd: _Crowd) -> list[dict[str, Any]]:
     """What the manager did in each step of a crowded run."""
     from minivllm.bench.simulation import make_simulated_engine
     from minivllm.sampling_params import SamplingParams
 
-    rng = random.Random(seed)
-    engine = make_simulated_engine(
-        block_space_manager_cls=manager_class,
-        block_size=4,
-        num_gpu_blocks=28,
-        num_cpu_blocks=16,
-        max_num_seqs=6,
-        preemption_mode=mode,
-    )
+    rng, options = random.Random(crowd.seed), crowd._asdict()
+    del options["seed"]
+    engine = make_simulated_engine(block_space_manager_cls=manager_class, block_size=4, max_num_seqs=6, **options)
     for i in range(14):
-        params = SamplingParams(n=rng.choice([1, 1, 2, 3]), max_tokens=rng.randrange(2, 24), ignore_eos=True, seed=i)
+        params = SamplingParams(n=rng.choice([1, 2, 3, 3]), max_tokens=rng.randrange(2, 24), ignore_eos=True, seed=i)
         engine.add_request(f"{i}", [1 + i] * rng.randrange(1, 20), params)
     steps = 0
     while engine.has_unfinished_requests():
@@ -66,17 +101,23 @@ def _run_simulated(manager_class: type, seed: int, mode: str) -> list[dict[str, 
         steps += 1
         assert steps < 2000, "A simulated run does not finish. Are blocks lost?"
     manager = engine.block_manager
-    total = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
-    assert total == (28, 16), (
-        f"When all requests are finished, all 28 device blocks and all 16 host blocks must be free, but {total[0]} and {total[1]} are."
+    free, total = (
+        (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()),
+        (crowd.num_gpu_blocks, crowd.num_cpu_blocks),
+    )
+    assert free == total, (
+        f"When all requests are finished, all {total[0]} device blocks and all {total[1]} host blocks must be free, but {free[0]} and {free[1]} are."
     )
     assert engine.trace is not None
     return [
         {
-            "the block table": {f"{key.request_id}/{key.index}": list(table) for key, table in step.block_tables.items()},
-            "the blocks to copy": [tuple(pair) for pair in step.blocks_to_copy],
-            "the blocks to swap out": [tuple(pair) for pair in step.blocks_to_swap_out],
-            "the blocks to swap in": [tuple(pair) for pair in step.blocks_to_swap_in],
+            "the sequence that gives way": [f"continuation {lost.index} of request {lost.request_id}" for lost in step.preempted],
+            "the block table": {
+                f"continuation {key.index} of request {key.request_id}": list(table) for key, table in step.block_tables.items()
+            },
+            "the list of blocks to copy": [tuple(pair) for pair in step.blocks_to_copy],
+            "the list of blocks to swap out": [tuple(pair) for pair in step.blocks_to_swap_out],
+            "the list of blocks to swap in": [tuple(pair) for pair in step.blocks_to_swap_in],
             "the number of free blocks": step.num_free_blocks,
         }
         for step in engine.trace
