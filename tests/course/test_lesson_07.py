@@ -360,6 +360,12 @@ def test_a_message_shows_the_one_sequence_that_is_wrong(cells):
     assert re.fullmatch(r"Got num_computed_tokens, for '.': \d+", lines[-2])
 
 
+def test_the_last_run_in_the_engine_swaps_often_and_keeps_a_watermark():
+    trace = check_decisions(Scheduler)
+    assert sum(len(step.preempted) for step in trace) >= 20 and sum(len(step.swapped_in) for step in trace) >= 20
+    assert int(trace.config.watermark * trace.config.num_gpu_blocks) >= 1
+
+
 def test_a_difference_in_the_engine_is_told_in_words():
     class Slower(Scheduler):
         """Lets one sequence run at a time, from the tenth request on."""
@@ -371,7 +377,9 @@ def test_a_difference_in_the_engine_is_told_in_words():
         check_decisions(Slower)
     said = str(failure.value)
     assert re.search(r"^Forty requests with FCFS and recompute\. Step \d+, a prefill step", said)
-    assert "Expected phase: prefill\nGot phase: decode\nLook at `fits` and `schedule`" in said
+    assert re.search(
+        r"\nExpected batch, for 'request 10': prefill, \d+ tokens\nGot batch, for 'request 10': nothing\nLook at who", said
+    )
     assert "SequenceStep(" not in said and len(said) < 400
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.simulation import make_simulated_engine
@@ -268,10 +268,14 @@ def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
     """
     trace = None
     swap = {"preemption_mode": "swap", "num_cpu_blocks": 40}
-    for number, options in enumerate((
-        {}, {"num_gpu_blocks": 200, "max_num_seqs": 5}, {"policy": "priority", "watermark": 0.1}, swap | {"policy": "priority"},
-        swap | {"max_num_seqs": 16, "watermark": 0.1},
-    )):  # fmt: skip
+    runs: tuple[dict[str, Any], ...] = (
+        {},
+        {"num_gpu_blocks": 200, "max_num_seqs": 5},
+        {"policy": "priority", "watermark": 0.1, "num_gpu_blocks": 32, "max_num_seqs": 16},
+        swap | {"policy": "priority"},
+        swap | {"num_gpu_blocks": 32, "max_num_seqs": 16, "watermark": 0.05},
+    )
+    for number, options in enumerate(runs):
         expected, trace = (_run(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'FCFS and recompute'}."
         _compare_steps(said, expected, trace)
@@ -410,7 +414,7 @@ def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
     )
 
 
-def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str, Hint], *, may_preempt: bool = True) -> None:
+def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[str, Hint], *, may_preempt: bool = True) -> None:
     """Let both schedulers schedule three steps in many situations.
 
     Args:
@@ -443,9 +447,9 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str
 def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
     """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one."""
     for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
-        before = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
+        said_step = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
         for name, (fact, look) in _FACTS.items():
-            expect(before, name, fact(theirs), fact(mine), look)
+            expect(said_step, name, fact(theirs), fact(mine), look)
     expect(
         f"{said} All steps that both took are the same.",
         "steps",
@@ -523,7 +527,7 @@ def _fits(self: Any, seq: Sequence, output: SchedulerOutput) -> bool:
     tokens = output.num_batched_tokens + seq.num_tokens
     if len(self.running) >= self.config.max_num_seqs or tokens > self.config.max_num_batched_tokens:
         return False
-    return self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))
+    return bool(self.block_manager.can_allocate(seq, keep_watermark=bool(self.running)))
 
 
 def _admit(self: Any, output: SchedulerOutput) -> None:

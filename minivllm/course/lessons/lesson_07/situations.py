@@ -161,7 +161,7 @@ def names_of(queue: Any) -> list[str]:
 def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
     """The observable state of a scheduler and its step, by name, the most important first. Nothing in it changes later."""
     sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
-    manager, facts = scheduler.block_manager, {}
+    manager, facts = scheduler.block_manager, dict[str, Any]()
     names = {seq.seq_id: seq.request.request_id for seq in sequences}
     if output is not None:
         facts["phase"] = output.phase
