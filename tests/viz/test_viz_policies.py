@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex
 from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.viz.latency import request_latencies
+from minivllm.viz.palette import request_colors
 from minivllm.viz.policies import draw_panels, draw_step_tokens, draw_waits
 from minivllm.viz.timeline import Stay, draw_timelines, find_neighbours, find_stays
 
@@ -32,8 +33,8 @@ def test_panels_have_a_line_for_each_name_and_a_tick_for_each_value():
 
 @pytest.fixture(scope="module")
 def runs():
-    """Sixty requests with eight places under two policies: more requests than colours."""
-    requests = [WorkloadRequest([i] * 20, 5 + 7 * i % 41, 0.02 * i) for i in range(60)]
+    """Ninety requests, every fifth of them long, with eight places under two policies: some would touch one of the same colour."""
+    requests = [WorkloadRequest([i] * 20, 5 + 60 * (i % 5 == 0) + i % 3, 0.02 * i) for i in range(90)]
     return {name: simulate(requests, scheduler=name, max_num_seqs=8).trace for name in ("static", "continuous")}
 
 
@@ -45,6 +46,8 @@ def colors_in(axes):
 
 
 def test_requests_whose_bars_touch_have_different_colours(runs):
+    usual = request_colors(runs["continuous"])
+    assert any(usual[one] == usual[other] for one, other in find_neighbours(find_stays(runs["continuous"])))
     figure = draw_timelines(runs)
     for axes, trace in zip(figure.axes, runs.values(), strict=True):
         colors, pairs = colors_in(axes), find_neighbours(find_stays(trace))
