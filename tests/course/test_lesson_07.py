@@ -16,8 +16,8 @@ from minivllm.course.lessons.lesson_07 import check_decisions
 
 COMES, LEAVES, FITS = "a request waits at its place", "a request leaves from any queue", "three limits say who fits"
 ADMIT, STEP = "nobody overtakes", "a step is a prefill or a decode"
-UPDATE, LATEST = "tokens come in, and who has all of them leaves", "the latest gives way"
-SWAP_OUT, SWAP_IN = "who is swapped out loses nothing", "who is swapped out comes back at its turn"
+UPDATE, LATEST = "tokens come in, and finished sequences leave", "the latest gives way"
+SWAP_OUT, SWAP_IN = "a sequence that is swapped out loses nothing", "a sequence that is swapped out comes back in its turn"
 SAME, TEXT = "the same decisions as the package's scheduler", "the same text from the real model"
 
 WRONG = {
