@@ -70,6 +70,9 @@ def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float
             if dashes:
                 begins, ends, counts = zip(*dashes, strict=True)
                 axes.hlines(counts, begins, ends, color=color, linewidth=4)
+                axes.plot(
+                    begins, counts, "|", color="white", markersize=7, markeredgewidth=0.8
+                )  # where one step ends and the next begins
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_ylabel("tokens in the step", fontsize=9)
         axes.set_yscale("log")
