@@ -201,6 +201,12 @@ WRONG = {
         "        output.num_batched_tokens += seq.num_tokens\n"
         "        return self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))\n        ###",
     ),
+    "asking sorts the queue": (
+        FITS,
+        "        if len(self.running) >= self.config.max_num_seqs:\n            return False\n        if output",
+        "        self.waiting.sort(key=lambda other: other.num_tokens)\n"
+        "        if len(self.running) >= self.config.max_num_seqs:\n            return False\n        if output",
+    ),
     "asking counts a prefill": (
         FITS,
         "        return self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))\n        ###",
@@ -274,6 +280,22 @@ WRONG = {
         "        while self.swapped and len(self.running) < self.config.max_num_seqs:\n            seq",
         "        for _ in range(bool(self.swapped and len(self.running) < self.config.max_num_seqs)):\n            seq",
     ),
+    "nobody comes back when nobody decodes": (
+        SWAP_IN,
+        "            if not output.preempted:\n                self.swap_in(output)\n",
+        "            if output.scheduled and not output.preempted:\n                self.swap_in(output)\n",
+    ),
+    "back in with a prefill": (
+        SWAP_IN,
+        "            self.decode(output)\n            if not output.preempted:\n                self.swap_in(output)\n",
+        "            self.decode(output)\n        if not output.preempted:\n            self.swap_in(output)\n",
+    ),
+    "who comes back is not listed": (SWAP_IN, "            output.swapped_in.append(seq)\n", ""),
+    "nobody keeps the watermark when coming back": (
+        SWAP_IN,
+        "if not self.block_manager.can_swap_in(seq, keep_watermark=bool(self.running)):",
+        "if not self.block_manager.can_swap_in(seq, keep_watermark=False):",
+    ),
     "asking for a newcomer turns the swapped queue round": (
         SWAP_IN,
         "        if self.swapped and self.swapped[0].order < seq.order:\n",
@@ -285,6 +307,11 @@ WRONG = {
 SAYS = {
     "newcomers count twice": "count them once",
     "asking takes tokens of the budget": "Look at what fits() does to num_batched_tokens",
+    "asking sorts the queue": "what fits() does to waiting",
+    "nobody comes back when nobody decodes": "even if that was left with nobody",
+    "back in with a prefill": "never after a prefill",
+    "who comes back is not listed": "Look at output.swapped_in",
+    "nobody keeps the watermark when coming back": "can_swap_in and its keep_watermark",
     "asking counts a prefill": "it must not change anything",
     "the output of the step before": "each step needs its own",
     "the table without the newest token's block": "append_slots before add",

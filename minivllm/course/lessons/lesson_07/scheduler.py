@@ -111,7 +111,7 @@ def check_fits(cls: type) -> None:
         rng = random.Random(f"fits {seed}")
         limit = ("sequences", "tokens", "blocks", "watermark", "no watermark")[seed % 5]
         running = (0, 0) if limit == "no watermark" else (1, 4)
-        scheduler = make_scene(cls, f"fits {seed}", running=running, waiting=(1, 1), spare=(30, 30), prefill=True)
+        scheduler = make_scene(cls, f"fits {seed}", running=running, waiting=(1, 3), spare=(30, 30), prefill=True)
         manager, seq, output = scheduler.block_manager, scheduler.waiting[0], SchedulerOutput()
         newcomers = [other for other in scheduler.running if other.num_computed_tokens == 0]
         for other in newcomers:
@@ -251,7 +251,8 @@ def check_swap_in(cls: type) -> None:
         _check_coming_back(cls, f"nobody runs {seed}", alone, is_tight=True)
 
     hints = {
-        "phase": "`fits`: whether a newcomer may join before those that are swapped out",
+        "phase": "`fits`, whether a newcomer may join before those that are swapped out, and when schedule() calls swap_in: after `decode`, "
+        "even if that was left with nobody, and never after a prefill",
         "preempted": "`decode` and `preempt`, as on the floors below",
         "batch": "who is in the step: those that run, then those that come back",
         "swapped_in": "when schedule() calls swap_in: after a decode, and only if nobody was preempted in this step",
@@ -391,6 +392,8 @@ def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
     )
     if number < len(right) and number < len(wrong):
         return f"whose turn it is: {right[number]!r}, the first in self.swapped, and not {wrong[number]!r}"
+    if number < len(right) and right[number] in names_of(part.seq for part in outputs[1].scheduled):
+        return f"output.swapped_in: {right[number]!r} comes back, so it must be in there"
     if number < len(right):  # it may come, but did not
         watermark = "" if ran_before or number else " Nobody runs, so the watermark is not kept."
         return (
@@ -407,8 +410,9 @@ def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
         return f"whose turn it is: {waiting.request.request_id!r} in self.waiting has a smaller `order` than {name!r}"
     if len(theirs.running) >= theirs.config.max_num_seqs:
         return f"max_num_seqs: {len(theirs.running)} sequences run when it is the turn of {name!r}"
+    count = len(theirs.running)
     return (
-        f"can_swap_in and its keep_watermark when it is the turn of {name!r}: {len(theirs.running)} sequences run by then"
+        f"can_swap_in and its keep_watermark when it is the turn of {name!r}: {count} sequence{'s run' if count != 1 else ' runs'} by then"
         f"{', those that came back before it among them' if number else ''}; it needs {manager.num_blocks_for(seq.num_tokens)} blocks, "
         f"{manager.get_num_free_gpu_blocks()} are free, and the watermark is {manager.watermark_blocks}"
     )
