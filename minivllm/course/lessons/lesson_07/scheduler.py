@@ -154,7 +154,7 @@ def check_admit(cls: type) -> None:
         theirs._admit(outputs[0])
         mine.admit(outputs[1])
         hints = {
-            "running": "which sequences are admitted, and that `put` keeps the queue sorted",
+            "running": "which sequences are admitted, and whether `put` keeps the queue sorted",
             "batch": "the first sequence that does not fit: nothing may overtake it",
             "num_prefills": "output.num_prefills",
         }
@@ -208,7 +208,7 @@ def check_update(cls: type) -> None:
 def check_recompute(cls: type) -> None:
     """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
     _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
-        "batch": "who has a slot for its newest token, and that a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
+        "batch": "who has a slot for its newest token; a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
