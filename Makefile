@@ -6,10 +6,10 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks exercises lint gpu-check clean
+.PHONY: help setup demo test lab notebooks exercises lint check-vllm-links gpu-check clean
 
 help: ## Say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Another Python: make demo PYTHON=python3.12   More options: make test ARGS=\"-k scheduler\""
 
 setup: ## Make the virtual environment: pinned packages and the default model
@@ -41,6 +41,10 @@ lint: setup ## Check style, form and types of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
 	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
 	"$(VENV)/bin/python" -m mypy
+
+# make check-vllm-links VLLM=path/to/vllm-0.32.0.whl
+check-vllm-links: ## Check what lessons and docs say about vLLM's source: VLLM=a source folder or a wheel of it
+	@"$(PYTHON)" tools/check_vllm_links.py $(or $(VLLM),$(error Name a source folder or a wheel of vLLM: make check-vllm-links VLLM=FOLDER))
 
 gpu-check: ## On a machine with a GPU: kernels compiled, engine, CUDA graphs, benchmark; installs nothing
 	@"$(PYTHON)" tools/gpu_check.py $(ARGS)

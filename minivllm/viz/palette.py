@@ -16,6 +16,9 @@ from minivllm.viz.memo import remembered
 REQUEST_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900")
 """The palette of Okabe and Ito, with a darker yellow and grey for black, so that text is legible on all of them."""
 
+NUM_COLORS = 3 * len(REQUEST_COLORS)
+"""How many different colours requests have: each of the palette, darker, and lighter."""
+
 INK = "#333333"
 """Colour of texts, hatches and outlines."""
 PALE = "#BBBBBB"

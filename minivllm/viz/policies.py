@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from minivllm.bench.trace_summary import request_latencies
 from minivllm.engine.trace import EngineTrace
@@ -54,26 +55,36 @@ def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float
     Args:
         traces: A name for each trace.
         start, end: The time range to draw, in seconds of the engine's clock.
+
+    Returns:
+        A figure. A step is a dash for each kind of tokens that it computed, as long as the step took. The axis of tokens is logarithmic,
+        so nothing is stacked or filled.
     """
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * len(traces)), layout="constrained")
     all_axes = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, trace) in zip(all_axes, traces.items(), strict=True):
         shown = [step for step in trace if start <= step.start and step.end <= end]
-        below = [0.0] * len(shown)
         for action, color in _ACTIONS.items():
             tokens = [sum(part.num_tokens for part in step.scheduled if part.action == action) for step in shown]
-            axes.bar([step.start for step in shown], tokens, [step.end - step.start for step in shown], below,
-                     align="edge", color=color, edgecolor="white", linewidth=0.4, label=f"{action} tokens")  # fmt: skip
-            below = [low + more for low, more in zip(below, tokens, strict=True)]
+            dashes = [(step.start, step.end, count) for step, count in zip(shown, tokens, strict=True) if count]
+            if dashes:
+                begins, ends, counts = zip(*dashes, strict=True)
+                axes.hlines(counts, begins, ends, color=color, linewidth=4)
+                axes.plot(
+                    begins, counts, "|", color="white", markersize=7, markeredgewidth=0.8
+                )  # where one step ends and the next begins
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_ylabel("tokens in the step", fontsize=9)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.set_ylim(bottom=1)
         axes.set_xlim(start, end)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1].set_xlabel("time (s); each bar is a step, as wide as it took", fontsize=9)
-    all_axes[0].legend(fontsize=8, frameon=False, loc="upper right")
+    all_axes[-1].set_xlabel("time (s); each dash is a step, as long as it took", fontsize=9)
+    handles = [Line2D([], [], color=color, linewidth=4, label=f"{action} tokens") for action, color in _ACTIONS.items()]
+    all_axes[0].legend(handles=handles, fontsize=8, frameon=False, loc="upper right")
     return figure
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 from matplotlib.axes import Axes
@@ -24,7 +26,7 @@ from minivllm.viz.drawing import (
     short_name,
     tidy,
 )
-from minivllm.viz.palette import STATE_LOOKS, ink_on, request_colors
+from minivllm.viz.palette import NUM_COLORS, STATE_LOOKS, ink_on, request_color, request_colors
 from minivllm.viz.spans import STATES, find_spans, sequence_keys
 
 _MOST_NAMED_ROWS = 64
@@ -76,13 +78,15 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
         title: Above the figure.
 
     Returns:
-        A figure. The light start of a bar is prefill, the full colour decode; white is an empty slot.
+        A figure. The light start of a bar is prefill, the full colour decode; white is an empty slot. A request has the same colour in all
+        panels; it is its colour in other figures, unless a neighbour has that too.
     """
+    all_stays = {name: find_stays(trace) for name, trace in traces.items()}
+    colors = _colors_apart(traces, all_stays)
     figure = Figure(figsize=(9, 1.2 + 2.4 * len(traces)), layout="constrained")
     axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (name, trace) in zip(axes, traces.items(), strict=True):
-        stays = find_stays(trace)
-        colors = request_colors(trace)
+    for axis, name in zip(axes, traces, strict=True):
+        stays = all_stays[name]
         num_places = 1 + max((stay.place for stay in stays), default=0)
         end = max((stay.end for stay in stays), default=0.0)
         for stay in stays:
@@ -103,6 +107,43 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     axes[-1].set_xlim(left=0)
     figure.suptitle(title, fontsize=11)
     return figure
+
+
+def _colors_apart(traces: Mapping[str, EngineTrace], all_stays: Mapping[str, list[Stay]]) -> dict[str, str]:
+    """A colour for each request, such that no two whose bars touch in one of the panels have the same, as far as there are colours."""
+    usual: dict[str, str] = {}
+    for trace in traces.values():
+        usual = request_colors(trace) | usual
+    neighbours: dict[str, set[str]] = {request_id: set() for request_id in usual}
+    for stays in all_stays.values():
+        for one, other in find_neighbours(stays):
+            neighbours[one].add(other)
+            neighbours[other].add(one)
+    colors: dict[str, str] = {}
+    choice = [request_color(number) for number in range(NUM_COLORS)]
+    for request_id, color in usual.items():
+        taken = {colors[other] for other in neighbours[request_id] if other in colors}
+        colors[request_id] = next((free for free in (color, *choice) if free not in taken), color)
+    return colors
+
+
+def find_neighbours(stays: list[Stay]) -> list[tuple[str, str]]:
+    """The pairs of requests whose bars touch: one after the other in a place, or at the same time in two places side by side."""
+    places: dict[int, list[Stay]] = {}
+    for stay in sorted(stays, key=lambda stay: stay.start):
+        places.setdefault(stay.place, []).append(stay)
+    pairs = []
+    for place, row in places.items():
+        pairs += [(before.request_id, after.request_id) for before, after in pairwise(row)]
+        below, i = places.get(place + 1, []), 0
+        for stay in row:
+            while i < len(below) and below[i].end <= stay.start:
+                i += 1
+            for other in below[i:]:
+                if other.start >= stay.end:
+                    break
+                pairs.append((stay.request_id, other.request_id))
+    return pairs
 
 
 def draw_requests(trace: EngineTrace, title: str = "") -> Figure:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import random
 from bisect import insort
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.replay import first_difference
 from minivllm.bench.simulation import make_simulated_engine
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
+    Hint,
+    Outputs,
+    advance,
     compare,
+    count_tokens,
     describe,
     expect,
     make_batch,
@@ -28,12 +32,13 @@ from minivllm.course.lessons.lesson_07.situations import (
     names_of,
     picture_of,
     place,
+    take_blocks,
     take_out,
 )
-from minivllm.engine.trace import EngineTrace
+from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
@@ -59,7 +64,11 @@ def check_add_request(cls: type) -> None:
             said = f"Policy {policy!r}, after adding request {number} with priority {priority} and arrival_time {arrival}."
             expect(said, "request.sequences", ["one Sequence"], ["one " + type(s).__name__ for s in requests[0].sequences],
                     "request.sequences.append(...)")  # fmt: skip
-            compare(said, theirs, mine, {"waiting": "`order`, and where the sequence is inserted", "requests": "self.requests"})
+            hints = {"waiting": "`order`, and where the sequence is inserted", "requests": "self.requests"}
+            compare(said, theirs, mine, hints, skip="order")  # the package's has one number more
+            seq = requests[0].sequences[0]
+            order = (seq.seq_id,) if policy == "fcfs" else (priority, arrival, seq.seq_id)
+            expect(said, f"seq.order, where seq_id is {seq.seq_id}", order, seq.order, "what `order` is under this policy")
             if rng.random() < 0.3:  # one leaves, and the next must not get the same number
                 for scheduler in (mine, theirs):
                     request_id = names_of(scheduler.waiting)[-1]
@@ -97,40 +106,42 @@ def check_abort_request(cls: type) -> None:
 
 
 def check_fits(cls: type) -> None:
-    """`fits`: the limits of sequences, tokens and blocks, each just met and just missed."""
-    for seed in range(3 * _ROUNDS):
+    """`fits`: the limits of sequences, tokens and blocks, each just met and just missed; some have joined in the same step."""
+    for seed in range(4 * _ROUNDS):
         rng = random.Random(f"fits {seed}")
         limit = ("sequences", "tokens", "blocks", "watermark", "no watermark")[seed % 5]
-        scheduler = make_scene(
-            cls, f"fits {seed}", running=(0, 0) if limit == "no watermark" else (1, 4), waiting=(1, 1), spare=(30, 30)
-        )
+        running = (0, 0) if limit == "no watermark" else (1, 4)
+        scheduler = make_scene(cls, f"fits {seed}", running=running, waiting=(1, 3), spare=(30, 30), prefill=True)
         manager, seq, output = scheduler.block_manager, scheduler.waiting[0], SchedulerOutput()
+        newcomers = [other for other in scheduler.running if other.num_computed_tokens == 0]
+        for other in newcomers:
+            output.scheduled.append(ScheduledSequence(other, other.num_tokens, manager.get_block_table(other)))
+            output.num_batched_tokens += other.num_tokens
+            output.num_prefills += 1
         slack = rng.randint(-1, 1)
-        output.num_batched_tokens = rng.randint(0, 20)
-        places, tokens = len(scheduler.running) + 3, output.num_batched_tokens + seq.num_tokens + 3
+        places, tokens = len(scheduler.running) + 9, output.num_batched_tokens + seq.num_tokens + 9
         if limit == "sequences":
             places = len(scheduler.running) + 1 + min(slack, 0)
         elif limit == "tokens":
-            tokens = max(places, output.num_batched_tokens + seq.num_tokens + slack)
+            tokens = max(len(scheduler.running) + 1, output.num_batched_tokens + seq.num_tokens + slack)
+            places = min(places, tokens)
         else:
             manager.watermark_blocks = 2 if "watermark" in limit else 0  # with nothing running, it is not kept
-            needed = manager.num_blocks_for(seq.num_tokens) + (2 if limit == "watermark" else 0) + slack
-            while manager.get_num_free_gpu_blocks() > max(needed, 0):
-                manager.gpu_allocator.allocate()
+            take_blocks(scheduler, manager.num_blocks_for(seq.num_tokens) + (2 if limit == "watermark" else 0) + slack)
         scheduler.config = SchedulerConfig(max_num_seqs=max(places, 1), max_num_batched_tokens=max(tokens, places, 1))
-        expected = _fits(scheduler, seq, output)
-        before = picture_of(scheduler)
-        got = scheduler.fits(seq, output)
         said = (
-            f"{len(scheduler.running)} of {scheduler.config.max_num_seqs} sequences are running. The step has "
-            f"{output.num_batched_tokens} of {scheduler.config.max_num_batched_tokens} tokens. "
+            f"{len(scheduler.running)} of {scheduler.config.max_num_seqs} sequences are running, and {len(newcomers)} of them have "
+            f"joined in this step. The step has {output.num_batched_tokens} of {scheduler.config.max_num_batched_tokens} tokens. "
             f"{manager.get_num_free_gpu_blocks()} blocks of {manager.block_size} tokens are free, and the watermark is "
             f"{manager.watermark_blocks}. The sequence has {seq.num_prompt_tokens} prompt and {seq.num_output_tokens} output tokens."
         )
-        look = "the watermark: it is kept only while something is running" if "watermark" in limit else f"the limit of {limit}"
-        expect(said, "fits(seq, output)", expected, bool(got), look)
-        expect(said, "what fits() changes", "nothing", "nothing" if picture_of(scheduler) == before else "something",
-                "what fits() calls: it must not change anything")  # fmt: skip
+        look = {
+            "watermark": "the watermark: it is kept while something is running",
+            "no watermark": "the watermark: it is not kept when nothing is running",
+            "sequences": "the limit of sequences: those that have joined in this step are in self.running already, so count them once",
+            "tokens": "the limit of tokens: output.num_batched_tokens has those of the sequences that have joined already",
+        }.get(limit, f"the limit of {limit}")
+        _check_fits(scheduler, seq, output, said, _fits(scheduler, seq, output), look)
 
 
 def check_admit(cls: type) -> None:
@@ -143,7 +154,7 @@ def check_admit(cls: type) -> None:
         theirs._admit(outputs[0])
         mine.admit(outputs[1])
         hints = {
-            "running": "which sequences are admitted, and that `put` keeps the queue sorted",
+            "running": "which sequences are admitted, and whether `put` keeps the queue sorted",
             "batch": "the first sequence that does not fit: nothing may overtake it",
             "num_prefills": "output.num_prefills",
         }
@@ -153,9 +164,9 @@ def check_admit(cls: type) -> None:
 def check_schedule(cls: type) -> None:
     """`schedule` and `decode`: prefill if any sequence can be admitted, else one token per running sequence."""
     _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
-        "phase": "which comes first, prefill or decode", "batch": "how many tokens each sequence gets",
+        "phase": "which comes first, prefill or decode", "batch": "who is in the step, and how many tokens it computes",
         "blocks": "block_manager.append_slots(seq): the newest token needs a slot",
-    })  # fmt: skip
+    }, may_preempt=False)  # fmt: skip
 
 
 def check_update(cls: type) -> None:
@@ -168,33 +179,36 @@ def check_update(cls: type) -> None:
         aborted = mine.running[0].request.request_id if seed % 4 == 0 else None
         said = f"{describe(mine)} Then update(output, results) with new tokens {tokens}"
         said += f"; {aborted!r} was aborted during the step." if aborted else f"; the stop token is {STOP_TOKEN}."
-        got = []
-        for scheduler in (mine, theirs):
+        facts = []
+        for scheduler in (theirs, mine):
             output = make_batch(scheduler)
             if aborted:
                 seq = scheduler.running[0]
                 scheduler.finish(seq, SequenceStatus.FINISHED_ABORTED) if scheduler is mine else theirs.abort_request(aborted)
             everyone = [part.seq for part in output.scheduled]
             advanced = scheduler.update(output, [SequenceOutput([token]) for token in tokens])
-            got.append(([(s.request.request_id, i) for s, i in advanced or ()],
-                        {s.request.request_id: (s.token_ids, s.num_computed_tokens, s.status.value) for s in everyone}))  # fmt: skip
-        for what, expected, came, look in (
-            (
-                "tokens, computed tokens and status of each sequence",
-                got[1][1],
-                got[0][1],
-                "num_computed_tokens, token_ids, and `ends`",
-            ),
-            ("what update returns", got[1][0], got[0][0], "the pairs (sequence, index of its result)"),
-        ):
-            expect(said, what, expected, came, look)
+            facts.append({
+                "token_ids": {seq.request.request_id: seq.token_ids for seq in everyone},
+                "num_computed_tokens": {seq.request.request_id: seq.num_computed_tokens for seq in everyone},
+                "status": {seq.request.request_id: seq.status.value for seq in everyone},
+                "result": {seq.request.request_id: f"result {i}" for seq, i in advanced or ()},
+                "returned sequences": [seq.request.request_id for seq, _ in advanced or ()],
+            })  # fmt: skip
+        for what, look in {
+            "token_ids": "the new token, and who gets none because it has finished already (seq.finished)",
+            "num_computed_tokens": "num_computed_tokens: it grows by part.num_tokens",
+            "status": "`ends`, and `finish` where it gives a status",
+            "result": "what update returns: the pairs (sequence, index of its result in `results`)",
+            "returned sequences": "what update returns: a pair for each sequence that got a token, in the order of the batch",
+        }.items():
+            expect(said, what, facts[0][what], facts[1][what], look)
         compare(said, theirs, mine, {"running": "which sequences have finished", "blocks": "what `finish` does"})
 
 
 def check_recompute(cls: type) -> None:
     """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
     _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
-        "batch": "which sequences have a slot for their next token", "preempted": "which gives way: the last in self.running, one at a time",
+        "batch": "who has a slot for its newest token; a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
@@ -213,25 +227,38 @@ def check_swap_out(cls: type) -> None:
 
 
 def check_swap_in(cls: type) -> None:
-    """`swap_in`, and the order between waiting and swapped-out sequences."""
-    hints = {
-        "running": "which may enter: max_num_seqs, blocks, and the smaller `order` of waiting[0] and swapped[0]",
-        "swapped": "which may return, and in which order",
-        "swapped_in": "which may return, and whether this step preempted a sequence",
-        "blocks_to_swap_in": "the pairs that swap_in returns",
-        "batch": "that a sequence that returns decodes in the same step",
-        "blocks": "append_slots after swap_in",
-    }
+    """`fits`, `swap_in` and `schedule` with sequences that are swapped out: who comes back, and who must wait for it."""
+    for seed in range(2 * _ROUNDS):
+        scheduler = make_scene(
+            cls, f"fits, some swapped out {seed}", running=(0, 2), waiting=(1, 2), swapped=(0, 2), spare=(2, 14)
+        )
+        seq, output = scheduler.waiting[0], SchedulerOutput()
+        first = scheduler.swapped[0] if scheduler.swapped else None
+        must_wait = first is not None and first.order < seq.order
+        look = "the smaller `order` of swapped[0] and the sequence that asks, and `super().fits(seq, output)` for the rest"
+        said = f"{describe(scheduler)} Then fits(seq, output) for {seq.request.request_id!r}, whose order is {seq.order}" + (
+            f", while the order of {first.request.request_id!r}, swapped out, is {first.order}."
+            if first
+            else ", and nobody is swapped out."
+        )
+        _check_fits(scheduler, seq, output, said, not must_wait and _fits(scheduler, seq, output), look)
+
     scene = {"running": (0, 3), "waiting": (0, 2), "swapped": (1, 4), "spare": (0, 14), "mode": "any", "host": (0, 16)}
+    for seed in range(2 * _ROUNDS):
+        _check_coming_back(cls, f"swap in {seed}", scene)
+        _check_coming_back(cls, f"few tokens {seed}", scene | {"waiting": (0, 0), "spare": (6, 14), "budget": (1, 6)})
+        alone = {"swapped": (1, 3), "spare": (30, 30), "mode": "swap"}
+        _check_coming_back(cls, f"nobody runs {seed}", alone, is_tight=True)
+
+    hints = {
+        "phase": "`fits`, whether a newcomer may join before those that are swapped out, and when schedule() calls swap_in: after `decode`, "
+        "even if that was left with nobody, and never after a prefill",
+        "preempted": "`decode` and `preempt`, as on the floors below",
+        "batch": "who is in the step: those that run, then those that come back",
+        "swapped_in": "when schedule() calls swap_in: after a decode, and only if nobody was preempted in this step",
+    }
     _check_schedule(cls, "swap in", scene, hints)
     _check_schedule(cls, "swap out and in", scene | {"running": (3, 5), "waiting": (0, 0), "spare": (0, 2)}, hints)
-    for seed in range(_ROUNDS):
-        mine, theirs = make_twins(cls, f"alone {seed}", swapped=(1, 1), spare=(8, 8), mode="swap")
-        for scheduler in (mine, theirs):
-            scheduler.block_manager.watermark_blocks = scheduler.block_manager.num_gpu_blocks
-        said = f"{describe(mine)} Then schedule()."
-        outputs = theirs.schedule(), mine.schedule()
-        compare(said, theirs, mine, {"running": "can_swap_in: with nothing running, the watermark is not kept"}, outputs)
 
 
 def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
@@ -241,16 +268,18 @@ def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
         The trace of the learner's scheduler in the last run, in which sequences are swapped.
     """
     trace = None
-    for number, options in enumerate((
-        {}, {"num_gpu_blocks": 200, "max_num_seqs": 5}, {"policy": "priority"}, {"preemption_mode": "swap", "policy": "priority"},
-        {"preemption_mode": "swap", "num_cpu_blocks": 40},
-    )):  # fmt: skip
+    swap = {"preemption_mode": "swap", "num_cpu_blocks": 40}
+    runs: tuple[dict[str, Any], ...] = (
+        {},
+        {"num_gpu_blocks": 200, "max_num_seqs": 5},
+        {"policy": "priority", "watermark": 0.1, "num_gpu_blocks": 32, "max_num_seqs": 16},
+        swap | {"policy": "priority"},
+        swap | {"num_gpu_blocks": 32, "max_num_seqs": 16, "watermark": 0.05},
+    )
+    for number, options in enumerate(runs):
         expected, trace = (_run(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
-        difference = first_difference(expected, trace)
-        assert difference is None, (
-            f"With {options or 'FCFS and recompute'}, the two schedulers differ at {difference}. Recorded is the package's Scheduler, "
-            f"replayed is yours. Look at the method that decides this, or draw that step of both."
-        )
+        said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'FCFS and recompute'}."
+        _compare_steps(said, expected, trace)
     assert trace is not None
     return trace
 
@@ -301,17 +330,167 @@ def _check_preempt(cls: type, mode: str) -> None:
         said = f"{describe(mine)} Then preempt({name!r}'s sequence, output)."
         theirs._preempt(theirs.running[place], outputs[0])
         mine.preempt(mine.running[place], outputs[1])
-        compare(said, theirs, mine, {"running": "the sequence passed to `preempt`"}, outputs)
+        compare(said, theirs, mine, {
+            "preempted": "output.preempted", "running": "the sequence passed to `preempt`", "order": "seq.order: a preempted sequence keeps it, "
+            "so it comes before all that arrived later", "waiting": "whether it waits now, and at its place", "swapped": "whether it is swapped out "
+            "now, and at its place", "computed": "num_computed_tokens: 0 after recompute, unchanged after swap",
+        }, outputs)  # fmt: skip
 
 
-def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: dict[str, str]) -> None:
-    """Let both schedulers schedule one step in many situations."""
+def _check_fits(scheduler: Any, seq: Sequence, output: SchedulerOutput, said: str, expected: bool, look: str) -> None:
+    """`fits` gives the right answer, and changes nothing."""
+    before = picture_of(scheduler, output)
+    got = scheduler.fits(seq, output)
+    after = picture_of(scheduler, output)
+    expect(said, "fits(seq, output)", expected, bool(got), look)
+    for name, value in before.items():
+        expect(f"{said} It only asks a question, so nothing may change.", name, value, after[name],
+                f"what fits() does to {name}: it must not change anything")  # fmt: skip
+
+
+def _check_coming_back(cls: type, seed: str, scene: dict[str, Any], *, is_tight: bool = False) -> None:
+    """`swap_in` by itself: who comes back and why, what it takes along, and that it decodes.
+
+    Args:
+        is_tight: Leave just so many blocks, and such a watermark, that the second may come back only if it counts the first as running.
+    """
+    mine, theirs = make_twins(cls, seed, **scene)
+    if is_tight:
+        rng = random.Random(f"tight {seed}")
+        needed = [theirs.block_manager.num_blocks_for(seq.num_tokens) for seq in theirs.swapped]
+        watermark, num_left = rng.randint(1, 3), sum(needed[:2]) + rng.randint(0, 4)
+        for scheduler in (mine, theirs):
+            scheduler.config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, preemption_mode="swap")
+            scheduler.block_manager.watermark_blocks = watermark
+            take_blocks(scheduler, num_left)
+    said = f"{describe(mine)} Then swap_in(output), nobody having been preempted."
+    outputs = SchedulerOutput(), SchedulerOutput()
+    ran_before = bool(theirs.running)
+    theirs._swap_in(outputs[0])
+    mine.swap_in(outputs[1])
+    compare(said, theirs, mine, {
+        "phase": lambda: _explain_return(theirs, outputs, ran_before),
+        "swapped_in": lambda: _explain_return(theirs, outputs, ran_before),
+        "batch": _DECODES,
+        "running": "the queue that a sequence goes to when it is back, and its place there",
+        "swapped": "the queue that it leaves", "status": "the status of a sequence that is back",
+        "computed": "num_computed_tokens: swapping in leaves it as it is", "blocks_to_swap_in": "the pairs that the manager's swap_in returns",
+        "blocks": "append_slots after the manager's swap_in: the newest token needs a slot",
+    }, outputs)  # fmt: skip
+
+
+_DECODES = "what a sequence does when it is back: it decodes in the same step, `self.add(output, seq, 1)`"
+
+
+def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
+    """Where to look when the wrong sequences come back: the rule that the first wrong one has broken."""
+    right, wrong = (names_of(output.swapped_in) for output in outputs)
+    if right == wrong:
+        return _DECODES
+    number = next(
+        (i for i, (one, other) in enumerate(zip(right, wrong, strict=False)) if one != other), min(len(right), len(wrong))
+    )
+    if number < len(right) and number < len(wrong):
+        return f"whose turn it is: {right[number]!r}, the first in self.swapped, and not {wrong[number]!r}"
+    if number < len(right) and right[number] in names_of(part.seq for part in outputs[1].scheduled):
+        return f"output.swapped_in: {right[number]!r} comes back, so it must be in there"
+    if number < len(right):  # it may come, but did not
+        watermark = "" if ran_before or number else " Nobody runs, so the watermark is not kept."
+        return (
+            f"why {right[number]!r} does not come back: it is its turn, a place is free, and so are its blocks.{watermark} "
+            f"It computes one token, and the budget of tokens always has room for one token per place"
+        )
+    if len(set(wrong)) < len(wrong):
+        return "how a sequence leaves self.swapped: one came back twice"
+    seq, waiting = theirs.swapped.first(), theirs.waiting.first()
+    name, manager = seq.request.request_id, theirs.block_manager
+    if wrong[number] != name:
+        return f"whose turn it is: {name!r}, which cannot come back yet, and nobody overtakes it"
+    if waiting is not None and waiting.order < seq.order:
+        return f"whose turn it is: {waiting.request.request_id!r} in self.waiting has a smaller `order` than {name!r}"
+    if len(theirs.running) >= theirs.config.max_num_seqs:
+        return f"max_num_seqs: {len(theirs.running)} sequences run when it is the turn of {name!r}"
+    count = len(theirs.running)
+    return (
+        f"can_swap_in and its keep_watermark when it is the turn of {name!r}: {count} sequence{'s run' if count != 1 else ' runs'} by then"
+        f"{', those that came back before it among them' if number else ''}; it needs {manager.num_blocks_for(seq.num_tokens)} blocks, "
+        f"{manager.get_num_free_gpu_blocks()} are free, and the watermark is {manager.watermark_blocks}"
+    )
+
+
+def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[str, Hint], *, may_preempt: bool = True) -> None:
+    """Let both schedulers schedule three steps in many situations.
+
+    Args:
+        may_preempt: Whether this floor knows what to do when blocks run out; if not, only steps in which they do not are tried.
+    """
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(cls, f"{name} {seed}", **scene)
-        said = f"{describe(mine)} Then schedule()."
-        outputs = theirs.schedule(), mine.schedule()
-        assert isinstance(outputs[1], SchedulerOutput), f"{said} Expected a SchedulerOutput, but got {outputs[1]!r}."
-        compare(said, theirs, mine, hints, outputs)
+        earlier: list[SchedulerOutput] = []
+        for step in ("schedule()", "schedule() again, when that step is done", "schedule() for the third time"):
+            said = f"{describe(mine)} Then {step}."
+            expected = theirs.schedule()
+            if expected.preempted and not may_preempt:
+                break
+            got = mine.schedule()
+            assert isinstance(got, SchedulerOutput), (
+                f"{said} Expected a SchedulerOutput, but got {got!r}. Look at what schedule returns."
+            )
+            is_new = not any(got is output or got.scheduled is output.scheduled for output in earlier)
+            new, look = (
+                "a new SchedulerOutput",
+                "where the SchedulerOutput is made: each step needs its own, with lists of its own",
+            )
+            expect(said, "what schedule() returns", new, new if is_new else "that of an earlier step", look)
+            compare(said, theirs, mine, hints, (expected, got))
+            earlier.append(got)
+            advance(expected)
+            advance(got)
+
+
+def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
+    """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one."""
+    for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
+        said_step = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
+        for name, (fact, look) in _FACTS.items():
+            expect(said_step, name, fact(theirs), fact(mine), look)
+    expect(
+        f"{said} All steps that both took are the same.",
+        "steps",
+        len(expected),
+        len(got),
+        "what `update` does when a sequence ends",
+    )
+
+
+_FACTS: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
+    "phase": (lambda step: step.phase, "`fits` and `schedule`: whether anybody may join"),
+    "preempted": (lambda step: [item.request_id for item in step.preempted], "`decode`: who gives way, and when"),
+    "swapped_in": (lambda step: [key.request_id for key in step.swapped_in], "`swap_in` and when `schedule` calls it"),
+    "batch": (
+        lambda step: {f"request {item.request_id}": f"{item.action}, {count_tokens(item.num_tokens)}" for item in step.scheduled},
+        "who is in the step, and how many tokens it computes: `admit`, `decode`, `swap_in`",
+    ),
+    "order of the batch": (lambda step: [item.request_id for item in step.scheduled], "`put`: the queues are sorted by `order`"),
+    "waiting, running, swapped": (
+        lambda step: {"waiting": step.num_waiting, "running": step.num_running, "swapped": step.num_swapped},
+        "the queues that a sequence leaves and enters",
+    ),
+    "block table": (
+        lambda step: {f"request {key.request_id}": list(table) for key, table in step.block_tables.items()},
+        "the order in which blocks are freed and taken: `preempt`, `append_slots`, `finish`",
+    ),
+    "host blocks": (
+        lambda step: {f"request {key.request_id}": list(table) for key, table in step.swapped_tables.items()},
+        "`preempt`: swap_out",
+    ),
+    "free blocks": (lambda step: step.num_free_blocks, "who keeps blocks that it no longer needs: `finish` and `preempt`"),
+    "blocks_to_swap_out": (lambda step: step.blocks_to_swap_out, "the pairs that swap_out returns"),
+    "blocks_to_swap_in": (lambda step: step.blocks_to_swap_in, "the pairs that swap_in returns"),
+    "finished": (lambda step: [item.request_id for item in step.finished], "`update`: who ends, and when"),
+    "aborted": (lambda step: step.aborted, "`abort_request`"),
+}
+"""What is compared of each step, the most telling first, and where to look."""
 
 
 def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
@@ -333,7 +512,11 @@ def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
         if not engine.has_unfinished_requests():
             return trace
         engine.step()
-    raise AssertionError(f"With {options}, {len(engine.scheduler.requests)} requests never finish. Look at what each waits for.")
+    raise AssertionError(
+        f"Forty requests with {options or 'FCFS and recompute'}.\nExpected unfinished requests after 5,000 further steps: 0\n"
+        f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, blocks, "
+        f"or a `schedule` that forgets it."
+    )
 
 
 # -- correct methods, in place of a learner's ------------------------------------------------------------------------
@@ -348,7 +531,7 @@ def _fits(self: Any, seq: Sequence, output: SchedulerOutput) -> bool:
     tokens = output.num_batched_tokens + seq.num_tokens
     if len(self.running) >= self.config.max_num_seqs or tokens > self.config.max_num_batched_tokens:
         return False
-    return self.block_manager.can_allocate(seq, keep_watermark=bool(self.running))
+    return bool(self.block_manager.can_allocate(seq, keep_watermark=bool(self.running)))
 
 
 def _admit(self: Any, output: SchedulerOutput) -> None:

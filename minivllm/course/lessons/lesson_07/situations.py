@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from bisect import insort
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from minivllm.config import SchedulerConfig
@@ -19,6 +20,17 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 STOP_TOKEN = 7
 """The stop token in these checks."""
 _QUEUES = ("waiting", "running", "swapped")
+Outputs = tuple[SchedulerOutput, SchedulerOutput]
+"""A step as the package's scheduler decided it, and as the learner's did."""
+Hint = str | Callable[[], str]
+"""Where to look, in words that follow "Look at"; a function finds them once they are needed."""
+
+
+class _Blocks(BlockSpaceManager):
+    """The package's manager, except that a block table is handed out as it is at that moment, not as the list that grows later."""
+
+    def get_block_table(self, seq: Sequence) -> list[int]:
+        return list(super().get_block_table(seq))
 
 
 def make_twins(cls: type, seed: str, **options: Any) -> tuple[Any, Any]:
@@ -61,7 +73,7 @@ def make_scene(
     growing = sum((seq.num_tokens - 1) % block_size == 0 for queue, seq, _ in sequences if queue == "running")
     num_blocks = taken["running"] + max(rng.randint(*spare), 0) + (rng.choice((0, growing // 2)) if spare[1] < 3 else 0)
     largest = max((-(-(seq.num_tokens + 2) // block_size) for _, seq, _ in sequences), default=1)
-    manager = BlockSpaceManager(
+    manager = _Blocks(
         block_size, max(num_blocks, largest), taken["swapped"] + rng.randint(*host), watermark=rng.choice((0.0, 0.2))
     )
     places = max(1, counts["running"] + rng.randint(0, 3))
@@ -113,6 +125,20 @@ def take_out(scheduler: Any, request_id: str) -> None:
     scheduler.waiting.remove(next(seq for seq in scheduler.waiting if seq.request.request_id == request_id))
 
 
+def take_blocks(scheduler: Any, num_left: int) -> None:
+    """Take free device blocks away until at most so many are left."""
+    manager = scheduler.block_manager
+    while manager.get_num_free_gpu_blocks() > max(num_left, 0):
+        manager.gpu_allocator.allocate()
+
+
+def advance(output: SchedulerOutput) -> None:
+    """Do to a step's sequences what `update` would: all that was scheduled is computed, and each gets a token that ends nothing."""
+    for part in output.scheduled:
+        part.seq.num_computed_tokens += part.num_tokens
+        part.seq.token_ids.append(1)
+
+
 def make_batch(scheduler: Any) -> SchedulerOutput:
     """A step in which every running sequence computes all its uncomputed tokens."""
     output = SchedulerOutput()
@@ -133,51 +159,95 @@ def names_of(queue: Any) -> list[str]:
 
 
 def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
-    """The observable state of a scheduler and its step, by name, the most important first."""
+    """The observable state of a scheduler and its step, by name, the most important first. Nothing in it changes later."""
     sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
-    manager, facts = scheduler.block_manager, {}
+    manager, facts = scheduler.block_manager, dict[str, Any]()
     names = {seq.seq_id: seq.request.request_id for seq in sequences}
     if output is not None:
-        parts = output.scheduled
         facts["phase"] = output.phase
-        facts["batch"] = [f"{part.seq.request.request_id}: {part.num_tokens} tokens" for part in parts]
         facts["preempted"], facts["swapped_in"] = names_of(output.preempted), names_of(output.swapped_in)
+        facts["batch"] = {part.seq.request.request_id: count_tokens(part.num_tokens) for part in output.scheduled}
+        facts["order of the batch"] = names_of(part.seq for part in output.scheduled)
     facts |= {queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES}
-    facts["status"] = {seq.request.request_id: seq.status.value for seq in sequences}
-    facts["tokens"] = {seq.request.request_id: seq.token_ids for seq in sequences}
-    facts["computed"] = {seq.request.request_id: seq.num_computed_tokens for seq in sequences}
+    for name, attribute in (
+        ("status", "status"),
+        ("order", "order"),
+        ("token_ids", "token_ids"),
+        ("computed", "num_computed_tokens"),
+    ):
+        facts[name] = {seq.request.request_id: _plain(getattr(seq, attribute)) for seq in sequences}
     if output is not None:
         for name in ("num_batched_tokens", "num_prefills", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
-            facts[name] = getattr(output, name)
-    tables = ({names.get(i, "a finished sequence"): table for i, table in kept.items()}
+            facts[name] = _plain(getattr(output, name))
+    tables = ({names.get(i, "a finished sequence"): list(table) for i, table in kept.items()}
               for kept in (manager.block_tables, manager.swapped_tables))  # fmt: skip
     facts["blocks"], facts["host blocks"] = tables
+    if output is not None:
+        facts["tables in the batch"] = {part.seq.request.request_id: list(part.block_table) for part in output.scheduled}
     facts["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
     facts["requests"] = sorted(scheduler.requests)
     facts["preemptions"] = {seq.request.request_id: seq.request.metrics.num_preemptions for seq in sequences}
     return facts
 
 
-def compare(
-    said: str, theirs: Any, mine: Any, hints: dict[str, str], outputs: tuple[SchedulerOutput, SchedulerOutput] | None = None
-) -> None:
-    """Raise an AssertionError about the first difference between two schedulers, if there is one."""
+def count_tokens(number: int) -> str:
+    """The number with its word: "1 token", "3 tokens"."""
+    return f"{number} token" + ("" if number == 1 else "s")
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is now: a list that may grow is copied, a status is its word."""
+    if isinstance(value, SequenceStatus):
+        return value.value
+    return list(value) if isinstance(value, list) else value
+
+
+_ALWAYS = {
+    "order": "seq.order: once set, it never changes",
+    "token_ids": "what changes token_ids: only `update` does",
+    "tables in the batch": "append_slots before add: `add` hands the block table to the model as it is at that moment",
+}
+"""Where to look for what is the same on every floor."""
+
+
+def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], outputs: Outputs | None = None, skip: str = "") -> None:
+    """Raise an AssertionError about the first difference between two schedulers, if there is one. One fact may be skipped."""
     expected, got = (picture_of(scheduler, outputs and outputs[i]) for i, scheduler in enumerate((theirs, mine)))
     for name, value in expected.items():
-        expect(said, name, value, got[name], hints.get(name, f"what happens to {name}"))
+        if name != skip:
+            expect(said, name, value, got[name], hints.get(name, _ALWAYS.get(name, f"what changes {name}")))
 
 
-def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
-    assert expected == got, f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}."
+def expect(said: str, what: str, expected: Any, got: Any, look: Hint) -> None:
+    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look.
+
+    Of two dicts only the first entry that differs is shown.
+    """
+    if expected == got:
+        return
+    if isinstance(expected, dict) and isinstance(got, dict):
+        name = next(name for name in [*expected, *got] if expected.get(name, _NOTHING) != got.get(name, _NOTHING))
+        what, expected, got = f"{what}, for {name!r}", expected.get(name, _NOTHING), got.get(name, _NOTHING)
+    look = look if isinstance(look, str) else look()
+    raise AssertionError(f"{said}\nExpected {what}: {_show(expected)}\nGot {what}: {_show(got)}\nLook at {look}.")
+
+
+_NOTHING = "nothing"
+
+
+def _show(value: Any) -> str:
+    """A value for a reader: a list of names or phrases without brackets and quotes."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value) or "none"
+    return str(value)
 
 
 def describe(scheduler: Any) -> str:
-    """Describe the situation in two sentences."""
+    """Describe the situation in a few lines."""
     config, manager = scheduler.config, scheduler.block_manager
     queues = []
     for queue in _QUEUES:
-        inside = ", ".join(f"{seq.request.request_id} ({seq.num_tokens} tokens)" for seq in getattr(scheduler, queue))
+        inside = ", ".join(f"{seq.request.request_id} ({count_tokens(seq.num_tokens)})" for seq in getattr(scheduler, queue))
         queues.append(f"{queue}: {inside or 'empty'}")
     return (
         f"{'; '.join(queues)}. Policy {config.policy!r}, preemption_mode {config.preemption_mode!r}, max_num_seqs {config.max_num_seqs}, "
