@@ -216,6 +216,7 @@ class EngineArgs:
             )
         if self.swap_space < 0:
             raise ConfigError(f"swap_space is {self.swap_space} GiB: use 0 or more.")
+        self.cache_config()  # checks its fields, before a model is downloaded
 
     def cache_config(self) -> CacheConfig:
         """The KV cache's part of the arguments."""

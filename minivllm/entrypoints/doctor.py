@@ -26,7 +26,7 @@ def examine() -> int:
         print(f"{label + ':':<14}{text}")
 
     line("minivllm", f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    line("libraries", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
+    line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
     line("processor", f"{processor_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     line("memory", f"{available_cpu_memory() / 2**30:.1f} GiB free for this process")
     if torch.cuda.is_available():
@@ -52,6 +52,13 @@ def examine() -> int:
         return 1
     print('\nAll is well: try `minivllm generate "The capital of France is"`.')
     return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(missing)"
 
 
 def _triton(has_gpu: bool) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import sys
 from pathlib import Path
 
 from minivllm.entrypoints.options import add_command, add_option
-from minivllm.errors import CourseError
+from minivllm.errors import CourseError, MinivllmError
 
 _DESCRIPTION = """Grade submissions: restore the original checks, run each notebook in a fresh kernel with limits, and write
 grades.csv (a row per submission), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html.
@@ -83,10 +84,14 @@ def run_grade(arguments: argparse.Namespace) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     sandboxed = _use_sandbox(arguments.sandbox)
+    if sandboxed:
+        _prepare_model()
     unreadable = [solutions, arguments.output]
     unwritable = [*project, *(path for path in arguments.submissions if path.is_dir())]
     progress = Progress(arguments.output / "grades.jsonl", limits, sandboxed)
-    kept = {submission: found for submission in submissions if (found := progress.find(submission))}
+    kept = {
+        submission: found for submission in submissions if (found := progress.find(submission)) and (feedback / found[1]).exists()
+    }
     if kept:
         print(f"{len(kept)} of {len(submissions)} were graded in an earlier run and are unchanged.", file=sys.stderr)
     grades = {submission: grade for submission, (grade, _) in kept.items()}
@@ -115,9 +120,20 @@ def _use_sandbox(choice: str) -> bool:
     if bubblewrap.is_available():
         return True
     if choice == "always":
-        raise CourseError("There is no sandbox here: install bubblewrap on Linux, where user namespaces are allowed.")
+        raise CourseError(
+            "There is no sandbox here: install bubblewrap 0.6 or newer on Linux, where user namespaces are allowed."
+        )
     print("No sandbox: notebooks run as you. On Linux, install bubblewrap; see minivllm grade --help.", file=sys.stderr)
     return False
+
+
+def _prepare_model() -> None:
+    """Convert the model that lessons load now, if it is not yet: in the sandbox, its folder cannot be written to."""
+    from minivllm.config import EngineArgs
+    from minivllm.models.hub import resolve_model
+
+    with contextlib.suppress(MinivllmError, OSError):  # the notebooks that need it will say so
+        resolve_model(EngineArgs.model)
 
 
 def _make_folder(output: Path) -> Path:

@@ -21,8 +21,10 @@ from submissions import GOOD, STUB, case, written
 import minivllm
 from minivllm.course.grading import bubblewrap, grader
 from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.progress import Progress
 from minivllm.course.grading.submissions import Lesson, Submission
 from minivllm.entrypoints.cli import main
+from minivllm.models import hub
 
 PACKAGE = Path(minivllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -57,6 +59,8 @@ def escapes(solutions: Path, victim: Path) -> dict:
         "reads_the_solution": case(0, "Not written yet", answer=STUB, own=read),
         "calls_home": case(5, own="import socket\nsocket.create_connection(('192.0.2.1', 80), 5)"),
         "fills_the_memory": case(5, own="with open('/dev/shm/full', 'wb') as file:\n    for _ in range(30):\n        file.write(b'x' * 10**8)"),
+        "fills_more_memory": case(5, own=libc + "assert libc.creat(b'/full', 0o600) > 0 or libc.creat(b'/dev/filled', 0o600) > 0, 'no room'"),
+        "mounts_again": case(5, own=libc + f"MS_REMOUNT, MS_BIND = 32, 4096\nassert libc.mount(b'none', {package!r}.encode(), None, MS_REMOUNT | MS_BIND, None) == 0, 'it is still read-only'"),
         "prints_secrets": case(5, own="import os\nprint(dict(os.environ), os.listdir('/proc'))"),
     }  # fmt: skip
 
@@ -101,6 +105,7 @@ class TestTheSandbox:
         assert "nothing" in graded.rows["changes_the_package"]["reason"]
         assert "nothing" in graded.rows["plants_a_module"]["reason"]
         assert "it stayed" in graded.rows["removes_a_file"]["reason"]
+        assert "it is still read-only" in graded.rows["mounts_again"]["reason"]
 
     def test_no_process_is_left(self, graded):
         kernels = [
@@ -113,6 +118,7 @@ class TestTheSandbox:
     def test_there_is_no_network_and_a_limit_to_memory_files(self, graded):
         assert "Network is unreachable" in graded.rows["calls_home"]["reason"]
         assert "No space left" in graded.rows["fills_the_memory"]["reason"]
+        assert "no room" in graded.rows["fills_more_memory"]["reason"]
 
     def test_neither_solutions_nor_secrets_are_inside(self, graded):
         pages = {learner: (graded.output / "feedback" / f"{learner}_99_adding.html").read_text() for learner in graded.cases}
@@ -128,6 +134,103 @@ def test_without_bubblewrap_a_required_sandbox_is_refused(tmp_path, monkeypatch,
     options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out", "--sandbox", "always"]
     assert main(["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]) == 2
     assert "There is no sandbox here: install bubblewrap" in capsys.readouterr().err
+
+
+def test_a_bubblewrap_that_cannot_start_python_is_no_sandbox(tmp_path, monkeypatch):
+    (tmp_path / "bwrap").write_text('#!/bin/sh\necho "bwrap: Unknown option --size" >&2\nexit 1\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert not bubblewrap.is_available.__wrapped__()
+
+
+def test_links_are_followed_and_the_cache_may_be_named_relative_to_the_grader(tmp_path, monkeypatch):
+    (tmp_path / "python3.11").symlink_to(sys.base_prefix)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "python3.11"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINIVLLM_CACHE", "cache")
+    command = bubblewrap.wrap(["true"], tmp_path, {})
+    real = os.path.realpath(sys.base_prefix)
+    assert str(tmp_path / "python3.11") in command and (real in command or real.startswith("/usr"))
+    assert command[command.index("MINIVLLM_CACHE") + 1] == str(tmp_path / "cache")
+
+
+class TestProgress:
+    @pytest.fixture
+    def submission(self, tmp_path):
+        path = tmp_path / "ann.ipynb"
+        path.write_text("first")
+        return Submission("ann", Lesson("99_x", ()), path)
+
+    @pytest.fixture
+    def start(self, tmp_path):
+        return lambda: Progress(tmp_path / "grades.jsonl", Limits(), sandboxed=False)
+
+    def test_a_grade_is_found_again_until_the_file_changes(self, submission, start):
+        progress = start()
+        assert progress.find(submission) is None
+        progress.add(grader.Grade(submission, (), ("late",)), "ann.html")
+        assert start().find(submission) == (grader.Grade(submission, (), ("late",)), "ann.html")
+        submission.path.write_text("second")
+        assert start().find(submission) is None
+
+    def test_what_is_handed_in_during_the_run_is_graded_in_the_next(self, submission, start):
+        progress = start()
+        progress.find(submission)
+        submission.path.write_text("second")
+        progress.add(grader.Grade(submission, ()), "ann.html")
+        assert start().find(submission) is None
+
+    def test_a_failure_of_the_grader_is_not_kept(self, submission, start, monkeypatch):
+        monkeypatch.setattr(grader, "_grade", lambda *_: 1 / 0)
+        progress = start()
+        progress.find(submission)
+        progress.add(grader.grade(submission, Limits(), None, None), "ann.html")
+        assert start().find(submission) is None
+
+    def test_a_line_cut_off_does_not_spoil_the_next(self, submission, start, tmp_path):
+        (tmp_path / "grades.jsonl").write_text('{"key": "cut o')
+        progress = start()
+        progress.find(submission)
+        progress.add(grader.Grade(submission, ()), "ann.html")
+        assert start().find(submission) is not None
+
+
+def test_a_lost_feedback_page_is_made_again(tmp_path, monkeypatch):
+    (tmp_path / "solutions").mkdir()
+    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
+    (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
+    runs = []
+
+    def fake(submissions, *_):
+        runs.append(len(submissions))
+        return (grader._nothing(submission, "not run here") for submission in submissions)
+
+    monkeypatch.setattr(grader, "grade_all", fake)
+    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out", "--sandbox", "never"]
+    command = ["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]
+    assert main(command) == main(command) == 0
+    [page] = (tmp_path / "out" / "feedback").iterdir()
+    page.unlink()
+    assert main(command) == 0
+    assert runs == [1, 0, 1] and page.exists()
+
+
+def test_the_model_is_converted_before_it_can_only_be_read(tmp_path, monkeypatch):
+    (tmp_path / "solutions").mkdir()
+    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
+    (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
+    happened = []
+    monkeypatch.setattr(bubblewrap, "is_available", lambda: True)
+    monkeypatch.setattr(hub, "resolve_model", lambda name: happened.append(name))
+
+    def fake(submissions, *_):
+        happened.append("graded")
+        return (grader._nothing(submission, "not run here") for submission in submissions)
+
+    monkeypatch.setattr(grader, "grade_all", fake)
+    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out"]
+    assert main(["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]) == 0
+    assert happened == ["smollm2-135m", "graded"]
 
 
 @pytest.mark.slow

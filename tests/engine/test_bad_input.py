@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
+from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, MinivllmError, ModelLoadError, RequestError
 from minivllm.models import hub
 from minivllm.models.hub import PackagedModel
@@ -408,3 +409,8 @@ def test_an_unknown_argument_is_named():
 def test_asking_for_a_gpu_without_one_says_so(tiny_folder):
     with pytest.raises(ConfigError, match="torch finds no usable GPU"):
         load(tiny_folder, device="cuda")
+
+
+def test_a_wrong_block_size_is_found_before_the_model_is_looked_for():
+    with pytest.raises(ConfigError, match="block_size is 0, but must be a whole number of at least 1"):
+        EngineArgs(model="organization/not-downloaded", block_size=0)

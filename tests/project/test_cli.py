@@ -110,6 +110,19 @@ def test_doctor_finds_the_model(capsys):
     assert "All is well" in capsys.readouterr().out
 
 
+def test_doctor_names_a_library_that_is_not_installed(capsys, monkeypatch):
+    from minivllm.entrypoints import doctor
+
+    def version(package):
+        if package == "numba":
+            raise doctor.PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(doctor, "version", version)
+    assert cli.main(["doctor"]) == 0
+    assert "numba (missing)" in capsys.readouterr().out
+
+
 def test_doctor_says_what_is_missing(capsys, monkeypatch):
     from minivllm.models import hub
 

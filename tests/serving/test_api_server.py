@@ -58,6 +58,7 @@ def server(smollm2_path):
         ({"prompt": "a" * 5000}, None, "5000 characters, far more than fit in the model's context of 256 tokens"),
         ({"logit_bias": {"x": 1}}, None, "a token id in logit_bias must be a whole number"),
         ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias", "5000 entries"),
+        ({"logit_bias": {str(i): "x" for i in range(5000)}}, "logit_bias", "5000 entries"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "lower min_tokens"),
         ({"best_of": 3}, "best_of", "best_of is 3 but n is 1"),
         ({"suffix": "x"}, "suffix", "suffix is \"x\", but this server does not support that"),

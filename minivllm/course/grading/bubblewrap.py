@@ -6,11 +6,13 @@ one that can be written to. There is no network, no other process and none of th
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -50,14 +52,18 @@ _MEMORY_FILES = 2**30
 
 @cache
 def is_available() -> bool:
-    """Whether bubblewrap is installed, and this machine lets it make namespaces."""
+    """Whether bubblewrap is installed, this machine lets it make namespaces, and a kernel's Python starts in them."""
     if shutil.which("bwrap") is None:
         return False
-    trial = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
-    try:
-        return subprocess.run(trial, capture_output=True, timeout=20, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    with tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "work").mkdir()
+        environment = {**os.environ, "PYTHONPATH": str(_PACKAGE.parent)}
+        python = [sys.executable, "-c", "import minivllm.course.grading.kernel"]
+        try:
+            trial = wrap(python, Path(folder).resolve(), environment)
+            return subprocess.run(trial, capture_output=True, timeout=60, check=False).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
 
 
 def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> list[str]:
@@ -69,6 +75,7 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
         environment: The variables; only those that Python and the engine read go into the sandbox.
     """
     options = ["bwrap", "--unshare-all", "--die-with-parent", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
+    options += ["--cap-drop", "ALL"]  # root keeps them otherwise, and makes writable what was mounted read-only
     for place in ("/tmp", "/dev/shm"):
         options += ["--size", str(_MEMORY_FILES), "--tmpfs", place]
     for path in map(Path, _SYSTEM):
@@ -81,18 +88,20 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
     for path in _readable():
         options += ["--ro-bind-try", path, path]
     work = str(folder / "work")
-    options += ["--bind", str(folder), str(folder), *_compiled_kernels(folder), "--chdir", work]
+    options += ["--bind", str(folder), str(folder), *_compiled_kernels(folder)]
+    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", work]  # these are memory, too, and without a limit
     kept = {name: value for name, value in environment.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
-    for name, value in (kept | {"HOME": work, "TMPDIR": work, "MINIVLLM_CACHE": str(cache_folder())}).items():
+    for name, value in (kept | {"HOME": work, "TMPDIR": work, "MINIVLLM_CACHE": str(cache_folder().absolute())}).items():
         options += ["--setenv", name, value]
     return [*options, "--", *command]
 
 
 def _readable() -> list[str]:
-    """Folders of Python, of its packages, of this package and of the model, a folder before those in it."""
+    """Folders of Python, of its packages, of this package and of the model, a folder before those in it; by all their names."""
     installed = {sys.prefix, sys.base_prefix, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
     packages = {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
-    paths: Iterable[str] = {*installed, *packages, str(_PACKAGE), str(cache_folder())}
+    paths = {*installed, *packages, str(_PACKAGE), str(cache_folder().absolute())}
+    paths |= {os.path.realpath(path) for path in paths}  # a program looks for its libraries where it really is
     return sorted(path for path in paths if not path.startswith("/usr/"))
 
 

@@ -49,6 +49,7 @@ class Grade:
         cells: The notebook as it was graded; empty if it could not be read.
         runs: The outcomes of its cells, by index.
         remarks: What went wrong in its cells, by index, as sentences.
+        is_failure: Whether the grader failed, whatever the notebook is worth.
     """
 
     submission: Submission
@@ -57,6 +58,7 @@ class Grade:
     cells: tuple[Cell, ...] = ()
     runs: dict[int, CellRun] = field(default_factory=dict)
     remarks: dict[int, list[str]] = field(default_factory=dict)
+    is_failure: bool = False
 
     @property
     def score(self) -> float:
@@ -133,9 +135,8 @@ def grade(submission: Submission, limits: Limits, surroundings: Surroundings, st
     except DamagedNotebook as error:
         return _nothing(submission, str(error))
     except Exception as error:
-        return _nothing(
-            submission, f"This notebook could not be graded. Please tell your teacher: {type(error).__name__}: {error}."
-        )
+        reason = f"This notebook could not be graded. Please tell your teacher: {type(error).__name__}: {error}."
+        return replace(_nothing(submission, reason), is_failure=True)
 
 
 def _nothing(submission: Submission, reason: str) -> Grade:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from minivllm import __version__
 from minivllm.course.grading.grader import CheckResult, Grade
 from minivllm.course.grading.limits import Limits
 from minivllm.course.grading.submissions import Submission
@@ -27,10 +28,14 @@ class Progress:
 
     def __init__(self, path: Path, limits: Limits, sandboxed: bool) -> None:
         self._path = path
-        self._settings = [repr(limits), sandboxed]
+        self._settings = [repr(limits), sandboxed, __version__]
         self._known: dict[str, dict[str, Any]] = {}
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        for line in lines:
+        self._keys: dict[Submission, str] = {}
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if text and not text.endswith("\n"):
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
                 self._known[record["key"]] = record
@@ -39,7 +44,8 @@ class Progress:
 
     def find(self, submission: Submission) -> tuple[Grade, str] | None:
         """The grade of an earlier run and the name of its page, if what was handed in is still the same."""
-        record = self._known.get(self._key(submission))
+        key = self._keys[submission] = self._key(submission)
+        record = self._known.get(key)
         if record is None:
             return None
         results = {cell_id: (passed, reason) for cell_id, passed, reason in record["results"]}
@@ -47,9 +53,14 @@ class Progress:
         return Grade(submission, checks, tuple(record["notes"])), record["page"]
 
     def add(self, grade: Grade, page: str) -> None:
-        """Append a grade, after its page was written."""
+        """Append a grade, after its page was written, under what was handed in when `find` was called: the file may have changed.
+
+        Grades that only say that the grader failed are left out.
+        """
+        if grade.is_failure:
+            return
         results = [[result.check.cell_id, result.passed, result.reason] for result in grade.results]
-        record = {"key": self._key(grade.submission), "results": results, "notes": grade.notes, "page": page}
+        record = {"key": self._keys[grade.submission], "results": results, "notes": grade.notes, "page": page}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
