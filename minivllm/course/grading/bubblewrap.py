@@ -31,21 +31,8 @@ _SETTINGS = (
     "nsswitch.conf",
     "passwd",
 )
-_VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV")
-_PREFIXES = (
-    "LC_",
-    "MINIVLLM_",
-    "NUMBA_",
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-    "TORCH",
-    "TRITON_",
-    "PYTHON",
-    "JUPYTER_",
-    "IPYTHON",
-    "PYDEVD_",
-)
+_VARIABLES = ("PATH", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_PLATFORM_DIRS")
+_PREFIXES = ("LC_", "NUMBA_", "OMP_", "GOMP_", "MKL_", "TORCH", "TRITON_", "PYTHON", "PYDEVD_")
 _MEMORY_FILES = 2**30
 """Bytes of /tmp and /dev/shm, which are memory."""
 
@@ -66,6 +53,12 @@ def is_available() -> bool:
             return False
 
 
+@cache
+def _can_disable_namespaces() -> bool:
+    """Whether this bubblewrap knows the option: 0.8 and newer do."""
+    return "--disable-userns" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False).stdout
+
+
 def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> list[str]:
     """A command that runs another one in the sandbox.
 
@@ -75,6 +68,8 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
         environment: The variables; only those that Python and the engine read go into the sandbox.
     """
     options = ["bwrap", "--unshare-all", "--die-with-parent", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
+    if _can_disable_namespaces():
+        options += ["--unshare-user", "--disable-userns"]  # in another namespace, there could be memory files without a limit
     options += ["--cap-drop", "ALL"]  # root keeps them otherwise, and makes writable what was mounted read-only
     for place in ("/tmp", "/dev/shm"):
         options += ["--size", str(_MEMORY_FILES), "--tmpfs", place]

@@ -31,8 +31,8 @@ _LAST_WORDS_SECONDS = 1.0
 """How long to wait for output after the kernel has reported the end of a cell."""
 _MOST_STARTS = 4
 _LARGEST_MESSAGE = 16_000_000
-LEAST_SHARE = 0.8
-"""A cell that ran too long without this share of one processor was starved by something else, and is tried again."""
+MOST_WAITED = 0.2
+"""A cell that ran too long, and waited for a processor for more than this share of the time, is tried again."""
 _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
 
 
@@ -214,12 +214,12 @@ class Kernel:
             return CellRun("late")
         message_id = self._client.session.send(self._shell, "execute_request", content)["header"]["msg_id"]
         output = Output(self._limits)
-        used = self._cpu_seconds()
-        self._used_at_limit: float | None = None
+        waited = self._waited_seconds()
+        self._waited_at_limit: float | None = None
         reply = self._await_reply(message_id, output, watch)
         run = CellRun(outputs=output.kept)
-        if self._used_at_limit is not None:
-            run.starved = self._used_at_limit - used < LEAST_SHARE * (watch.deadline - now)
+        if self._waited_at_limit is not None:
+            run.starved = self._waited_at_limit - waited > MOST_WAITED * (watch.deadline - now)
         if reply is None:
             run.status = watch.reason or "dead"
             if run.status in ("slow", "loud"):
@@ -265,8 +265,8 @@ class Kernel:
                 self._kill()
                 return None
             reason = watch.look(output)
-            if watch.reason in ("slow", "late") and self._used_at_limit is None:
-                self._used_at_limit = self._cpu_seconds()
+            if watch.reason in ("slow", "late") and self._waited_at_limit is None:
+                self._waited_at_limit = self._waited_seconds()
             if reason == "interrupt":
                 self._interrupt()
             elif reason == "kill":
@@ -323,16 +323,17 @@ class Kernel:
                 total += process.memory_info().rss
         return total
 
-    def _cpu_seconds(self) -> float:
-        """Processor time of the kernel and of what it started, so far."""
-        import psutil
+    def _waited_seconds(self) -> float:
+        """How long the kernel was ready to run, and something else had the processor: its thread that waited longest, so far.
 
-        total = 0.0
-        for process in self._family():
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+        Linux counts that; elsewhere it is 0.
+        """
+        process_id = bubblewrap.kernel_process(self._process.pid) if self._surroundings.sandboxed else self._process.pid
+        waited = [0.0]
+        for file in Path(f"/proc/{process_id}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                waited.append(int(file.read_text().split()[1]) / 1e9)
+        return max(waited)
 
     def _written(self) -> int:
         """Bytes on disk in the kernel's folder; stops counting above the limit."""
