@@ -39,7 +39,7 @@ ANSWER_SECONDS = 120.0
 BURST_EVERY, BURST_EXCESS = 10.0, 32
 SETTLE_SECONDS = 20.0
 """How long the server has to settle after the last client is gone."""
-WARM_UP_SECONDS, MOST_WARM_UP_ROUNDS, STILL_GROWTH = 5.0, 12, 0.005
+WARM_UP_SECONDS, MOST_WARM_UP_ROUNDS, STILL_GROWTH = 5.0, 6, 0.01
 """Rounds of the load before the run, until memory grows by less than this share in a round. A leak outlives all rounds."""
 MOST_GROWTH = 0.05
 WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
