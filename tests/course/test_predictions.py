@@ -17,7 +17,10 @@ from minivllm.course.folds import cover_answers, is_folded, uncover_answers
 ROOT = Path(__file__).parents[2]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-TELLS_NOTHING: set[tuple[str, str]] = set()
+TELLS_NOTHING = {
+    ("07_the_scheduler", "cost-intro"),  # explains the loop, not how many steps it takes
+    ("07_the_scheduler", "four-text"),  # first says how to read the figure
+}
 """(lesson, cell) of the texts below a prediction that need no fold, because they do not say what the answer is."""
 
 
