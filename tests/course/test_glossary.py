@@ -14,11 +14,8 @@ ANCHORS = re.findall(r'^<a id="([\w-]+)"></a>$', GLOSSARY, flags=re.MULTILINE)
 NOTEBOOKS = [path for folder in ("notebooks", "exercises", "solutions") for path in sorted((ROOT / folder).glob("*.ipynb"))]
 
 UNLINKED = {
-    # Lessons 04 and 07 use these words; their links come with those lessons.
-    "admission", "attention", "chunked-prefill", "copy-on-write", "fcfs", "floor", "fork", "fragmentation", "head", "host", "itl",
-    "max_num_batched_tokens", "paging", "percentile", "preemption", "prefix-cache", "recompute", "reference-count", "sampling",
-    "slot", "starvation", "swap", "throughput", "ttft", "watermark",
-}  # fmt: skip
+    "max_num_batched_tokens",  # lesson 07 explains it itself
+}
 """Terms that need no link from a lesson."""
 
 
