@@ -39,8 +39,9 @@ ANSWER_SECONDS = 120.0
 BURST_EVERY, BURST_EXCESS = 10.0, 32
 SETTLE_SECONDS = 20.0
 """How long the server has to settle after the last client is gone."""
-WARM_UP_SECONDS, MOST_WARM_UP_ROUNDS, STILL_GROWTH = 5.0, 6, 0.01
-"""Rounds of the load before the run, until memory grows by less than this share in a round. A leak outlives all rounds."""
+WARM_UP_SECONDS, MOST_WARM_UP_ROUNDS, STILL_GROWTH, WARM_UP_REQUESTS = 5.0, 12, 0.01, 48
+"""Rounds of the load before the run, until so many requests were accepted, which touch every block, and memory grows by less than this
+share in a round. A leak outlives all rounds."""
 MOST_GROWTH = 0.05
 WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
 """Memory is compared between a window of the run after its warm-up and one at its end."""
@@ -253,9 +254,11 @@ async def load(server: ServerProcess, streams: int, seconds: float, seed: int, t
 
 def warm_up(server: ServerProcess, streams: int, seed: int) -> None:
     """Run the load until its processes stop growing: kernels compiled and KV cache blocks touched for the first time are no leak."""
+    tally = Tally()
     for round in range(MOST_WARM_UP_ROUNDS):
-        memory = asyncio.run(load(server, streams, WARM_UP_SECONDS, seed + round + 1, Tally()))
-        if all(samples[-1] < (1 + STILL_GROWTH) * samples[0] for samples in memory.values()):
+        memory = asyncio.run(load(server, streams, WARM_UP_SECONDS, seed + round + 1, tally))
+        is_still = all(samples[-1] < (1 + STILL_GROWTH) * samples[0] for samples in memory.values())
+        if is_still and tally.counts["accepted"] >= WARM_UP_REQUESTS:
             return
 
 
