@@ -222,6 +222,16 @@ LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
 """The largest integer of two digits: 4,063."""
 
 
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale each row of a weight and round it to 8-bit integers.
+
+    Returns:
+        `[out_features, in_features]` int8 and `[out_features]` float32: the weight is about their product.
+    """
+    scales = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-30)
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
 @checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each row, round it to integers up to 4,063, and split those into two digits, `64 * high + low`.

@@ -6,7 +6,7 @@ Mirrors `vllm/model_executor/layers/linear.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,20 +111,21 @@ class UnquantizedLinearMethod(LinearMethod):
 
 
 class PackedLinearMethod(LinearMethod):
-    """float32 on a CPU, the weight in the order in which `kernels.cpu.packed_linear` reads it.
+    """The weight in the order in which `kernels.cpu.packed_linear` reads it.
 
     Args:
-        kernels: `kernels.cpu`, which cannot be imported where Numba is missing.
+        packed_linear: The product.
+        packed_weight: `PackedWeight` or `PackedInt8Weight` of `kernels.cpu`, which cannot be imported where Numba is missing.
     """
 
-    def __init__(self, kernels: ModuleType) -> None:
-        self.kernels = kernels
+    def __init__(self, packed_linear: Callable[..., Tensor], packed_weight: type) -> None:
+        self.packed_linear, self.packed_weight = packed_linear, packed_weight
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        self.packed = self.kernels.PackedWeight(*take_weights(layer))
+        self.packed = self.packed_weight(*take_weights(layer))
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return self.kernels.packed_linear(self.packed, x)
+        return self.packed_linear(self.packed, x)
 
 
 def take_weights(layer: Linear) -> tuple[Tensor, Tensor | None]:

@@ -59,12 +59,15 @@ class Platform:
 
     def get_linear_method(self, layer: Linear) -> LinearMethod:
         """How to compute a linear layer."""
+        kernels = self.kernels
         if self.quantization is None:
-            return PackedLinearMethod(self.kernels) if self._packs else UnquantizedLinearMethod()
+            return PackedLinearMethod(kernels.packed_linear, kernels.PackedWeight) if self._packs else UnquantizedLinearMethod()
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         if self.quantization == "int4" and Int4LinearMethod.supports(layer) and not isinstance(layer, LMHead):
             return Int4LinearMethod()
-        return Int8LinearMethod(self.ops, self.kernels)
+        if getattr(kernels, "HAS_INT8_DOT", False):
+            return PackedLinearMethod(kernels.packed_linear, kernels.PackedInt8Weight)
+        return Int8LinearMethod(self.ops)
 
     def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
         """The attention of one layer."""

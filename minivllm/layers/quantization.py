@@ -7,15 +7,13 @@ Mirrors `vllm/model_executor/layers/quantization`.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import reference
 from minivllm.kernels.ops import Ops
-from minivllm.layers.linear import Linear, LinearMethod, LMHead, take_weights
+from minivllm.layers.linear import Linear, LinearMethod, take_weights
 
 INT4_GROUP = 32
 """Weights that share a scale and a minimum, as in the blocks of a GGUF file."""
@@ -33,23 +31,20 @@ class Int8LinearMethod(LinearMethod):
 
     The digits are 7 bits wide: two products of 8 by 8 bits would overflow the 16-bit sums of processors without VNNI.
 
+    `PackedInt8Weight` is the same product, to the last bit, for processors that have an instruction for it.
+
     Args:
         ops: Split and join the digits.
-        kernels: The platform's kernels. If they have an 8-bit product, the weight is also packed for it, unless it is a head's.
     """
 
-    def __init__(self, ops: Ops, kernels: ModuleType) -> None:
+    def __init__(self, ops: Ops) -> None:
         self.ops = ops
-        self.kernels = kernels
 
     def process_weights_after_loading(self, layer: Linear) -> None:
         weight, self.bias = take_weights(layer)
-        self.scales = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-30)
+        rounded, self.scales = reference.round_weight(weight)
         self.zero_points = torch.zeros(len(weight), dtype=torch.int64)
-        rounded = (weight / self.scales[:, None]).round_().to(torch.int8)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
-        if getattr(self.kernels, "HAS_INT8_DOT", False) and not isinstance(layer, LMHead):
-            self.packed = self.kernels.PackedInt8Weight(rounded, self.scales, self.bias)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         digits, row_scales = self.ops.split_digits(x.contiguous())

@@ -11,6 +11,9 @@ from quality import compute_logits, measure_quality
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
+from minivllm.kernels import cpu
+from minivllm.kernels.checks import Checks
+from minivllm.kernels.ops import Ops
 from minivllm.layers.linear import Linear, LMHead, PackedLinearMethod, UnquantizedLinearMethod
 from minivllm.layers.platform import Platform
 from minivllm.layers.quantization import Int4LinearMethod, Int8LinearMethod
@@ -80,18 +83,36 @@ def test_a_row_does_not_depend_on_its_batch(name, rows, seed):
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(rows))
 
 
+@pytest.mark.skipif(not cpu.HAS_INT8_DOT, reason="needs AVX-512 VNNI")
+@pytest.mark.parametrize("bias", [True, False])
+@given(
+    rows=st.integers(1, 60), in_features=st.integers(1, 150), out_features=st.integers(1, 100), seed=st.integers(0, 2**31)
+)
+def test_packed_int8_weights_give_the_bits_of_the_torch_operator(bias, rows, in_features, out_features, seed):
+    weight, b = random(out_features, in_features, seed=seed), random(out_features, seed=seed + 1) if bias else None
+    layer = make_linear(weight, b, "int8")
+    assert isinstance(layer.method, PackedLinearMethod)
+    packed, x = layer.method.packed, random(rows, in_features, seed=seed + 2) * torch.rand(rows, 1) * 100
+    layer.method = Int8LinearMethod(Ops(cpu, Checks.NONE))
+    layer.weight, layer.bias = torch.nn.Parameter(weight), None if b is None else torch.nn.Parameter(b)
+    layer.process_weights_after_loading()
+    assert torch.equal(layer(x), cpu.packed_linear(packed, x))
+
+
 def test_which_layer_is_computed_how():
+    int8 = PackedLinearMethod if cpu.HAS_INT8_DOT else Int8LinearMethod
+
     def method(quantization, out_features=32, in_features=64, layer_cls=None, dtype=torch.float32, low_memory=False):
         platform = Platform(CPU, dtype, quantization=quantization, low_memory=low_memory)
         if layer_cls is LMHead:
             return type(LMHead(in_features, out_features, platform).method)
         return type(Linear(in_features, out_features, False, platform).method)
 
-    assert method("int8") is Int8LinearMethod
+    assert method("int8") is int8
     assert method("int4") is Int4LinearMethod
-    assert method("int4", layer_cls=LMHead) is Int8LinearMethod, "the head chooses between many tokens"
-    assert method("int4", in_features=40) is Int8LinearMethod, "40 inputs are no whole groups of 32"
-    assert method("int4", out_features=20) is Int8LinearMethod, "20 outputs are no multiple of 16"
+    assert method("int4", layer_cls=LMHead) is int8, "the head chooses between many tokens"
+    assert method("int4", in_features=40) is int8, "40 inputs are no whole groups of 32"
+    assert method("int4", out_features=20) is int8, "20 outputs are no multiple of 16"
     assert method(None) is PackedLinearMethod
     assert method(None, low_memory=True) is UnquantizedLinearMethod
     assert method(None, dtype=torch.bfloat16) is UnquantizedLinearMethod, "packed weights are float32"

@@ -115,7 +115,7 @@ def multiply(x, weight, out, num_threads, rows):
 @overload(multiply)
 def _compile_multiply(x, weight, out, num_threads, rows):
     kernel = multiply_float32 if len(weight) == 2 else multiply_int8
-    return lambda x, weight, out, num_threads, rows: kernel(x, weight, out, num_threads, rows)
+    return lambda x, weight, out, num_threads, rows: kernel(x, weight, out, num_threads, rows, (None,))
 
 
 @njit(error_model="numpy", cache=True)

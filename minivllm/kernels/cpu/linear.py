@@ -8,7 +8,7 @@ A general matrix product, made for large matrices, is far from that with 16 rows
   vector is loaded, and used for one multiply-add per row.
 - Memory is prefetched a few thousand bytes ahead.
 
-Compilers do not keep an array of sums in registers. So the innermost loop, `_multiply_panels`, is written in LLVM
+Compilers do not keep an array of sums in registers. So the innermost loop, `multiply_panels`, is written in LLVM
 IR; it is this loop:
 
     for k in range(in_features):
@@ -21,7 +21,7 @@ bitwise the same, alone or in a batch. Goto and van de Geijn, 2008, "Anatomy of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding
 import numpy as np
@@ -35,6 +35,9 @@ from torch import Tensor
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
 from minivllm.kernels.cpu.thread_pool import parallel_for
+
+if TYPE_CHECKING:
+    from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
 
 PANEL = 16
 """Output features of a panel: the float32 numbers of one AVX-512 register."""
@@ -86,11 +89,16 @@ class PackedWeight:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The arguments of the compiled product."""
+        """What `multiply` takes as the weight."""
         return self.panels, self.bias
 
+    @property
+    def multiply(self) -> Any:
+        """The compiled product."""
+        return multiply_float32
 
-def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
+
+def packed_linear(weight: PackedWeight | PackedInt8Weight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
     Args:
@@ -108,9 +116,7 @@ def packed_linear(weight: PackedWeight, x: Tensor) -> Tensor:
     tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
     out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
     num_threads = use_threads_of_torch()
-    _multiply(
-        x.contiguous().numpy(), weight.panels, weight.bias, out.numpy(), num_threads, constant(tile), constant(width)
-    )  # fmt: skip
+    weight.multiply(x.contiguous().numpy(), weight.arrays, out.numpy(), num_threads, constant(tile), constant(width))
     return out if out.shape == (num_rows, weight.out_features) else out[:num_rows, : weight.out_features]
 
 
@@ -120,7 +126,7 @@ def few_rows(num_rows: int) -> int:
 
 
 @intrinsic
-def _multiply_panels(
+def multiply_panels(
     typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
 ) -> Any:
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
@@ -203,13 +209,17 @@ def _multiply_panels(
 
 
 @njit(error_model="numpy")
-def _transpose_part(part, num_parts, x, columns):
-    num_tiles, in_features, tile = columns.shape
+def _transpose_part(part, num_parts, x, columns, rows):
+    num_tiles, in_features, _ = columns.shape
     for i in range(num_tiles):
-        for row in range(tile):
-            token = min(i * tile + row, x.shape[0] - 1)  # the last tile is filled up with its last row
-            for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
-                columns[i, k, row] = x[token, k]
+        tokens = x[i * len(rows) : (i + 1) * len(rows)]
+        for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
+            if len(tokens) == len(rows):
+                for row in range(len(rows)):
+                    columns[i, k, row] = tokens[row, k]
+            else:  # the last tile is filled up with its last row
+                for row in range(len(rows)):
+                    columns[i, k, row] = tokens[min(row, len(tokens) - 1), k]
 
 
 @njit(error_model="numpy")
@@ -219,25 +229,30 @@ def _multiply_part(part, size, columns, panels, bias, out, rows, width):
     odd = (last - first) % len(width)
     for i in range(len(columns)):
         for panel in range(first, last - odd, len(width)):
-            _multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, width)
+            multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, width)
         for panel in range(last - odd, last):
-            _multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, (None,))
-
-
-@njit(error_model="numpy", cache=True)
-def _multiply(x, panels, bias, out, num_threads, rows, width):
-    """Transpose the rows of `x`, tile by tile; then the threads take a few panels at a time."""
-    num_panels, in_features, _ = panels.shape
-    num_tiles = out.shape[0] // len(rows)
-    columns = np.empty((num_tiles, in_features, len(rows)), x.dtype)
-    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
-    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, x, columns))
-    size = max(len(width), PART_BYTES // (4 * PANEL * in_features))
-    parallel_for(num_threads, -(-num_panels // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
+            multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, (None,))
 
 
 @njit(error_model="numpy")
-def multiply_float32(x, weight, out, num_threads, rows):
-    """A few rows by a packed weight, for compiled callers; `out` has `len(rows)` rows."""
+def transpose_tiles(x, num_tiles, num_threads, rows):
+    """`[num_tiles, in_features, len(rows)]`: the rows of `x`, tile by tile."""
+    columns = np.empty((num_tiles, x.shape[1], len(rows)), x.dtype)
+    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, x, columns, rows))
+    return columns
+
+
+@njit(error_model="numpy")
+def panels_per_part(panels, width):
+    """How many panels a thread takes at a time."""
+    return max(len(width), PART_BYTES // (4 * panels.shape[1] * panels.shape[2]))
+
+
+@njit(error_model="numpy", cache=True)
+def multiply_float32(x, weight, out, num_threads, rows, width):
+    """`x @ W.T + b`, the arrays of `W` and `b` in `weight`. `out` has the rows of `x`, and as many more as fill the last tile."""
     panels, bias = weight
-    _multiply(x, panels, bias, out, num_threads, rows, (None,))
+    columns = transpose_tiles(x, out.shape[0] // len(rows), num_threads, rows)
+    size = panels_per_part(panels, width)
+    parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
