@@ -12,7 +12,7 @@ from lesson_cells import ROOT, Cell, edited, read_cells, run_cells, untouched
 from mutate_lesson import LIMIT, mutants_of
 
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.course.lessons.lesson_04.engine import _CROWDS, _run_simulated
+from minivllm.course.lessons.lesson_04.engine import _CROWDS, run_simulated
 
 CELLS = read_cells("04")
 POOL = "the pool hands out free blocks and counts tables"
@@ -258,7 +258,7 @@ def test_messages_count_in_words():
 
 @cache
 def crowd_runs():
-    return [_run_simulated(BlockSpaceManager, crowd) for crowd in _CROWDS]
+    return [run_simulated(BlockSpaceManager, crowd) for crowd in _CROWDS]
 
 
 def test_the_simulated_runs_are_crowded_enough():

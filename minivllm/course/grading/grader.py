@@ -1,14 +1,15 @@
 """Grades submissions: restores the lesson's cells, runs the notebook, and reports for each check whether it passed, or why not.
 
 No submission can affect another: whatever goes wrong in one becomes a reason in its grade. (Modelled on nbgrader's autograder; here a
-check passes only if it returns its receipt, see `kernel.py`.)
+check passes only if it returns its receipt, see `kernel.py`, and if the witness sees what it sees of the solution, see `witness.py`.)
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from minivllm.course.grading.kernel_client import Surroundings, run_cells
 from minivllm.course.grading.limits import CellRun, Limits
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 from minivllm.course.grading.untrusted_text import without_colours
+from minivllm.course.grading.witness import find_difference, find_witness
+from minivllm.errors import CourseError
 
 _MOST_REASON = 600
 
@@ -97,16 +100,21 @@ def grade_all(
         unwritable: Folders in which they must not write.
         sandboxed: Whether to run them in bubblewrap's sandbox.
     """
+    seed = secrets.randbits(64)
+    expected: dict[str, dict[str, str]] = {}
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
     stopped = Event()
 
     def run(submission: Submission, num_threads: int) -> Grade:
-        surroundings = surroundings_of(submission.lesson, closed, guarded)
-        return grade(submission, limits, replace(surroundings, sandboxed=sandboxed, num_threads=num_threads), stopped)
+        surroundings = surroundings_of(submission.lesson, closed, guarded, seed)
+        surroundings = replace(surroundings, sandboxed=sandboxed, num_threads=num_threads)
+        return grade(submission, limits, surroundings, stopped, expected[submission.lesson.name])
 
     processors = _num_processors()
     starved = []
+    for lesson in {submission.lesson.name: submission.lesson for submission in submissions}.values():
+        expected[lesson.name] = observe_solution(lesson, replace(surroundings_of(lesson, (), (), seed), num_threads=processors))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run, item, max(1, processors // jobs)) for item in submissions]
         try:
@@ -128,10 +136,30 @@ def _num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def grade(submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event) -> Grade:
-    """Grade one submission, whatever is in it; setting `stopped` ends it early."""
+def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, str]:
+    """What the lesson's witness sees of its own solution, by check."""
+    witness = surroundings.witness
+    if witness is None:
+        return {}
+    # The checks themselves are not run, and everything that is drawn at the end of a cell is not needed.
+    cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
+    expected = {}
+    runs = run_cells(cells, surroundings, Limits(), Event(), only_witnesses=True)
+    for index, cell in enumerate(cells):
+        if cell.check is not None and witness.covers(cell.cell_id):
+            testimony = runs[index].testimony if index in runs else None
+            if not testimony:
+                raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: its solution does not work.")
+            expected[cell.cell_id] = testimony
+    return expected
+
+
+def grade(
+    submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event, expected: Mapping[str, str] | None = None
+) -> Grade:
+    """Grade one submission, whatever is in it; setting `stopped` ends it early. `expected` is of `observe_solution`."""
     try:
-        return _grade(submission, limits, surroundings, stopped)
+        return _grade(submission, limits, surroundings, stopped, expected or {})
     except DamagedNotebook as error:
         return _nothing(submission, str(error))
     except Exception as error:
@@ -144,7 +172,9 @@ def _nothing(submission: Submission, reason: str) -> Grade:
     return Grade(submission, results, (*submission.notes, reason))
 
 
-def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event) -> Grade:
+def _grade(
+    submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event, expected: Mapping[str, str]
+) -> Grade:
     restored = restore(submission.path, submission.lesson)
     cells = restored.cells
     runs = run_cells(cells, surroundings, limits, stopped)
@@ -161,29 +191,43 @@ def _grade(submission: Submission, limits: Limits, surroundings: Surroundings, s
         if cell.check is None:
             since_last += said
             continue
-        if run is not None and run.passed:
+        passed, contradiction = run is not None and run.passed, None
+        if run is not None and run.passed and cell.cell_id in expected:
+            contradiction = find_difference(expected[cell.cell_id], run.testimony or "")
+            passed = contradiction is None
+        if passed:
             reasons = [cell.note]
+        elif contradiction is not None:
+            reasons = [
+                f"This check passed in the notebook, but not when your code was tried on other input from outside: {contradiction}.",
+                *said,
+            ]
         elif run is None or run.status == "late":
             reasons = ["This check was not reached.", *since_last, *said]
         else:
             reasons = [*since_last, *said]
-        results.append(CheckResult(cell.check, run is not None and run.passed, _shortened(" ".join(filter(None, reasons)))))
+        results.append(CheckResult(cell.check, passed, _shortened(" ".join(filter(None, reasons)))))
         notes += [remark for remark in since_last if remark not in reasons]
         since_last = []
     notes += [*since_last, *find_borrowed(cells, numbers)]
     return Grade(submission, tuple(results), tuple(dict.fromkeys(notes)), cells, runs, remarks)
 
 
-def surroundings_of(lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path]) -> Surroundings:
-    """The surroundings of a kernel for a lesson."""
+def surroundings_of(
+    lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path], seed: int | None = None
+) -> Surroundings:
+    """The surroundings of a kernel for a lesson; with a seed, it has a witness."""
     from minivllm.course.grading.kernel import find_imports
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
+    witness = find_witness(lesson.name, seed) if seed is not None else None
+    imported = [f"import {witness.module}"] if witness is not None else []
     return Surroundings(
-        preload=tuple(find_imports(given, "minivllm")),
+        preload=(*find_imports(given, "minivllm"), *imported),
         imports=tuple(find_imports(given, "minivllm")),
         unreadable=tuple(unreadable),
         unwritable=tuple(unwritable),
+        witness=witness,
     )
 
 

@@ -26,6 +26,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import Type
 
 from minivllm.course.grading.sandbox import Fence, Pristine
+from minivllm.course.grading.witness import testify
 
 _MOST_ERROR = 5000
 
@@ -87,6 +88,8 @@ class GradingKernel(IPythonKernel):
         self.shell.execution_count = order.get("number", 1)
         if order.get("kind") == "check":
             reply = self._run_check(code, order)
+        elif order.get("kind") == "witness":
+            reply = self._run_witness(order)
         else:
             try:
                 reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
@@ -118,6 +121,15 @@ class GradingKernel(IPythonKernel):
                 self.shell.showtraceback()
         finally:
             namespace.pop(name, None)
+        return reply
+
+    def _run_witness(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.pristine.restore()
+        reply = {"status": "ok", "execution_count": order["number"], "user_expressions": {}, "payload": []}
+        try:
+            reply["testimony"] = testify(order["module"], order["check"], self.shell.user_ns, order["seed"])
+        except BaseException as error:
+            reply |= {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
         return reply
 
 

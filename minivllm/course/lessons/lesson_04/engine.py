@@ -6,7 +6,7 @@ import random
 from typing import Any, NamedTuple
 
 
-class _Crowd(NamedTuple):
+class Crowd(NamedTuple):
     """A crowded simulated run: the seed of its requests, how requests give way, which share of the blocks is kept from newcomers, and how many blocks there are."""
 
     seed: int
@@ -17,10 +17,10 @@ class _Crowd(NamedTuple):
 
 
 _CROWDS = (
-    _Crowd(2, "recompute", 0.15, 20, 0),
-    _Crowd(3, "swap", 0.15, 24, 40),
-    _Crowd(0, "swap", 0.25, 20, 24),
-    _Crowd(2, "swap", 0.1, 20, 6),  # the host is full at times, so some give way by recompute
+    Crowd(2, "recompute", 0.15, 20, 0),
+    Crowd(3, "swap", 0.15, 24, 40),
+    Crowd(0, "swap", 0.25, 20, 24),
+    Crowd(2, "swap", 0.1, 20, 6),  # the host is full at times, so some give way by recompute
 )
 _WHERE_TO_LOOK = {
     "the sequence that gives way": "can_append_slots decides whether somebody must, and can_allocate and can_swap_in decide who has come in before",
@@ -37,7 +37,7 @@ def check_block_manager(manager_class: type) -> None:
     from minivllm.core.block_space_manager import BlockSpaceManager
 
     for crowd in _CROWDS:
-        wanted, got = (_run_simulated(cls, crowd) for cls in (BlockSpaceManager, manager_class))
+        wanted, got = (run_simulated(cls, crowd) for cls in (BlockSpaceManager, manager_class))
         for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False), 1):
             for what, value in theirs.items():
                 assert ours[what] == value, (
@@ -84,7 +84,7 @@ def check_text(**parts: type) -> None:
         )
 
 
-def _run_simulated(manager_class: type, crowd: _Crowd) -> list[dict[str, Any]]:
+def run_simulated(manager_class: type, crowd: Crowd) -> list[dict[str, Any]]:
     """What the manager did in each step of a crowded run."""
     from minivllm.bench.simulation import make_simulated_engine
     from minivllm.sampling_params import SamplingParams

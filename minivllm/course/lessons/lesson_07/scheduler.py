@@ -146,7 +146,7 @@ def check_fits(cls: type) -> None:
 
 def check_admit(cls: type) -> None:
     """`admit`: in order, up to the first sequence that does not fit."""
-    isolated = _isolate(cls, fits=_fits)
+    isolated = isolate_floors(cls, 4)
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(isolated, f"admit {seed}", running=(0, 3), waiting=(0, 6), spare=(0, 14), budget=(8, 30))
         said = f"{describe(mine)} Then admit(output)."
@@ -163,7 +163,7 @@ def check_admit(cls: type) -> None:
 
 def check_schedule(cls: type) -> None:
     """`schedule` and `decode`: prefill if any sequence can be admitted, else one token per running sequence."""
-    _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
+    _check_schedule(isolate_floors(cls, 5), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
         "phase": "which comes first, prefill or decode", "batch": "who is in the step, and how many tokens it computes",
         "blocks": "block_manager.append_slots(seq): the newest token needs a slot",
     }, may_preempt=False)  # fmt: skip
@@ -171,7 +171,7 @@ def check_schedule(cls: type) -> None:
 
 def check_update(cls: type) -> None:
     """`update`: tokens are counted and appended, and finished sequences leave."""
-    isolated = _isolate(cls, finish=_finish)
+    isolated = isolate_floors(cls, 6)
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(isolated, f"update {seed}", running=(1, 5), waiting=(0, 2), spare=(8, 8), prefill=True)
         rng = random.Random(f"updated {seed}")
@@ -207,17 +207,17 @@ def check_update(cls: type) -> None:
 
 def check_recompute(cls: type) -> None:
     """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
-    _check_schedule(_isolate(cls, fits=_fits, admit=_admit), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
+    _check_schedule(isolate_floors(cls, 5), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
         "batch": "who has a slot for its newest token; a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
-    _check_preempt(_isolate(cls, fits=_fits, admit=_admit), "recompute")
+    _check_preempt(isolate_floors(cls, 5), "recompute")
 
 
 def check_swap_out(cls: type) -> None:
     """`preempt` with `preemption_mode="swap"`: to the host if there is room, else recompute."""
-    made = _isolate(cls, fits=_fits, admit=_admit)
+    made = isolate_floors(cls, 5)
     scene = {"running": (2, 9), "spare": (0, 1), "mode": "any", "host": (0, 16), "longest_prompt": 3}
     _check_schedule(made, "swap out", scene, {
         "swapped": "config.preemption_mode and can_swap_out", "blocks_to_swap_out": "the pairs that swap_out returns",
@@ -277,7 +277,7 @@ def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
         swap | {"num_gpu_blocks": 32, "max_num_seqs": 16, "watermark": 0.05},
     )
     for number, options in enumerate(runs):
-        expected, trace = (_run(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
+        expected, trace = (run_simulated(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'FCFS and recompute'}."
         _compare_steps(said, expected, trace)
     assert trace is not None
@@ -493,7 +493,12 @@ _FACTS: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
 """What is compared of each step, the most telling first, and where to look."""
 
 
-def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
+def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
+    """All that is compared of each step."""
+    return [{name: fact(step) for name, (fact, _) in _FACTS.items()} for step in trace]
+
+
+def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
     """Run a random workload in a simulated engine with too few blocks."""
     rng = random.Random(seed)
     engine = make_simulated_engine(
@@ -522,8 +527,12 @@ def _run(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
 # -- correct methods, in place of a learner's ------------------------------------------------------------------------
 
 
-def _isolate(cls: type, **methods: Any) -> type:
-    """The class with some of its methods replaced by correct ones."""
+def isolate_floors(cls: type, floor: int) -> type:
+    """The class with those methods of lower floors replaced by correct ones that a floor's check calls."""
+    if floor == 6:
+        methods: dict[str, Any] = {"finish": _finish}
+    else:
+        methods = {"fits": _fits} if floor == 4 else {"fits": _fits, "admit": _admit}
     return type(cls.__name__, (cls,), methods)
 
 
