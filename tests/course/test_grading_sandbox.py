@@ -269,7 +269,7 @@ def test_a_submission_without_a_processor_is_graded_again_alone(monkeypatch, tmp
     submissions = [Submission(name, lesson, tmp_path / f"{name}.ipynb") for name in ("ann", "bob")]
     calls = []
 
-    def fake(submission, limits, surroundings, stopped):
+    def fake(submission, limits, surroundings, *_):
         calls.append((submission.learner, surroundings.num_threads))
         starved = submission.learner == "bob" and len([name for name, _ in calls if name == "bob"]) == 1
         return grader.Grade(submission, (), runs={0: CellRun("slow" if starved else "ok", starved=starved)})

@@ -1,0 +1,370 @@
+"""Points come from a class that works, seen from outside: whatever a notebook does to its checks, an untouched exercise earns nothing."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import random
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+
+import minivllm
+from minivllm.course.grading.witness import Witness, find_difference, find_witness
+from minivllm.entrypoints.cli import main
+
+ROOT = Path(minivllm.__file__).parents[1]
+LESSONS = {"04": "04_paged_kv_cache.ipynb", "07": "07_the_scheduler.ipynb"}
+KEPT = {"check-pool", "check-engine"}
+"""The checks of lesson 04 that the tricks are played on: 3 points and 1 point."""
+
+
+def sources(folder: str, number: str) -> dict[str, str]:
+    """The code of a notebook's cells, except checks, by their ids."""
+    cells = nbformat.read(ROOT / folder / LESSONS[number], 4).cells
+    return {
+        cell.metadata.nbgrader.grade_id: cell.source
+        for cell in cells
+        if cell.cell_type == "code" and "nbgrader" in cell.metadata and not cell.metadata.nbgrader.grade
+    }
+
+
+def make_classes(number: str, *edits: tuple[str, str]) -> dict:
+    """The namespace of a solution, with edits."""
+    code = "\n".join(source for name, source in sources("solutions", number).items() if name not in ("look", "results"))
+    code = "\n".join(line for line in code.splitlines() if not line.startswith("%"))
+    for old, new in edits:
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    namespace: dict = {}
+    exec(code, namespace)
+    return namespace
+
+
+def observe_all(number: str, namespace: dict, seed: int) -> dict[str, str]:
+    witnesses = importlib.import_module(f"minivllm.course.lessons.lesson_{number}.witness").WITNESSES
+    said = {}
+    for check_id, (name, observe) in witnesses.items():
+        try:
+            said[check_id] = json.dumps(observe(namespace[name], random.Random(seed)))
+        except Exception as error:
+            said[check_id] = repr(error)
+    return said
+
+
+@cache
+def expected_of(number: str) -> dict[str, str]:
+    return observe_all(number, make_classes(number), 7)
+
+
+@pytest.fixture(scope="module", params=sorted(LESSONS))
+def number(request):
+    return request.param
+
+
+ALSO_RIGHT = {
+    "04": [
+        ("self.ref_counts = [0] * num_blocks", "self.ref_counts = {block: 0 for block in range(num_blocks)}"),
+        ("self.free_blocks = deque(range(num_blocks))", "self.free_blocks = deque(range(num_blocks), maxlen=None)"),
+        ("        return -(-num_tokens // self.block_size)", "        return (num_tokens + self.block_size - 1) // self.block_size"),
+        (
+            "        copy = None\n        if self.must_copy(seq):",
+            "        copy, must_copy = None, self.must_copy(seq)\n        super().append_slots(seq)  # grow first\n        if must_copy:",
+        ),
+        ("            copy = old, new\n        super().append_slots(seq)\n        return copy", "            copy = [old, new]\n        return copy"),
+        ("return list(zip(table, hosts))", "return [[device, host] for device, host in zip(table, hosts)]"),
+        ("        return self.cpu_pool.num_free >= len(self.get_block_table(seq))", "        return not self.cpu_pool.num_free < len(self.block_tables[seq.seq_id])"),
+    ],
+    "07": [
+        ("self.numbers = itertools.count()", "self.numbers = itertools.count(10)"),
+        ("        del self.requests[seq.request.request_id]", "        self.requests.pop(seq.request.request_id)"),
+        ("            self.swapped.remove(seq)\n            output.blocks_to_swap_in", "            del self.swapped[0]\n            output.blocks_to_swap_in"),
+        ("            if seq.finished:\n                continue", "            if seq not in self.running:\n                continue"),
+    ],
+}  # fmt: skip
+WRONG = {
+    "04": [
+        ("reversed(blocks)", "list(blocks)", "check-pool"),
+        ("self.free_blocks.popleft()", "self.free_blocks.pop()", "check-pool"),
+        ("- (self.watermark_blocks if keep_watermark else 0)\n        return", "\n        return", "check-can-allocate"),
+        ("return self.gpu_pool.num_free >= missing\n", "return self.gpu_pool.num_free > missing\n", "check-can-append"),
+        ("self.block_tables[child.seq_id] = list(table)", "self.block_tables[child.seq_id] = list(table)[:-1]", "check-fork"),
+        ("self.gpu_pool.release([old])", "pass", "check-copy"),
+        ("missing + (1 if self.must_copy(seq) else 0)", "missing", "check-copy"),
+        ("        self.cpu_pool.release(hosts)", "        pass", "check-swap"),
+        ("- self.num_blocks_for(seq.num_tokens) >= watermark", "- self.num_blocks_for(seq.num_tokens) > watermark", "check-swap"),
+    ],
+    "07": [
+        ("seq.order = (request.priority, request.metrics.arrival_time, number)", "seq.order = (request.priority, number)", "check-1"),
+        ("self.block_manager.free(seq)\n        seq.status = status", "seq.status = status", "check-2"),
+        ("if len(self.running) >= self.config.max_num_seqs:", "if len(self.running) > self.config.max_num_seqs:", "check-3"),
+        ("            output.num_prefills += 1", "            pass", "check-4"),
+        ("            self.block_manager.append_slots(seq)\n            self.add(output, seq, 1)\n        ### END SOLUTION\nclass Progress", "            self.add(output, seq, 1)\n        ### END SOLUTION\nclass Progress", "check-5"),
+        ("            seq.num_computed_tokens += part.num_tokens", "            seq.num_computed_tokens += 1", "check-6"),
+        ("self.preempt(self.running[-1], output)", "self.preempt(self.running[0], output)", "check-7"),
+        ("        self.put(self.swapped, seq)", "        self.swapped.append(seq)", "check-8"),
+        ("if self.swapped and self.swapped[0].order < seq.order:", "if False:", "check-9"),
+    ],
+}  # fmt: skip
+
+
+def test_every_check_of_the_lessons_has_a_witness(number):
+    name = LESSONS[number].removesuffix(".ipynb")
+    cells = nbformat.read(ROOT / "solutions" / LESSONS[number], 4).cells
+    checks = [cell.metadata.nbgrader.grade_id for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")]
+    witness = find_witness(name, 1)
+    assert checks and all(witness.covers(check_id) for check_id in checks)
+    assert find_witness("99_adding", 1) is find_witness("adding", 1) is None
+
+
+def test_other_right_solutions_say_the_same(number):
+    edits = ALSO_RIGHT[number]
+    for seed in range(3):
+        expected = observe_all(number, make_classes(number), seed)
+        got = observe_all(number, make_classes(number, *edits), seed)
+        assert {check_id: find_difference(expected[check_id], got[check_id]) for check_id in expected} == dict.fromkeys(expected)
+
+
+@pytest.mark.parametrize(("lesson", "old", "new", "check_id"), [(n, *case) for n, cases in WRONG.items() for case in cases])
+def test_a_wrong_solution_says_something_else_at_its_own_check(lesson, old, new, check_id):
+    expected = expected_of(lesson)
+    got = observe_all(lesson, make_classes(lesson, (old, new)), 7)
+    differ = [name for name in expected if find_difference(expected[name], got[name])]
+    assert differ[0] == check_id
+
+
+def test_questions_depend_on_the_seed(number):
+    namespace = make_classes(number)
+    one, other = (observe_all(number, namespace, seed) for seed in (1, 2))
+    assert all(one[check_id] != other[check_id] for check_id in one)
+
+
+@pytest.mark.parametrize("nonsense", ["", "[]", "null", "{}", "nan", '"x"', "[" * 100_000, "[[1]]", "7"])
+def test_a_testimony_that_is_none_differs(nonsense):
+    assert find_difference('[[1, {"a": 2}], 3]', nonsense)
+
+
+def test_a_difference_is_shown_short():
+    assert find_difference('[1, {"a": 2, "b": 3}]', '[1, {"a": 2, "b": 4}]') == 'at observation 2 of 2 it gave {"b": 4} instead of {"b": 3}'
+    assert len(find_difference(json.dumps(["x" * 10**5]), json.dumps(["y" * 10**5]))) < 500
+
+
+def test_a_module_is_only_looked_up_by_name():
+    assert Witness("minivllm.course.lessons.lesson_04.witness", 1).covers("check-pool")
+    assert not Witness("minivllm.course.lessons.lesson_04.witness", 1).covers("check-unknown")
+
+
+# -- tricks: cells added to an untouched exercise ---------------------------------------------------------------------
+
+FORGED = "lambda self, source, order: {'status': 'ok', 'receipt': order['receipt'], 'execution_count': 1, 'user_expressions': {}, 'payload': []}"
+SILENT = "def silent(*arguments, **options):\n    return None\n"
+TRICKS = {
+    "nothing": "",
+    "audit hook that clears the checks": """
+import sys
+from minivllm.course.lessons import lesson_04
+def hook(event, arguments):
+    lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None
+sys.addaudithook(hook)""",
+    "a timer that patches again": """
+import signal
+from minivllm.course.lessons import lesson_04
+def patch(*_):
+    lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None
+signal.signal(signal.SIGALRM, patch); signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)""",
+    "a thread that patches again": """
+import threading, time
+from minivllm.course.lessons import lesson_04
+def patch():
+    while True:
+        lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None
+        time.sleep(0)
+threading.Thread(target=patch, daemon=True).start()""",
+    "the compiler's cache": """
+shell = get_ipython()
+def cache(source, number=0, raw_code=None):
+    shell.user_ns['lesson_04'] = type('Fake', (), {'check_pool': staticmethod(lambda cls: None), 'check_block_manager': staticmethod(lambda cls: None)})
+    return '<cell>'
+shell.compile.cache = cache""",
+    "a namespace of another kind": """
+class Namespace(dict):
+    def __getitem__(self, name):
+        return type('Fake', (), {'check_pool': staticmethod(lambda cls: None), 'check_block_manager': staticmethod(lambda cls: None)}) if name == 'lesson_04' else dict.__getitem__(self, name)
+get_ipython().user_ns = Namespace(get_ipython().user_ns)""",
+    "no restoring": """
+from minivllm.course.lessons import lesson_04
+get_ipython().kernel.pristine.restore = lambda: None
+get_ipython().kernel.imports = []
+lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
+    "forged receipts": f"type(get_ipython().kernel)._run_check = {FORGED}",
+    "forged receipts and testimonies": f"""
+kernel = type(get_ipython().kernel)
+kernel._run_check = {FORGED}
+kernel._run_witness = lambda self, order: {{'status': 'ok', 'testimony': '[]', 'execution_count': 1, 'user_expressions': {{}}, 'payload': []}}""",
+    "forged receipts and no witness": f"""
+kernel = type(get_ipython().kernel)
+kernel._run_check = {FORGED}
+del kernel._run_witness""",
+    "an engine that ignores the class": """
+import minivllm.bench.simulation as simulation
+make = simulation.make_simulated_engine
+import threading, time
+def patch():
+    while True:
+        simulation.make_simulated_engine = lambda **options: make(**{**options, 'block_space_manager_cls': __import__('minivllm').core.block_space_manager.BlockSpaceManager})
+        time.sleep(0)
+threading.Thread(target=patch, daemon=True).start()""",
+    "numbers equal to everything": """
+class Anything(int):
+    __eq__ = lambda self, other: True
+    __ne__ = lambda self, other: False
+    __hash__ = int.__hash__
+class BlockPool:
+    def __init__(self, num_blocks): self.ref_counts = [Anything(0)] * num_blocks; self.n = num_blocks
+    num_free = property(lambda self: Anything(0))
+    def allocate(self, count):
+        if count == 3: raise ValueError
+        return [Anything(0)] * count
+    def share(self, blocks):
+        if 3 in [int(block) for block in blocks]: raise ValueError
+    release = share""",
+    "an answer read off the caller": """
+import sys
+class BlockPool:
+    def __init__(self, num_blocks): self.n = num_blocks
+    @property
+    def num_free(self): return len(sys._getframe(1).f_locals.get('free', []))
+    @property
+    def ref_counts(self): return sys._getframe(2).f_locals.get('counts', [0] * self.n)
+    def allocate(self, count): return sys._getframe(1).f_locals['free'][:count]
+    def share(self, blocks): pass
+    def release(self, blocks): pass""",
+    "asserts taken out": """
+class NoAsserts(ast.NodeTransformer):
+    def visit_Assert(self, node): return ast.Pass()
+import inspect, minivllm.course.lessons.lesson_04.block_manager as module
+tree = ast.fix_missing_locations(NoAsserts().visit(ast.parse(inspect.getsource(module))))
+exec(compile(tree, module.__file__, 'exec'), vars(module))""",
+    "a class that does everything": "from unittest.mock import MagicMock\nBlockPool = MyBlockSpaceManager = MagicMock",
+    "exceptions swallowed": """
+import contextlib, threading, time
+def patch():
+    while True:
+        contextlib._GeneratorContextManager.__exit__ = lambda *_: True
+        time.sleep(0)
+threading.Thread(target=patch, daemon=True).start()""",
+    "another function behind the check": """
+import ctypes, minivllm.course.lessons.lesson_04.block_manager as module
+module.check_pool.__code__ = (lambda pool_class: None).__code__""",
+    "the module exchanged": """
+import sys, types
+fake = types.ModuleType('minivllm.course.lessons.lesson_04'); fake.check_pool = fake.check_block_manager = lambda cls: None
+sys.modules['minivllm.course.lessons.lesson_04'] = fake
+import minivllm.course.lessons; minivllm.course.lessons.lesson_04 = fake
+get_ipython().kernel.pristine._modules.clear()""",
+    "no questions": """
+import minivllm.course.lessons.lesson_04.witness as witness
+witness.WITNESSES = {name: (cls, lambda cls, rng: []) for name, (cls, _) in witness.WITNESSES.items()}
+from minivllm.course.lessons import lesson_04
+get_ipython().kernel.pristine.restore = lambda: None
+lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
+    "the same questions every time": """
+import random
+random.Random = lambda *_: random._inst
+get_ipython().kernel.pristine.restore = lambda: None
+from minivllm.course.lessons import lesson_04
+lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
+    "json of one's own": f"""
+import json
+json.dumps = lambda *_, **__: '[' * 10**6
+type(get_ipython().kernel)._run_check = {FORGED}""",
+    "a long testimony": f"""
+type(get_ipython().kernel)._run_check = {FORGED}
+type(get_ipython().kernel)._run_witness = lambda self, order: {{'status': 'ok', 'testimony': '[' + '0,' * 10**6 + '0]'}}""",
+    "a testimony that is no text": f"""
+type(get_ipython().kernel)._run_check = {FORGED}
+type(get_ipython().kernel)._run_witness = lambda self, order: {{'status': 'ok', 'testimony': {{'check': True}}}}""",
+    "a startup file for the next kernel": f"""
+import os, pathlib
+folder = pathlib.Path(os.environ.get('IPYTHONDIR', '.')) / 'profile_default' / 'startup'
+folder.mkdir(parents=True, exist_ok=True)
+if not (folder / '00.py').exists():
+    (folder / '00.py').write_text("type(get_ipython().kernel)._run_check = {FORGED}")
+    os._exit(0)""",
+    "settings for the next kernel": """
+import json, os, pathlib
+file = pathlib.Path.cwd().parent / 'settings.json'
+settings = json.loads(file.read_text())
+settings['preload'] = ['import minivllm.course.lessons.lesson_04 as m; m.check_pool = m.check_block_manager = lambda cls: None']
+if 'check_pool' not in file.read_text():
+    file.write_text(json.dumps(settings)); os._exit(0)""",
+    "a jump over the check": """
+import sys
+def jump(frame, event, argument):
+    if frame.f_code.co_name == 'check_pool' and event == 'line':
+        frame.f_lineno = frame.f_code.co_firstlineno + 1
+    return jump
+import threading; threading.settrace(jump); sys.settrace(jump)
+get_ipython().kernel.pristine.restore = lambda: sys.settrace(jump)""",
+    "an object that ends the check": """
+from minivllm.course.lessons import lesson_04
+class Leave(BaseException): pass
+import builtins
+class BlockPool:
+    def __init__(self, num_blocks): raise GeneratorExit""",
+}  # fmt: skip
+
+
+def truncated(notebook, answers: dict[str, str], own: str = "") -> str:
+    """A lesson of the answers and two checks, with a cell of the learner's own before and after the answers."""
+    kept = [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        and cell.metadata.get("nbgrader", {}).get("grade_id") in {*answers, *KEPT} - {"look", "results"}
+    ]
+    for cell in kept:
+        cell.source = answers.get(cell.metadata.nbgrader.grade_id, cell.source)
+    if own:
+        places = [i for i, cell in enumerate(kept) if cell.metadata.nbgrader.grade_id in KEPT]
+        for place in reversed(places):
+            kept.insert(place, nbformat.v4.new_code_cell(own))
+    made = nbformat.v4.new_notebook(cells=kept, metadata=notebook.metadata)
+    return nbformat.writes(made)
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """All tricks in one run, beside one whose work is done."""
+    folder = tmp_path_factory.mktemp("tricks")
+    solved, stub = (nbformat.read(ROOT / name / LESSONS["04"], 4) for name in ("solutions", "exercises"))
+    (folder / "solutions").mkdir()
+    (folder / "solutions" / LESSONS["04"]).write_text(truncated(solved, sources("solutions", "04")))
+    cases = {f"trick {number:02}": truncated(stub, sources("exercises", "04"), own) for number, own in enumerate(TRICKS.values())}
+    cases["worked"] = truncated(solved, sources("solutions", "04"))
+    for learner, text in cases.items():
+        (folder / "in" / learner).mkdir(parents=True)
+        (folder / "in" / learner / LESSONS["04"]).write_text(text)
+    options = ["--solutions", folder / "solutions", "--output", folder / "out", "--jobs", 2, "--cell-timeout", 30]
+    assert main(["grade", str(folder / "in"), *map(str, options)]) == 0
+    with (folder / "out" / "grades.csv").open(newline="", encoding="utf-8") as file:
+        rows = {row["learner"]: row for row in csv.DictReader(file)}
+    return SimpleNamespace(rows=rows)
+
+
+@pytest.mark.slow
+def test_no_trick_earns_a_point(graded):
+    scores = {trick: float(graded.rows[f"trick {number:02}"]["score"]) for number, trick in enumerate(TRICKS)}
+    assert scores == dict.fromkeys(TRICKS, 0)
+    assert float(graded.rows["worked"]["score"]) == 4
+
+
+@pytest.mark.slow
+def test_some_tricks_fool_the_check_and_only_the_witness_finds_them(graded):
+    """Otherwise the test above would show nothing about the witness."""
+    seen = [row["learner"] for row in graded.rows.values() if "tried on other input from outside" in row["reason"]]
+    assert len(seen) >= 10
