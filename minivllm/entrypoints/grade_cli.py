@@ -25,8 +25,10 @@ excessive memory, output or disk use, and crashes of Python. On Linux with bubbl
 notebook also runs in a sandbox: it sees Python, its packages, the course and its own folder, no network, no other process and none of
 your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: it is kept from opening the
 solutions and other submissions by ordinary means, but one that wants to can read and delete your files, use the network and end the
-grader. With or without: checks run in the same Python as the learner's code, and somebody who knows Python's insides can make a check
-pass that should not. Look at notebooks that do such things before you trust their points."""
+grader. With or without: each check of lessons 04 and 07 that passes is tried
+again with random input. The learner's class is observed at work, and compared with the solution's outside of the learner's process, so
+that a forged check earns nothing. What is not found for certain is whose class it is: a notebook that visibly uses the engine's own is
+remarked on, and one that hides it is not."""
 
 
 def add_grade_command(commands) -> None:  # noqa: ANN001

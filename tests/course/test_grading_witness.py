@@ -149,7 +149,10 @@ def test_a_testimony_that_is_none_differs(nonsense):
 
 
 def test_a_difference_is_shown_short():
-    assert find_difference('[1, {"a": 2, "b": 3}]', '[1, {"a": 2, "b": 4}]') == 'at observation 2 of 2 it gave {"b": 4} instead of {"b": 3}'
+    assert (
+        find_difference('[1, {"a": 2, "b": 3}]', '[1, {"a": 2, "b": 4}]')
+        == 'at observation 2 of 2 it gave {"b": 4} instead of {"b": 3}'
+    )
     assert len(find_difference(json.dumps(["x" * 10**5]), json.dumps(["y" * 10**5]))) < 500
 
 

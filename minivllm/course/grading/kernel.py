@@ -2,7 +2,7 @@
 
 A check passes only if it returns its receipt, which is issued by a statement appended to its `with check(...)` block: nothing that a
 cell prints counts. Before each check the course's modules are restored, and the check is compiled here, bypassing any hooks that cells
-may have installed in IPython.
+may have installed in IPython. All that can be undone from within the process; `witness.py` cannot be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Guards around a learner's code while it is graded: forbidden files and programs, and modules that are restored before each check.
 
 Both run inside the learner's process. They stop what people try: reading the solutions, writing into the project, replacing `check` or
-the functions behind it. They do not stop a determined attacker inside the process (through `ctypes`, say): for that, grade in a
-container or a virtual machine.
+the functions behind it. They do not stop a determined attacker inside the process (through `ctypes`, say): files and processes are
+protected by `bubblewrap.py`, and points by `witness.py`.
 """
 
 from __future__ import annotations

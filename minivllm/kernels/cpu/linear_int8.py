@@ -101,7 +101,9 @@ def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_s
                 multiply_panels(x, own_panels, panel, own_corrections, digit_sums, 0, rows, (None,))
         for row in range(min(tile, len(row_scales) - i * tile)):
             token = i * tile + row
-            _add_digits(sums[0, row], sums[1, row], scales[start:stop], row_scales[token], bias[start:stop], out[token, start:stop])
+            _add_digits(
+                sums[0, row], sums[1, row], scales[start:stop], row_scales[token], bias[start:stop], out[token, start:stop]
+            )
 
 
 @njit(error_model="numpy")

@@ -53,7 +53,9 @@ class _Manager:
 
     def __init__(self, manager_class: type, methods: set[str], rng: random.Random, facts: list[Any]) -> None:
         block_size = rng.choice((1, 2, 3, 4, 16) if "fork" not in methods else (2, 3, 4, 16))
-        self.manager = manager_class(block_size, rng.randrange(8, 40), rng.randrange(4, 20), watermark=rng.choice((0.0, 0.1, 0.25)))
+        self.manager = manager_class(
+            block_size, rng.randrange(8, 40), rng.randrange(4, 20), watermark=rng.choice((0.0, 0.1, 0.25))
+        )
         self.methods, self.rng, self.facts = methods, rng, facts
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
@@ -63,7 +65,9 @@ class _Manager:
         """One random call, if there is room for it."""
         rng, manager, running = self.rng, self.manager, self.running
         free, host = manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
-        action = rng.choice(sorted(self.methods & {"allocate", "free", "fork", "append_slots", "can_append_slots", "swap_out", "swap_in"}))
+        action = rng.choice(
+            sorted(self.methods & {"allocate", "free", "fork", "append_slots", "can_append_slots", "swap_out", "swap_in"})
+        )
         answer: Any = None
         if action == "allocate":
             seq = make_sequence("a", rng.randrange(1, 6 * manager.block_size))

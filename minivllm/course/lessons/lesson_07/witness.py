@@ -62,7 +62,9 @@ def _observe_abort_request(cls: type, rng: random.Random) -> list[Any]:
 def _observe_fits(cls: type, rng: random.Random, swapped: tuple[int, int] = (0, 0)) -> list[Any]:
     facts: list[Any] = []
     for _ in range(4 * _ROUNDS):
-        scheduler = make_scene(cls, str(rng.random()), running=(0, 4), waiting=(1, 3), swapped=swapped, spare=(30, 30), prefill=swapped == (0, 0))
+        scheduler = make_scene(
+            cls, str(rng.random()), running=(0, 4), waiting=(1, 3), swapped=swapped, spare=(30, 30), prefill=swapped == (0, 0)
+        )
         take_blocks(scheduler, rng.randint(0, 8))
         seq, output = scheduler.waiting[0], SchedulerOutput(num_batched_tokens=rng.randint(0, 20))
         places = len(scheduler.running) + rng.randint(0, 2)
