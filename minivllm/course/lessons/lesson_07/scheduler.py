@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
@@ -22,7 +21,6 @@ from minivllm.course.lessons.lesson_07.situations import (
     Outputs,
     advance,
     compare,
-    count_tokens,
     describe,
     expect,
     make_batch,
@@ -35,13 +33,11 @@ from minivllm.course.lessons.lesson_07.situations import (
     take_blocks,
     take_out,
 )
-from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.request import Sequence, SequenceStatus
-from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 if TYPE_CHECKING:
-    from minivllm.entrypoints.llm import LLM
+    pass
 
 _ROUNDS = 40
 """Random situations per check."""
@@ -261,62 +257,6 @@ def check_swap_in(cls: type) -> None:
     _check_schedule(cls, "swap out and in", scene | {"running": (3, 5), "waiting": (0, 0), "spare": (0, 2)}, hints)
 
 
-def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
-    """The whole scheduler in the simulated engine: the same decisions as the package's, step by step.
-
-    Returns:
-        The trace of the learner's scheduler in the last run, in which sequences are swapped.
-    """
-    trace = None
-    swap = {"preemption_mode": "swap", "num_cpu_blocks": 40}
-    runs: tuple[dict[str, Any], ...] = (
-        {},
-        {"num_gpu_blocks": 200, "max_num_seqs": 5},
-        {"policy": "priority", "watermark": 0.1, "num_gpu_blocks": 32, "max_num_seqs": 16},
-        swap | {"policy": "priority"},
-        swap | {"num_gpu_blocks": 32, "max_num_seqs": 16, "watermark": 0.05},
-    )
-    for number, options in enumerate(runs):
-        expected, trace = (run_simulated(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
-        said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'FCFS and recompute'}."
-        _compare_steps(said, expected, trace)
-    assert trace is not None
-    return trace
-
-
-def check_text(llm: LLM) -> list[str]:
-    """The whole scheduler in the real engine: the same texts as with the package's.
-
-    Args:
-        llm: An `LLM` with the learner's scheduler, and so few blocks that requests must be preempted.
-
-    Returns:
-        The texts.
-    """
-    prompts = [
-        "The capital of France is",
-        "Once upon a time",
-        "Water boils when",
-        "My favourite colour is",
-        "Ships float because",
-    ]
-    params = SamplingParams(temperature=0, max_tokens=40)
-    engine = llm.llm_engine
-    runs = []
-    for scheduler in (Scheduler(engine.scheduler_config, engine.block_manager), engine.scheduler):  # the learner's stays in it
-        engine.core.scheduler = scheduler
-        trace = engine.start_trace()
-        runs.append(([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)], len(trace),
-                     sum(len(step.preempted) for step in trace)))  # fmt: skip
-    theirs, mine = runs
-    if not theirs[-1]:
-        raise ValueError("With this many blocks nothing is preempted: create the LLM with a smaller num_gpu_blocks_override.")
-    said = f"Five prompts, {llm.llm_engine.block_manager.num_gpu_blocks} blocks."
-    for what, expected, got in zip(("the texts", "steps", "preemptions"), theirs, mine, strict=True):
-        expect(said, what, expected, got, "check_decisions first; if it passes, at what only the real engine needs")
-    return mine[0]
-
-
 # -- helpers -------------------------------------------------------------------------------------------------------
 
 
@@ -446,82 +386,6 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
             earlier.append(got)
             advance(expected)
             advance(got)
-
-
-def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
-    """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one."""
-    for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
-        said_step = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
-        for name, (fact, look) in _FACTS.items():
-            expect(said_step, name, fact(theirs), fact(mine), look)
-    expect(
-        f"{said} All steps that both took are the same.",
-        "steps",
-        len(expected),
-        len(got),
-        "what `update` does when a sequence ends",
-    )
-
-
-_FACTS: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
-    "phase": (lambda step: step.phase, "`fits` and `schedule`: whether anybody may join"),
-    "preempted": (lambda step: [item.request_id for item in step.preempted], "`decode`: who gives way, and when"),
-    "swapped_in": (lambda step: [key.request_id for key in step.swapped_in], "`swap_in` and when `schedule` calls it"),
-    "batch": (
-        lambda step: {f"request {item.request_id}": f"{item.action}, {count_tokens(item.num_tokens)}" for item in step.scheduled},
-        "who is in the step, and how many tokens it computes: `admit`, `decode`, `swap_in`",
-    ),
-    "order of the batch": (lambda step: [item.request_id for item in step.scheduled], "`put`: the queues are sorted by `order`"),
-    "waiting, running, swapped": (
-        lambda step: {"waiting": step.num_waiting, "running": step.num_running, "swapped": step.num_swapped},
-        "the queues that a sequence leaves and enters",
-    ),
-    "block table": (
-        lambda step: {f"request {key.request_id}": list(table) for key, table in step.block_tables.items()},
-        "the order in which blocks are freed and taken: `preempt`, `append_slots`, `finish`",
-    ),
-    "host blocks": (
-        lambda step: {f"request {key.request_id}": list(table) for key, table in step.swapped_tables.items()},
-        "`preempt`: swap_out",
-    ),
-    "free blocks": (lambda step: step.num_free_blocks, "who keeps blocks that it no longer needs: `finish` and `preempt`"),
-    "blocks_to_swap_out": (lambda step: step.blocks_to_swap_out, "the pairs that swap_out returns"),
-    "blocks_to_swap_in": (lambda step: step.blocks_to_swap_in, "the pairs that swap_in returns"),
-    "finished": (lambda step: [item.request_id for item in step.finished], "`update`: who ends, and when"),
-    "aborted": (lambda step: step.aborted, "`abort_request`"),
-}
-"""What is compared of each step, the most telling first, and where to look."""
-
-
-def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
-    """All that is compared of each step."""
-    return [{name: fact(step) for name, (fact, _) in _FACTS.items()} for step in trace]
-
-
-def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
-    """Run a random workload in a simulated engine with too few blocks."""
-    rng = random.Random(seed)
-    engine = make_simulated_engine(
-        scheduler=cls, max_model_len=120, max_num_batched_tokens=160, **{"num_gpu_blocks": 40, "block_size": 4, **options}
-    )
-    trace = engine.start_trace()
-    lengths = [(rng.randint(1, 60), rng.randint(1, 50)) for _ in range(40)]
-    for number, (prompt_len, output_len) in enumerate(lengths):
-        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-        engine.add_request(f"{number}", [number + 1] * prompt_len, params, priority=rng.randint(0, 2))
-        if number % 9 == 8:
-            engine.abort_request(f"{rng.randrange(number)}")
-        for _ in range(rng.randint(0, 8)):
-            engine.step()
-    for _ in range(5000):
-        if not engine.has_unfinished_requests():
-            return trace
-        engine.step()
-    raise AssertionError(
-        f"Forty requests with {options or 'FCFS and recompute'}.\nExpected unfinished requests after 5,000 further steps: 0\n"
-        f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, blocks, "
-        f"or a `schedule` that forgets it."
-    )
 
 
 # -- correct methods, in place of a learner's ------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.course.lessons.lesson_07.scheduler import describe_steps, isolate_floors, run_simulated
+from minivllm.course.lessons.lesson_07.engine import describe_steps, run_simulated
+from minivllm.course.lessons.lesson_07.scheduler import isolate_floors
 from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
     advance,
