@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from bisect import insort
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
@@ -35,9 +35,6 @@ from minivllm.course.lessons.lesson_07.situations import (
 )
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
-
-if TYPE_CHECKING:
-    pass
 
 _ROUNDS = 40
 """Random situations per check."""
