@@ -52,30 +52,21 @@ def draw_latencies(traces: dict[str, EngineTrace], title: str = "") -> Figure:
     return figure
 
 
-def paint_waits(
-    curve_axes: Axes, text_axes: Axes, name: str, seconds: Sequence[Sequence[float]], logarithmic: bool | None = None
-) -> None:
+def paint_waits(curve_axes: Axes, text_axes: Axes, name: str, seconds: Sequence[Sequence[float]]) -> None:
     """Paint the distribution of one kind of wait into axes of any figure, a line for each run, with its percentiles below.
 
     Args:
         curve_axes, text_axes: One below the other.
         name: What is waited for.
         seconds: The waits of each run.
-        logarithmic: Whether the axis is; None: if the waits have a long tail.
     """
     scale, unit = _unit([value for of_run in seconds for value in of_run])
     scaled = [np.sort(np.asarray(of_run)) * scale for of_run in seconds]
-    _draw_distributions(curve_axes, scaled, f"{name}, {unit}", has_long_tail(seconds) if logarithmic is None else logarithmic)
+    _draw_distributions(curve_axes, scaled, f"{name}, {unit}")
     _write_percentiles(text_axes, scaled, unit)
 
 
-def has_long_tail(seconds: Sequence[Sequence[float]]) -> bool:
-    """Whether the longest wait is so long that a linear axis would squeeze the others."""
-    everything = [value for of_run in seconds for value in of_run]
-    return bool(everything) and max(everything) > LONG_TAIL * percentile(everything, 50)
-
-
-def _draw_distributions(axes: Axes, values: list[np.ndarray], label: str, logarithmic: bool) -> None:
+def _draw_distributions(axes: Axes, values: list[np.ndarray], label: str) -> None:
     for i, ordered in enumerate(values):
         if not len(ordered):
             continue
@@ -93,7 +84,7 @@ def _draw_distributions(axes: Axes, values: list[np.ndarray], label: str, logari
     if not any(map(len, values)):
         axes.text(0.5, 0.5, "nothing to show", ha="center", va="center", transform=axes.transAxes, color="#555555")
     everything = np.concatenate(values) if values else np.zeros(0)
-    if logarithmic and len(everything) and everything.min() > 0:
+    if len(everything) and everything.min() > 0 and everything.max() > LONG_TAIL * percentile(everything, 50):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         label += " (log)"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.viz.drawing import Box, add_bars, add_legend, look_patch, tidy
-from minivllm.viz.latency import has_long_tail, line_of, paint_waits
+from minivllm.viz.latency import line_of, paint_waits
 from minivllm.viz.palette import INK, Look
 
 WAITING = Look("until the first token", whiteness=0.6, height=0.8)
@@ -40,8 +40,7 @@ class TimedRequest(Protocol):
 def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
     """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below them all requests over time.
 
-    All runs share one time axis, so that a run that takes ten times as long looks so. If one distribution has a long tail, all three have
-    logarithmic axes.
+    All runs share one time axis, so that a run that takes ten times as long looks so.
     At a point (x, y) of a distribution, the share y of all waits was no longer than x.
 
     Args:
@@ -58,10 +57,9 @@ def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") ->
         "between tokens (ITL)": [[gap for item in items for gap in item.itls] for items in answered],
         "end-to-end latency": [[item.end - item.start for item in items] for items in answered],
     }
-    logarithmic = any(map(has_long_tail, panels.values()))
     for number, (name, seconds) in enumerate(panels.items()):
         curves = figure.add_subplot(grid[0, number])
-        paint_waits(curves, figure.add_subplot(grid[1, number]), name, seconds, logarithmic)
+        paint_waits(curves, figure.add_subplot(grid[1, number]), name, seconds)
         if number == 0:
             curves.set_ylabel("share no longer than this", fontsize=9)
     durations = [max((request.end for request in requests), default=0.0) for requests in runs.values()]

@@ -40,12 +40,6 @@ def test_waits_of_failed_requests_are_left_out():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["poisson: 2 requests (1 failed)"]
 
 
-def test_one_long_tail_makes_all_three_axes_logarithmic():
-    patient = [ServedRequest(4, 3, start=0.0, end=ttft + 2, ttft=ttft, itls=[0.5, 1.5], output_tokens=3) for ttft in (0.1, 0.1, 9.0)]
-    scales = [draw_serving({"a": runs}).axes[number].get_xscale() for runs in ([ANSWERED_ONE], patient) for number in (0, 2, 4)]
-    assert scales == ["linear"] * 3 + ["log"] * 3
-
-
 @pytest.mark.parametrize("requests", [[], [FAILED_ONE], [WHOLE_ONE]])
 def test_runs_with_little_to_show_are_drawn_too(requests):
     figure = draw_serving({"one": requests, "other": [ANSWERED_ONE]})
