@@ -112,10 +112,8 @@ def main() -> None:
             }
             measurements.append({"text": kind, "batch_size": batch_size, "same_tokens": num_same, "runs": runs_without_tokens})
     headers = ("text", "batch", "without", "with", "ratio", "accepted", "tokens/step", "same tokens")
-    title = (
-        f"{args.model}, up to {args.num_speculative_tokens} draft tokens, {args.max_tokens} tokens each, median of {args.repeats} runs "
-        "in turns"
-    )
+    runs_in_turns = "one run each" if args.repeats == 1 else f"median of {args.repeats} runs in turns"
+    title = f"{args.model}, up to {args.num_speculative_tokens} draft tokens, {args.max_tokens} tokens each, {runs_in_turns}"
     report(title, format_table(headers, rows), {"model": args.model, "results": measurements}, file=args.json)
 
 

@@ -131,7 +131,7 @@ def _paint_grid(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, str
         axes.add_patch(arrow)
     axes.set_xlim(0, columns)
     axes.set_ylim(num_rows, 0)
-    tidy(axes, f"+ column (blocks of {trace.config.block_size} tokens)", "block number: row")
+    tidy(axes, f"column (blocks of {trace.config.block_size} tokens)", "block = row + column")
     axes.spines[:].set_visible(False)
     every = max(1, -(-columns // 10))
     label_places(axes, "x", [(i + 0.5, str(i)) for i in range(0, columns, every)])

