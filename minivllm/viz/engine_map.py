@@ -34,7 +34,9 @@ PARTS = (
     Part("API server", "entrypoints/api_server.py", "talks to you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
     Part("LLMEngine", "engine/llm_engine.py", "talks to you", 3.8, 8.5, (8,), "takes requests, steps the core"),
     Part("AsyncLLMEngine", "engine/async_llm_engine.py", "talks to you", 8.2, 8.5, (11,), "a stream for each request"),
-    Part("InputProcessor", "engine/input_processor.py", "talks to you", 1.6, 7.1, (8,), "checks a request, gives it a random seed"),
+    Part(
+        "InputProcessor", "engine/input_processor.py", "talks to you", 1.6, 7.1, (8,), "checks a request, gives it a random seed"
+    ),
     Part("Tokenizer", "engine/tokenizer.py", "talks to you", 6.0, 7.1, (1,), "text ↔ token ids"),
     Part("OutputProcessor", "engine/output_processor.py", "talks to you", 10.4, 7.1, (1, 8), "text, stop strings, logprobs"),
     Part("InprocClient", "engine/core_client.py", "talks to you", 3.8, 5.7, (8,), "calls the core directly"),
