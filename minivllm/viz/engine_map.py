@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 LAYERS = {
-    "meets you": "#009E73",
+    "talks to you": "#009E73",
     "decides": "#E69F00",
     "computes": "#0072B2",
 }
@@ -30,15 +30,17 @@ class Part:
 
 
 PARTS = (
-    Part("LLM", "entrypoints/llm.py", "meets you", 3.8, 9.9, (0, 8), "takes prompts, returns their completions"),
-    Part("API server", "entrypoints/api_server.py", "meets you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
-    Part("LLMEngine", "engine/llm_engine.py", "meets you", 3.8, 8.5, (8,), "takes requests, steps the core"),
-    Part("AsyncLLMEngine", "engine/async_llm_engine.py", "meets you", 8.2, 8.5, (11,), "a stream for each request"),
-    Part("InputProcessor", "engine/input_processor.py", "meets you", 1.6, 7.1, (8,), "validates and seeds a request"),
-    Part("Tokenizer", "engine/tokenizer.py", "meets you", 6.0, 7.1, (1,), "text ↔ token ids"),
-    Part("OutputProcessor", "engine/output_processor.py", "meets you", 10.4, 7.1, (1, 8), "text, stop strings, logprobs"),
-    Part("InprocClient", "engine/core_client.py", "meets you", 3.8, 5.7, (8,), "calls the core directly"),
-    Part("AsyncMPClient", "engine/core_client.py", "meets you", 8.2, 5.7, (11, 13), "messages to another process"),
+    Part("LLM", "entrypoints/llm.py", "talks to you", 3.8, 9.9, (0, 8), "takes prompts, returns their completions"),
+    Part("API server", "entrypoints/api_server.py", "talks to you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
+    Part("LLMEngine", "engine/llm_engine.py", "talks to you", 3.8, 8.5, (8,), "takes requests, steps the core"),
+    Part("AsyncLLMEngine", "engine/async_llm_engine.py", "talks to you", 8.2, 8.5, (11,), "a stream for each request"),
+    Part(
+        "InputProcessor", "engine/input_processor.py", "talks to you", 1.6, 7.1, (8,), "checks a request, gives it a random seed"
+    ),
+    Part("Tokenizer", "engine/tokenizer.py", "talks to you", 6.0, 7.1, (1,), "text ↔ token ids"),
+    Part("OutputProcessor", "engine/output_processor.py", "talks to you", 10.4, 7.1, (1, 8), "text, stop strings, logprobs"),
+    Part("InprocClient", "engine/core_client.py", "talks to you", 3.8, 5.7, (8,), "calls the core directly"),
+    Part("AsyncMPClient", "engine/core_client.py", "talks to you", 8.2, 5.7, (11, 13), "messages to another process"),
     Part("EngineCore", "engine/engine_core.py", "decides", 3.8, 4.2, (8,), "schedule, execute, update"),
     Part("EngineCoreProc", "engine/engine_core_proc.py", "decides", 8.2, 4.2, (11, 13), "runs a core in its own process"),
     Part("Scheduler", "core/scheduler.py", "decides", 6.0, 2.8, (7, 9, 10), "who computes in this step?"),
