@@ -51,9 +51,7 @@ def main() -> None:
     draw_step(trace, crowded).savefig(DOCS / "step.png", dpi=120)
     modes = json.loads(SERVING_MODES.read_text(encoding="utf-8"))["modes"]
     served = {mode: [ServedRequest(**request) for request in measured["requests"]] for mode, measured in modes.items()}
-    draw_serving(served, "64 long-tailed requests, 4 per second, to three servers").savefig(
-        DOCS / "serving_modes.png", dpi=150
-    )
+    draw_serving(served, "64 long-tailed requests, 4 per second, to three servers").savefig(DOCS / "serving_modes.png", dpi=150)
 
 
 if __name__ == "__main__":
