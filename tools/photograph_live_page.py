@@ -15,10 +15,13 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from minivllm.bench.server_process import start_server
 from playwright.async_api import async_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from server_process import start_server  # noqa: E402
+
 OPTIONS = ("smollm2-135m", "--max-num-seqs", "12", "--max-model-len", "1024", "--num-gpu-blocks-override", "96")
 SECONDS = 66
 SYSTEM = "You are a patient storyteller. You answer in plain words, you never use lists, and every story has a lighthouse in it."
@@ -73,7 +76,10 @@ async def photograph(url: str) -> None:
         await page.wait_for_timeout((SECONDS - 8) * 1000)
         await page.get_by_role("textbox", name="Prompt").fill("Tell me a short story about a lighthouse keeper.")
         await page.get_by_role("button", name="Send", exact=True).click()
-        await page.wait_for_function("Number(document.querySelector('#waiting-count').textContent) >= 3", timeout=30_000)
+        for _ in range(300):  # until somebody waits; the page's security policy forbids playwright's wait_for_function
+            if int(await page.locator("#waiting-count").inner_text() or 0) > 0:
+                break
+            await page.wait_for_timeout(100)
         await page.screenshot(path=ROOT / "docs" / "live_page.png")
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
