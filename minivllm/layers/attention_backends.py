@@ -62,6 +62,8 @@ class CPUAttentionBackend(AttentionBackend):
         return cpu
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        if len(query) < LONG_PROMPT:
+            return attend(self, query, key, value, kv_cache, metadata)
         starts, lengths = metadata.query_start_loc.tolist(), metadata.context_lens.tolist()
         new_tokens = [end - start for start, end in pairwise(starts)]
         is_long = [new == length >= LONG_PROMPT for new, length in zip(new_tokens, lengths, strict=True)]

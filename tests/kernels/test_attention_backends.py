@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_invariants_on_a_model import tiny_folder  # noqa: F401 (a fixture)
 from test_models import engine_logits, random_prompts, tiny  # noqa: F401 (a fixture)
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, KernelError
-from minivllm.layers.attention import AttentionBackend
+from minivllm.layers import attention_backends
+from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
@@ -131,6 +135,36 @@ def device_of(backend: str) -> str:
 
 
 @pytest.mark.slow
+@given(batch=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 14)), min_size=1, max_size=6), seed=st.integers(0, 2**31))
+def test_long_prompts_short_ones_and_chunks_share_a_batch_on_a_cpu(batch, seed):
+    """Each sequence is (new tokens, tokens cached before). Whole prompts of 6 tokens or more go another way than the others."""
+    generator, block_size, num_heads, num_kv_heads, head_dim = torch.Generator().manual_seed(seed), 4, 6, 2, 8
+    lengths = [new + before if new else 0 for new, before in batch]
+    rows = sum(new for new, _ in batch)
+    tables = torch.arange(9 * len(batch), dtype=torch.int32).flip(0).view(len(batch), 9)
+    positions = [(seq, t) for seq, (new, _) in enumerate(batch) for t in range(lengths[seq] - new, lengths[seq])]
+    slots = torch.tensor(
+        [int(tables[seq, t // block_size]) * block_size + t % block_size for seq, t in positions], dtype=torch.int64
+    )
+    metadata = AttentionMetadata(
+        is_decode=False, slot_mapping=slots, block_tables=tables, context_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *itertools.accumulate(new for new, _ in batch)], dtype=torch.int32),
+    )  # fmt: skip
+    query, key, value = (
+        torch.randn(rows, heads, head_dim, generator=generator) for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    caches = [torch.randn(9 * len(batch), block_size, num_kv_heads, head_dim, generator=generator) for _ in range(2)]
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_backends, "LONG_PROMPT", 6)
+        for name in ("torch", "cpu"):
+            own = tuple(cache.clone() for cache in caches)
+            backend = BACKENDS[name](num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+            results.append((backend(query, key, value, own, metadata), *own))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu", "triton"])
 def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
     """test_models.py holds the default backend against transformers, for the same architectures."""

@@ -327,7 +327,7 @@ def _measure_spins() -> float:
     return 1000 / (min(times) * 1e6)
 
 
-@njit
+@njit(cache=True)
 def _wake_all(num_workers):
     for worker in range(1, num_workers + 1):
         _wake(_shared(), worker)
