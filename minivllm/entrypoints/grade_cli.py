@@ -99,7 +99,7 @@ def run_grade(arguments: argparse.Namespace) -> int:
     grades = {submission: grade for submission, (grade, _) in kept.items()}
     writer = FeedbackWriter(feedback, [page for _, page in kept.values()])
     left = [submission for submission in submissions if submission not in kept]
-    running = grade_all(left, limits, arguments.jobs, unreadable, unwritable, sandboxed)
+    running = grade_all(left, limits, arguments.jobs, unreadable, unwritable, sandboxed, progress.seed)
     for grade in tqdm(running, total=len(left), unit="notebook", file=sys.stderr, desc="grading"):
         progress.add(grade, writer.write(grade).name)
         grades[grade.submission] = grade

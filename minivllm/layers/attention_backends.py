@@ -70,7 +70,7 @@ class CPUAttentionBackend(AttentionBackend):
         if not any(is_long):
             return attend(self, query, key, value, kv_cache, metadata)
         self.ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         for i in (i for i, long in enumerate(is_long) if long):
             start, end = starts[i : i + 2]
             keys, values = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)

@@ -7,6 +7,7 @@ import importlib
 import json
 import random
 from functools import cache
+from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,12 @@ import nbformat
 import pytest
 
 import minivllm
-from minivllm.course.grading.witness import Witness, find_difference, find_witness
+from minivllm.course.grading import witness
+from minivllm.course.grading.borrowed import find_borrowed
+from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.progress import Progress
+from minivllm.course.grading.submissions import Cell
+from minivllm.course.grading.witness import NoSuchClass, Witness, find_difference, find_witness
 from minivllm.entrypoints.cli import main
 
 ROOT = Path(minivllm.__file__).parents[1]
@@ -50,7 +56,7 @@ def observe_all(number: str, namespace: dict, seed: int) -> dict[str, str]:
     said = {}
     for check_id, (name, observe) in witnesses.items():
         try:
-            said[check_id] = json.dumps(observe(namespace[name], random.Random(seed)))
+            said[check_id] = json.dumps(observe(namespace[name], random.Random(seed)), default=index)
         except Exception as error:
             said[check_id] = repr(error)
     return said
@@ -76,6 +82,8 @@ ALSO_RIGHT = {
             "        copy, must_copy = None, self.must_copy(seq)\n        super().append_slots(seq)  # grow first\n        if must_copy:",
         ),
         ("            copy = old, new\n        super().append_slots(seq)\n        return copy", "            copy = [old, new]\n        return copy"),
+        ("return len(self.free_blocks)", "return np.int64(len(self.free_blocks))"),
+        ("from collections import deque", "import numpy as np\nfrom collections import deque"),
         ("return list(zip(table, hosts))", "return [[device, host] for device, host in zip(table, hosts)]"),
         ("        return self.cpu_pool.num_free >= len(self.get_block_table(seq))", "        return not self.cpu_pool.num_free < len(self.block_tables[seq.seq_id])"),
     ],
@@ -116,8 +124,8 @@ def test_every_check_of_the_lessons_has_a_witness(number):
     name = LESSONS[number].removesuffix(".ipynb")
     cells = nbformat.read(ROOT / "solutions" / LESSONS[number], 4).cells
     checks = [cell.metadata.nbgrader.grade_id for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")]
-    witness = find_witness(name, 1)
-    assert checks and all(witness.covers(check_id) for check_id in checks)
+    found = find_witness(name, 1)
+    assert checks and all(found.covers(check_id) for check_id in checks)
     assert find_witness("99_adding", 1) is find_witness("adding", 1) is None
 
 
@@ -371,3 +379,30 @@ def test_some_tricks_fool_the_check_and_only_the_witness_finds_them(graded):
     """Otherwise the test above would show nothing about the witness."""
     seen = [row["learner"] for row in graded.rows.values() if "tried on other input from outside" in row["reason"]]
     assert len(seen) >= 10
+
+
+def test_equal_numbers_of_another_kind_are_equal():
+    assert find_difference("[3, 1]", "[3.0, true]") is None
+
+
+def test_a_renamed_class_is_told_apart_from_one_that_fails():
+    with pytest.raises(NoSuchClass, match="there is no class BlockPool"):
+        witness.testify("minivllm.course.lessons.lesson_04.witness", "check-pool", {}, 1)
+
+
+def test_the_seed_is_kept_beside_the_grades(tmp_path):
+    seeds = [
+        Progress(tmp_path / name / "grades.jsonl", Limits(), sandboxed=False).seed
+        for name in ("a", "a", "b")
+        if (tmp_path / name).mkdir(exist_ok=True) is None
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+@pytest.mark.parametrize(
+    "source", ["lesson_07.scheduler._fits", "lesson_07._fits", "lesson_07.situations.Scheduler", "lesson_04.witness"]
+)
+def test_what_looks_into_the_checks_is_remarked_on(source):
+    [said] = find_borrowed([Cell("a", "answer", "code", f"fits = {source}")], {0: 1})
+    assert source in said
+    assert not find_borrowed([Cell("a", "own", "code", "lesson_07.check_fits(Limits)")], {0: 1})

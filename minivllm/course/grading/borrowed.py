@@ -16,6 +16,9 @@ _CORE = ("minivllm.core", "minivllm.course.lessons")
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
 
+_INSIDES = _CORE_NAMES | {"block_manager", "engine", "scheduler", "situations", "tables", "witness"}
+"""Modules of a lesson's checks, and what they import of the core."""
+
 
 def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int]) -> list[str]:
     """A sentence for each learner's cell that uses the engine's core or the insides of checks.
@@ -53,12 +56,16 @@ def _borrowed_names(source: str) -> list[str]:
                 found += [name for name, alias in zip(whole, node.names, strict=True) if alias.name in _CORE_NAMES]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_core(node.value):
             found.append(node.value)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id.startswith("lesson_") and node.attr.startswith("_"):
-                found.append(f"{node.value.id}.{node.attr}")
-            elif node.value.id == "minivllm" and (node.attr in _CORE_NAMES or node.attr == "core"):
-                found.append(f"minivllm.{node.attr}")
+        elif isinstance(node, ast.Attribute) and _looks_into_a_lesson(ast.unparse(node).split(".")):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "minivllm" and node.attr in {*_CORE_NAMES, "core"}:
+            found.append(f"minivllm.{node.attr}")
     return found
+
+
+def _looks_into_a_lesson(names: list[str]) -> bool:
+    """Whether an attribute such as `lesson_07.scheduler._fits` is not one of those that the lesson uses."""
+    return names[0].startswith("lesson_") and any(name.startswith("_") or name in _INSIDES for name in names[1:])
 
 
 def _is_core(name: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,11 @@ from threading import Event
 
 from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.borrowed import find_borrowed
-from minivllm.course.grading.kernel_client import Surroundings, run_cells
+from minivllm.course.grading.kernel_client import KernelDidNotStart, Surroundings, run_cells
 from minivllm.course.grading.limits import CellRun, Limits
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 from minivllm.course.grading.untrusted_text import without_colours
-from minivllm.course.grading.witness import find_difference, find_witness
+from minivllm.course.grading.witness import NoSuchClass, find_difference, find_witness
 from minivllm.errors import CourseError
 
 _MOST_REASON = 600
@@ -87,6 +86,7 @@ def grade_all(
     unreadable: Sequence[Path],
     unwritable: Sequence[Path],
     sandboxed: bool = False,
+    seed: int = 0,
 ) -> Iterator[Grade]:
     """Grade submissions in parallel; yields grades as they are ready.
 
@@ -99,8 +99,8 @@ def grade_all(
         unreadable: Folders and files that submissions must not open, besides each other's.
         unwritable: Folders in which they must not write.
         sandboxed: Whether to run them in bubblewrap's sandbox.
+        seed: Of what the lessons' witnesses ask. No submission may know it.
     """
-    seed = secrets.randbits(64)
     expected: dict[str, dict[str, str]] = {}
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
@@ -144,13 +144,19 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
     # The checks themselves are not run, and everything that is drawn at the end of a cell is not needed.
     cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
     expected = {}
-    runs = run_cells(cells, surroundings, Limits(), Event(), only_witnesses=True)
+    try:
+        runs = run_cells(cells, surroundings, Limits(), Event(), only_witnesses=True)
+    except KernelDidNotStart as error:
+        raise CourseError(f"The solution of {lesson.name} cannot be observed: {error}") from None
     for index, cell in enumerate(cells):
         if cell.check is not None and witness.covers(cell.cell_id):
-            testimony = runs[index].testimony if index in runs else None
-            if not testimony:
-                raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: its solution does not work.")
-            expected[cell.cell_id] = testimony
+            run = runs.get(index, CellRun("late"))
+            if run.witness is not None and run.witness.error[0] == NoSuchClass.__name__:
+                continue  # a lesson that a teacher has changed
+            if not run.testimony:
+                why = _unobserved(run.witness or run, Limits())
+                raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
+            expected[cell.cell_id] = run.testimony
     return expected
 
 
@@ -195,6 +201,8 @@ def _grade(
         if run is not None and run.passed and cell.cell_id in expected:
             contradiction = find_difference(expected[cell.cell_id], run.testimony or "")
             passed = contradiction is None
+            if contradiction and not run.testimony and run.witness is not None:
+                contradiction = _unobserved(run.witness, limits)
         if passed:
             reasons = [cell.note]
         elif contradiction is not None:
@@ -229,6 +237,17 @@ def surroundings_of(
         unwritable=tuple(unwritable),
         witness=witness,
     )
+
+
+def _unobserved(witness: CellRun, limits: Limits) -> str:
+    """Why there is no testimony."""
+    if witness.status == "error":
+        return f"it raised {_error(*witness.error)}".rstrip(".")
+    return {
+        "slow": f"it ran longer than {limits.cell_seconds:g} s",
+        "late": "the time for the whole notebook was up",
+        "loud": "it printed too much",
+    }.get(witness.status, "it ended Python, or had to be killed")
 
 
 def _numbers(cells: Sequence[Cell]) -> dict[int, int]:

@@ -129,7 +129,9 @@ class GradingKernel(IPythonKernel):
         try:
             reply["testimony"] = testify(order["module"], order["check"], self.shell.user_ns, order["seed"])
         except BaseException as error:
-            reply |= {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": []}
+            reply |= {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
+            with suppress(Exception):
+                reply["evalue"] = str(error)
         return reply
 
 

@@ -213,7 +213,7 @@ class Kernel:
             return
         order = {"kind": "witness", "module": witness.module, "check": cell.cell_id, "seed": witness.seed}
         observed = self.run(replace(cell, source=""), number, deadline, order)
-        run.testimony = observed.testimony or ""
+        run.testimony, run.witness = observed.testimony or "", observed
         run.starved = run.starved or observed.starved
         if observed.status in _ENDS_KERNEL or observed.status == "late":
             run.status = observed.status

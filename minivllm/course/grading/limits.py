@@ -51,6 +51,8 @@ class CellRun:
     """Whether it ran too long while something else had the processor."""
     testimony: str | None = None
     """What was observed of the learner's class after a check that passed."""
+    witness: CellRun | None = None
+    """How that observation ended."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from minivllm.course.grading.limits import Limits
 from minivllm.course.grading.submissions import Submission
 
 
+def _keep_seed(path: Path) -> int:
+    if not path.exists():
+        path.write_text(str(secrets.randbits(64)), encoding="utf-8")
+    return int(hashlib.sha256(path.read_bytes()).hexdigest()[:16], 16)  # whatever is in there
+
+
 class Progress:
     """The grades of this run and of earlier ones into the same folder.
 
@@ -24,11 +31,15 @@ class Progress:
         path: The file; it need not exist.
         limits: Of this run.
         sandboxed: Whether this run uses a sandbox.
+
+    Attributes:
+        seed: Of what witnesses ask: the same for everybody who is graded into this folder, in whichever run.
     """
 
     def __init__(self, path: Path, limits: Limits, sandboxed: bool) -> None:
         self._path = path
         self._settings = [repr(limits), sandboxed, __version__]
+        self.seed = _keep_seed(path.with_name("seed"))
         self._known: dict[str, dict[str, Any]] = {}
         self._keys: dict[Submission, str] = {}
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
