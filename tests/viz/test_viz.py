@@ -469,7 +469,10 @@ def test_the_bars_of_a_step_are_its_tokens_and_its_sequences(trace):
     assert heights(tokens_axes, "prefill", "decode", "rejected") == [step.num_tokens for step in trace]
     rejected = [sum(item.num_drafts - item.num_accepted for item in step.scheduled) for step in trace]
     assert heights(tokens_axes, "rejected") == rejected
-    prefill = [sum(item.num_tokens for item in step.scheduled if item.action == "prefill") for step in trace]
+    prefill = [
+        sum(item.num_tokens - item.num_drafts + item.num_accepted for item in step.scheduled if item.action == "prefill")
+        for step in trace
+    ]
     assert heights(tokens_axes, "prefill") == prefill
     assert heights(sequences_axes, "prefill", "decode", "stalled") == [len(step.block_tables) for step in trace]
     assert heights(sequences_axes, "prefill", "decode") == [len(step.scheduled) for step in trace]
