@@ -141,11 +141,11 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
     witness = surroundings.witness
     if witness is None:
         return {}
-    # The checks themselves are not run, and everything that is drawn at the end of a cell is not needed.
+    # Outside of the sandbox, so that the kernels that this compiles are kept, and no submission compiles them again.
     cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
     expected = {}
     try:
-        runs = run_cells(cells, surroundings, Limits(), Event(), only_witnesses=True)
+        runs = run_cells(cells, surroundings, Limits(), Event())
     except KernelDidNotStart as error:
         raise CourseError(f"The solution of {lesson.name} cannot be observed: {error}") from None
     for index, cell in enumerate(cells):

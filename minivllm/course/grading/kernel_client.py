@@ -64,10 +64,8 @@ class KernelDidNotStart(RuntimeError):  # noqa: N818
     """The kernel of a submission did not respond."""
 
 
-def run_cells(
-    cells: Sequence[Cell], surroundings: Surroundings, limits: Limits, stopped: Event, *, only_witnesses: bool = False
-) -> dict[int, CellRun]:
-    """Run the code cells of a notebook, until `stopped` is set; `only_witnesses` calls their witnesses in place of the checks.
+def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits, stopped: Event) -> dict[int, CellRun]:
+    """Run the code cells of a notebook, until `stopped` is set.
 
     Returns:
         The outcome of each cell that was run, by its index in `cells`.
@@ -81,7 +79,7 @@ def run_cells(
     for _ in range(_MOST_STARTS):
         with Kernel(surroundings, limits, stopped) as kernel:
             start = time.monotonic()
-            last = _run_once(kernel, cells, runs, ended, seconds_left, only_witnesses)
+            last = _run_once(kernel, cells, runs, ended, seconds_left)
             seconds_left -= time.monotonic() - start
         if last is None or seconds_left <= 0:
             break
@@ -89,9 +87,7 @@ def run_cells(
     return runs
 
 
-def _run_once(
-    kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], skip: set[int], seconds: float, only_witnesses: bool
-) -> int | None:
+def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], skip: set[int], seconds: float) -> int | None:
     """Run all cells except `skip`; return the index of the cell that took the kernel down, if one did."""
     deadline = time.monotonic() + seconds
     number = 0
@@ -101,9 +97,8 @@ def _run_once(
         number += 1
         if index in skip:
             continue
-        is_check = cell.kind == "check"
-        run = CellRun("ok") if is_check and only_witnesses else kernel.run(cell, number, deadline)
-        if run.passed or (is_check and only_witnesses):
+        run = kernel.run(cell, number, deadline)
+        if run.passed:
             kernel.call_witness(cell, number, deadline, run)
         if index in runs and runs[index].passed:  # a check that passed once counts
             run.passed, run.testimony = True, runs[index].testimony or run.testimony
