@@ -42,8 +42,6 @@ class Platform:
         quantization: str | None = None,
         low_memory: bool = False,
     ) -> None:
-        if quantization is not None:
-            check_quantization(quantization, device, dtype)
         self.device, self.dtype = device, dtype
         self.quantization = quantization
         self.attention_backend = get_attention_backend(attention_backend, device)
@@ -53,6 +51,8 @@ class Platform:
                 self.attention_backend.__name__,
             )
         self.kernels = load_platform_kernels(device)
+        if quantization is not None:
+            check_quantization(quantization, device, dtype, getattr(self.kernels, "HAS_INT8_DOT", False))
         self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
         self._packs = hasattr(self.kernels, "packed_linear") and dtype == torch.float32 and not low_memory

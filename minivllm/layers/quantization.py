@@ -83,12 +83,23 @@ class Int4LinearMethod(LinearMethod):
         return output if self.bias is None else output.add_(self.bias)
 
 
-def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if this machine cannot compute with weights quantized like that."""
+def check_quantization(quantization: str, device: torch.device, dtype: torch.dtype, has_int8_dot: bool) -> None:
+    """Raise ConfigError if this machine cannot compute with weights quantized like that.
+
+    Args:
+        has_int8_dot: Whether the kernels multiply 8-bit weights themselves, so that torch need not.
+    """
     if device.type != "cpu" or dtype != torch.float32:
         raise ConfigError(f"quantization is {quantization!r}, which runs on the CPU in float32 only, not on {device} in {dtype}.")
-    operator = {"int8": "onednn::qlinear_prepack", "int4": "aten::_convert_weight_to_int4pack_for_cpu"}[quantization]
-    namespace, name = operator.split("::")
-    # The 8-bit operator is oneDNN's; 4-bit models use it for their head.
-    if not torch.backends.mkldnn.is_available() or not hasattr(getattr(torch.ops, namespace), name):
-        raise ConfigError(f"quantization is {quantization!r}, but torch {torch.__version__} has no {operator} on this machine.")
+    # The head of a 4-bit model has 8-bit weights.
+    needed = ["aten::_convert_weight_to_int4pack_for_cpu"] if quantization == "int4" else []
+    if not has_int8_dot:
+        needed.append("onednn::qlinear_prepack")
+    for operator in needed:
+        namespace, name = operator.split("::")
+        if not hasattr(getattr(torch.ops, namespace), name) or (
+            namespace == "onednn" and not torch.backends.mkldnn.is_available()
+        ):
+            raise ConfigError(
+                f"quantization is {quantization!r}, but torch {torch.__version__} has no {operator} on this machine."
+            )

@@ -15,8 +15,7 @@ from minivllm.course.grading.submissions import Cell
 _CORE = ("minivllm.core", "minivllm.course.lessons")
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
-
-_INSIDES = _CORE_NAMES | {"block_manager", "engine", "scheduler", "situations", "tables", "witness"}
+_INSIDES = _CORE_NAMES | {"block_manager", "engine", "scheduler", "situations", "swapping", "tables", "witness"}
 """Modules of a lesson's checks, and what they import of the core."""
 
 

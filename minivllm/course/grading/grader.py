@@ -136,6 +136,10 @@ def _num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_SOLUTION_LIMITS = Limits(cell_seconds=900, total_seconds=1800)
+"""A new machine compiles the kernels in this run."""
+
+
 def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, str]:
     """What the lesson's witness sees of its own solution, by check."""
     witness = surroundings.witness
@@ -145,7 +149,7 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
     cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
     expected = {}
     try:
-        runs = run_cells(cells, surroundings, Limits(), Event())
+        runs = run_cells(cells, surroundings, _SOLUTION_LIMITS, Event())
     except KernelDidNotStart as error:
         raise CourseError(f"The solution of {lesson.name} cannot be observed: {error}") from None
     for index, cell in enumerate(cells):
@@ -154,7 +158,7 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
             if run.witness is not None and run.witness.error[0] == NoSuchClass.__name__:
                 continue  # a lesson that a teacher has changed
             if not run.testimony:
-                why = _unobserved(run.witness or run, Limits())
+                why = _unobserved(run.witness or run, _SOLUTION_LIMITS)
                 raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
             expected[cell.cell_id] = run.testimony
     return expected
@@ -247,6 +251,7 @@ def _unobserved(witness: CellRun, limits: Limits) -> str:
         "slow": f"it ran longer than {limits.cell_seconds:g} s",
         "late": "the time for the whole notebook was up",
         "loud": "it printed too much",
+        "ok": "the check did not pass",
     }.get(witness.status, "it ended Python, or had to be killed")
 
 

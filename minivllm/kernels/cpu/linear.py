@@ -65,10 +65,7 @@ class PackedWeight:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.dim() != 2:
-            raise KernelError(
-                f"A {weight.dtype} weight on {weight.device} cannot be packed: only float32 matrices on the CPU can."
-            )
+        check_weight(weight)
         self.out_features, self.in_features = weight.shape
         num_panels = -(-self.out_features // PANEL)
         panels = np.zeros((num_panels, self.in_features, PANEL), np.float32)
@@ -96,6 +93,14 @@ class PackedWeight:
     def multiply(self) -> Any:
         """The compiled product."""
         return multiply_float32
+
+
+def check_weight(weight: Tensor) -> None:
+    """Raise KernelError unless this weight can be packed."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.dim() != 2:
+        raise KernelError(
+            f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only float32 matrices on the CPU can."
+        )
 
 
 def packed_linear(weight: PackedWeight | PackedInt8Weight, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.linear import PANEL, multiply_panels, panels_per_part, transpose_tiles
+from minivllm.kernels.cpu.linear import PANEL, check_weight, multiply_panels, panels_per_part, transpose_tiles
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
@@ -33,6 +33,7 @@ class PackedInt8Weight:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        check_weight(weight)
         rounded, scales = round_weight(weight)
         self.out_features, self.in_features = rounded.shape
         num_panels, num_words = -(-self.out_features // PANEL), -(-self.in_features // 4)

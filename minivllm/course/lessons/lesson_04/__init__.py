@@ -9,9 +9,9 @@ from minivllm.course.lessons.lesson_04.block_manager import (
     check_fork,
     check_free,
     check_pool,
-    check_swap,
 )
 from minivllm.course.lessons.lesson_04.engine import check_block_manager, check_text
+from minivllm.course.lessons.lesson_04.swapping import check_swap
 
 __all__ = [
     "check_allocate",

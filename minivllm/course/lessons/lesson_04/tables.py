@@ -8,7 +8,12 @@ from collections.abc import Iterable
 from operator import index
 from typing import Any
 
+from minivllm.course.lessons.block_tables import fork_sequence, make_sequence
 from minivllm.request import Sequence
+
+BLOCK_SIZES = (1, 3, 4, 16)
+KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
+"""How a question that minds the watermark is asked; without the argument, it is kept."""
 
 
 def name_of(manager: Any, method: str) -> str:
@@ -140,3 +145,20 @@ def count_references(pool: Any, num_blocks: int) -> list[int]:
 def last_actions(actions: list[str]) -> str:
     """The last few actions, as text."""
     return ("… " if len(actions) > 4 else "") + ", ".join(actions[-4:])
+
+
+def make_family(manager: Any, num_tokens: int, size: int) -> list[Sequence]:
+    """A computed prompt and its siblings, which share all of its blocks."""
+    parent = make_sequence("a", num_tokens)
+    manager.allocate(parent)
+    family = [parent]
+    for _ in range(size - 1):
+        child = fork_sequence(parent)
+        manager.fork(parent, child)
+        family.append(child)
+    return family
+
+
+def format_call(question: str, options: dict[str, bool]) -> str:
+    """A question as it was asked: "can_allocate(seq, keep_watermark=True)"."""
+    return f"{question}({', '.join(['seq', *(f'{name}={value}' for name, value in options.items())])})"
