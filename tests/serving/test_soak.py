@@ -55,6 +55,14 @@ def test_memory_may_grow_while_the_server_warms_up_but_not_after():
     assert judge(memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
 
 
+def test_the_warm_up_lasts_while_memory_grows():
+    touching = [100 + 20 * i for i in range(10)]
+    assert not soak.is_still(touching[:3])
+    assert not soak.is_still(touching)
+    assert not soak.is_still([*touching, *[280] * (soak.STILL_SECONDS - 1)])
+    assert soak.is_still([*touching, *[280] * soak.STILL_SECONDS])
+
+
 @pytest.mark.parametrize(
     "kind,name",
     [
