@@ -180,11 +180,11 @@ def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
 @pytest.mark.slow
 @without_gpu
 def test_interpreted_triton_generates_the_reference_tokens():
-    """The default model as anybody would ask for it, all its kernels interpreted."""
-    prompts = ["The capital of France is", "Hello"]
+    """The default model as anybody would ask for it, all its kernels interpreted: a prefill and two decodes."""
+    prompts, params = ["The capital of France is", "Hello"], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm = LLM("smollm2-135m", attention_backend="triton")
-    expected = LLM("smollm2-135m", attention_backend="torch").generate(prompts, GREEDY, use_tqdm=False)
-    for one, two in zip(llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True):
+    expected = LLM("smollm2-135m", attention_backend="torch").generate(prompts, params, use_tqdm=False)
+    for one, two in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
 
 

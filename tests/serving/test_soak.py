@@ -90,6 +90,7 @@ def test_users_who_were_too_kind_show_nothing():
     assert judge(tally=soak.Tally()) == ["refused in bursts", "left in mid-stream"]
 
 
+@pytest.mark.slow
 def test_thirty_seconds_of_rough_users(tmp_path):
     report = tmp_path / "soak.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
