@@ -1,0 +1,198 @@
+"""The checks of lesson 01 for the draw, for the sampler as a whole, and for the sampler in the engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.course.lessons.lesson_01.cases import make_logits, make_row, show
+from minivllm.course.lessons.lesson_01.filters import Function
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow
+
+_DRAWS = 20_000
+
+
+def check_draw(draw: Function) -> None:
+    """The token on whose piece of the line each row's number falls."""
+    rng = random.Random(16)
+    for _ in range(60):
+        cases = [draw_case(rng, num_pieces) for num_pieces in [rng.randint(2, 7)] * rng.randint(1, 4)]
+        probs, tokens, numbers = ([case[i] for case in cases] for i in range(3))
+        got = _drawn(draw, torch.tensor(probs).log(), numbers)
+        for row, token in enumerate(tokens):
+            start = sum(probs[row][:token])
+            hint = "how the pieces are laid end to end"
+            if numbers[row] in (0.0, LAST_NUMBER) or got[row] >= len(probs[row]) or probs[row][got[row]] == 0:
+                hint = "both ends of the line, and tokens of probability 0, which must never be drawn"
+            assert got[row] == token, (
+                f"draw, with the number {numbers[row]:.6g} and probabilities {show(probs[row])} in row {row} of {len(cases)}: expected token {token}, "
+                f"whose piece goes from {start:.4g} to {start + probs[row][token]:.4g}, got {got[row]}. Look at {hint}."
+            )
+    # A large vocabulary of equally likely tokens: sums in float32 would drift away from the piece.
+    many = 40_000
+    tokens = [rng.randrange(many) for _ in range(20)]
+    got = _drawn(draw, torch.zeros(20, many), [(token + 0.5) / many for token in tokens])
+    assert got == tokens, (
+        f"draw, of {many} equally likely tokens, with numbers in the middle of the pieces of tokens {tokens[:4]} …: expected these, got "
+        f"{got[:4]} …. Look at the dtype of the sum: float32 is too coarse for so many small pieces, float64 is not."
+    )
+
+
+LAST_NUMBER = 1 - 2**-50
+"""A random number as close to 1 as one comes."""
+
+
+def draw_case(rng: random.Random, num_pieces: int) -> tuple[list[float], int, float]:
+    """Probabilities that are multiples of 1/64, some 0; a token; and a number on its piece of the line, away from the ends of others."""
+    edges = [0, *sorted(rng.sample(range(1, 64), num_pieces - 1)), 64]
+    probs = [(high - low) / 64 for low, high in pairwise(edges)] + [0.0, 0.0]
+    rng.shuffle(probs)
+    drawable = [token for token, prob in enumerate(probs) if prob > 0]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return probs, drawable[0], 0.0
+    if kind == 1:
+        return probs, drawable[-1], LAST_NUMBER
+    token = rng.choice(drawable)
+    return probs, token, sum(probs[:token]) + probs[token] * rng.uniform(0.01, 0.99)
+
+
+def _drawn(draw: Function, logits: Tensor, numbers: list[float]) -> list[int]:
+    before = logits.clone()
+    got = draw(logits, torch.tensor(numbers, dtype=torch.float64))
+    assert isinstance(got, Tensor) and got.shape == (len(numbers),), (
+        f"draw must return a tensor of {len(numbers)} token ids, one for each row, but returned "
+        f"{list(got.shape) if isinstance(got, Tensor) else repr(got)}. Look at its last line."
+    )
+    assert torch.equal(logits, before), (
+        "draw changed the logits that it was given; expected a new tensor. Look for an assignment into them."
+    )
+    return [int(token) for token in got.tolist()]
+
+
+def check_sampler(sampler_class: type) -> None:
+    """A batch of rows with different parameters: the same tokens as the engine's sampler, alone and together."""
+    rng = random.Random(17)
+    sampler = sampler_class()
+    for number in range(40):
+        vocab_size = rng.randint(8, 20)
+        logits = make_logits(rng, rng.randint(1, 6), vocab_size)
+        rows = [make_random_row(rng, vocab_size, kind=number % 5) for _ in range(len(logits))]
+        wanted = [token.token_id for token in Sampler().sample(logits, rows)]
+        got = sample(sampler, logits, rows)
+        for i, row in enumerate(rows):
+            assert got[i] == wanted[i], (
+                f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
+                f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at the order (forbidden stops, "
+                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random number of this row."
+            )
+        alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        assert alone == got, (
+            f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. Look at where "
+            f"the random numbers come from: of the row's seed, index and position, and of nothing else."
+        )
+    check_distribution(sampler)
+
+
+def check_distribution(sampler: Any) -> None:
+    """20,000 draws against the exact probabilities, with temperature, top-k and top-p in one go."""
+    logits = torch.tensor([[2.0, 1.5, 1.0, 0.0, -1.0, -3.0]])
+    params = SamplingParams(temperature=0.5, top_k=4, top_p=0.99, seed=5)
+    weights = [math.exp(logit / 0.5) for logit in (2.0, 1.5, 1.0, 0.0)]
+    counts = [0] * logits.shape[1]
+    for start in range(0, _DRAWS, 2000):
+        rows = [make_row(params, seed=5, index=i) for i in range(start, start + 2000)]
+        for token in sample(sampler, logits.expand(2000, -1), rows):
+            counts[token] += 1
+    for token, got in enumerate(counts):
+        prob = weights[token] / sum(weights) if token < len(weights) else 0.0
+        spread = 4.5 * math.sqrt(_DRAWS * prob * (1 - prob))
+        assert abs(got - _DRAWS * prob) <= spread, (
+            f"MySampler drew token {token} {got} times in {_DRAWS:,}; expected about {_DRAWS * prob:.0f}, because its probability is {prob:.4f}. "
+            f"Look at draw, and at the random numbers, which must differ from row to row."
+        )
+
+
+def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> SamplingRow:
+    """A row with random parameters: greedy, one filter, penalties, a text too short to end, or all at once."""
+    options: dict[str, Any] = {"temperature": rng.choice((0.0, 0.5, 1.0, 2.0))}
+    if kind in (1, 4):
+        options |= {"top_k": rng.choice((0, 3, 5)), "top_p": rng.choice((1.0, 0.83)), "min_p": rng.choice((0.0, 0.07))}
+    if kind in (2, 4):
+        options |= {
+            "repetition_penalty": rng.choice((1.0, 2.0)),
+            "presence_penalty": rng.choice((0.0, 0.5)),
+            "frequency_penalty": rng.choice((0.0, 0.25)),
+        }
+    if kind in (3, 4):
+        options["min_tokens"] = rng.choice((0, 2, 4))
+    output = rng.choices(range(vocab_size), k=rng.randint(0, 5))
+    eos = rng.sample(range(vocab_size), 2)
+    prompt = rng.choices(range(vocab_size), k=3)
+    seed, index = rng.randrange(1000), rng.randrange(3)
+    return make_row(SamplingParams(max_tokens=50, **options), prompt, output, seed=seed, index=index, eos=eos)
+
+
+def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    """The tokens that a learner's sampler chooses, after a look at what it returns."""
+    before = logits.clone()
+    sampled = sampler.sample(logits, rows)
+    assert isinstance(sampled, list) and all(isinstance(token, SampledToken) for token in sampled), (
+        f"MySampler.sample must return a list of SampledToken, one for each row, but returned {sampled!r:.200}. Look at its last line."
+    )
+    assert len(sampled) == len(rows), (
+        f"MySampler.sample was given {len(rows)} rows, but returned {len(sampled)} tokens. Look at its last line."
+    )
+    assert torch.equal(logits, before), (
+        "MySampler.sample changed the logits that it was given; expected them as they were. Look for an assignment into them."
+    )
+    return [int(token.token_id) for token in sampled]
+
+
+def describe(row: SamplingRow) -> str:
+    """The parameters of a row that are not the defaults."""
+    default, params = SamplingParams(max_tokens=50), row.params
+    names = (
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+    )
+    changed = [f"{name}={getattr(params, name):g}" for name in names if getattr(params, name) != getattr(default, name)]
+    return ", ".join(changed) or "temperature=1"
+
+
+def check_sampler_text(sampler_class: type) -> None:
+    """The real model writes the same text with a learner's sampler as with the engine's."""
+    for theirs, ours, params in zip(write(), write(sampler_cls=sampler_class), TEXT_PARAMS, strict=True):
+        assert ours == theirs, (
+            f"With {params}, expected the text\n  {theirs!r},\ngot\n  {ours!r}.\nLook at MySampler: one of the steps before it was not tried like this."
+        )
+
+
+PROMPTS = ("The king said:", "Once upon a time", "My favourite animal is the", "Dear Sir,")
+TEXT_PARAMS = (
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=3, max_tokens=24),
+    SamplingParams(temperature=1.2, min_p=0.1, repetition_penalty=1.3, seed=4, max_tokens=24, n=2),
+    SamplingParams(temperature=0.5, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=20, seed=5, max_tokens=24),
+)
+
+
+def write(**parts: type) -> list[list[str]]:
+    """Texts of the real model, some greedy and some random."""
+    from minivllm import LLM
+
+    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, **parts)
+    outputs = llm.generate(list(PROMPTS), list(TEXT_PARAMS), use_tqdm=False)
+    return [[completion.text for completion in output.outputs] for output in outputs]
