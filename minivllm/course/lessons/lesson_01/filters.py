@@ -54,7 +54,7 @@ def check_penalties(apply_penalties: Function) -> None:
         prompts = [rng.choices(range(vocab_size), k=rng.randint(1, 4)) for _ in range(num_rows)]
         outputs = [rng.choices(range(vocab_size), k=rng.choice((0, 1, 3, 6))) for _ in range(num_rows)]
         kinds = ((1.0, 2.0, 4.0, 0.5), (0.0, 0.5, -0.5), (0.0, 0.25, -1.0))
-        only = number % 4  # first one kind of penalty at a time, so that a message can say which
+        only = min(3, number // 25)  # first one kind of penalty at a time, so that a message can say which
         values = [[rng.choice(kind) if only in (i, 3) else kind[0] for _ in range(num_rows)] for i, kind in enumerate(kinds)]
         result = call(apply_penalties, logits, prompts, outputs, *(torch.tensor(value) for value in values))
         for row in range(num_rows):
@@ -65,7 +65,7 @@ def check_penalties(apply_penalties: Function) -> None:
                 assert result[row, token] == wanted[token], (
                     f"apply_penalties, row {row}, with repetition {repetition:g}, presence {presence:g} and frequency {frequency:g}: token "
                     f"{token} has the logit {logits[row, token]:g} and stands {in_prompt} times in the prompt and {in_output} times in the output. "
-                    f"Expected {wanted[token]:g}, got {result[row, token]:g}. Look at {_penalty_hint(only, float(logits[row, token]), in_output)}."
+                    f"Expected {wanted[token]:g}, got {result[row, token]:g}. Look at {_penalty_hint(only, float(logits[row, token]), float(result[row, token]), repetition, in_output)}."
                 )
 
 
@@ -81,22 +81,18 @@ def penalized(
     return result
 
 
-def _penalty_hint(kind: int, logit: float, in_output: int) -> str:
+def _penalty_hint(kind: int, logit: float, got: float, repetition: float, in_output: int) -> str:
     if kind == 0:
-        return (
-            "negative logits: dividing them makes a token likelier"
-            if logit < 0
-            else "which tokens are repeated: of prompt and output, each once"
-        )
+        if logit < 0 and got == logit / repetition:
+            return "negative logits: dividing them makes a token likelier, so they are multiplied"
+        return "which tokens are repeated: those of prompt and output, each once, however often it occurs"
     if kind == 3:
-        return "the order: first repetition, then presence and frequency are subtracted"
+        return "the order: first repetition, then presence and frequency are subtracted; and each row has its own penalties"
     if not in_output:
         return "which tokens count: only those of the output, not of the prompt"
-    return (
-        "how often presence is subtracted: once, however often the token occurs"
-        if kind == 1
-        else "how often frequency is subtracted: for each time"
-    )
+    if kind == 1:
+        return "how often presence is subtracted: once, however often the token occurs"
+    return "how often frequency is subtracted: for each time; and each row has its own"
 
 
 def check_temperature(apply_temperature: Function) -> None:
