@@ -47,8 +47,8 @@ def draw_stages(tokens: Sequence[str], stages: Stages) -> Figure:
             axes.bar(places, before, fill=False, edgecolor=INK, linewidth=0.8, width=0.8)
             gone = [place for place in places if before[place] > 0 and not probs[place] > 0]
             axes.plot(gone, [0.07 * highest] * len(gone), "x", color=INK, markersize=7, clip_on=False)
-        kept = sum(prob > 0 for prob in probs)
-        axes.text(0.995, 0.86, f"{name}: {kept} of these {len(tokens)} left", transform=axes.transAxes, ha="right", va="top")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        axes.text(0.995, 0.9, name, transform=axes.transAxes, ha="right", va="top", bbox=box)
         axes.set_ylim(0, highest)
         axes.grid(axis="y", color=PALE, linewidth=0.5)
         axes.set_axisbelow(True)
