@@ -30,6 +30,11 @@ class Loud(IncrementalDetokenizer):
         self.text = self.text.upper()
         return stop
 
+    def finish(self):
+        stop = super().finish()
+        self.text = self.text.upper()
+        return stop
+
 
 def test_the_engine_writes_what_a_sampler_and_a_detokenizer_of_ones_own_say():
     llm = LLM(**SMALL, sampler_cls=Always, detokenizer_cls=Loud)
