@@ -15,7 +15,7 @@ from minivllm.course.lessons.lesson_01.filters import (
     check_top_k,
     check_top_p,
 )
-from minivllm.course.lessons.lesson_01.sampler import check_draw, check_sampler, check_sampler_text
+from minivllm.course.lessons.lesson_01.sampler import check_draw, check_sampler, check_sampler_text, watch
 
 __all__ = [
     "check_characters",
@@ -32,4 +32,5 @@ __all__ = [
     "check_top_p",
     "load_tokenizer",
     "token_bytes",
+    "watch",
 ]

@@ -175,9 +175,31 @@ def check_detokenizer(detokenizer_class: type) -> None:
         for prompt_size in (1, 2):
             params = SamplingParams()
             _check_like_the_engine(detokenizer_class, tokenizer, token_ids[prompt_size:], params, token_ids[:prompt_size])
-    for theirs, ours, params in zip(write(), write(detokenizer_cls=detokenizer_class), _TEXT_PARAMS, strict=True):
-        assert ours == theirs, (
-            f"With {params}, expected the engine to answer\n  {theirs!r},\ngot\n  {ours!r}.\nLook at MyDetokenizer."
+    _check_text(detokenizer_class, tokenizer)
+
+
+def _check_text(detokenizer_class: type, tokenizer: Any) -> None:
+    """What the engine gives out for texts of the real model, against its own detokenizer on the same tokens."""
+    from minivllm import LLM
+    from minivllm.engine.detokenizer import IncrementalDetokenizer
+
+    llm = LLM(
+        "smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, detokenizer_cls=detokenizer_class
+    )  # fmt: skip
+    for output, params in zip(llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False), _TEXT_PARAMS, strict=True):
+        completion = output.outputs[0]
+        own, wanted_stop = IncrementalDetokenizer(tokenizer, output.prompt_token_ids, params), None
+        shown = completion.token_ids[:-1] if completion.token_ids[-1] == tokenizer.eos_token_id else completion.token_ids
+        for token_id in shown:
+            wanted_stop = own.update(token_id)
+            if wanted_stop is not None:
+                break
+        else:
+            wanted_stop = own.finish()
+        stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        assert (completion.text, stop) == (own.text, wanted_stop), (
+            f"In the engine, with stop={params.stop} and skip_special_tokens={params.skip_special_tokens}: expected the text {own.text!r} and the "
+            f"stop string {wanted_stop!r}, got {completion.text!r} and {stop!r}. Look at update and finish of MyDetokenizer."
         )
 
 
@@ -229,12 +251,3 @@ _TEXT_PARAMS = tuple(
     SamplingParams(temperature=0, max_tokens=24, stop=stop, skip_special_tokens=skip)
     for stop, skip in ((None, True), (["city", " was"], True), (None, False), (["。"], True))
 )
-
-
-def write(**parts: type) -> list[tuple[str, Any]]:
-    """Texts of the real model, and why each ended."""
-    from minivllm import LLM
-
-    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, **parts)
-    outputs = llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
-    return [(output.outputs[0].text, output.outputs[0].stop_reason) for output in outputs]

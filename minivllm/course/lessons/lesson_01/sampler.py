@@ -175,26 +175,63 @@ def describe(row: SamplingRow) -> str:
 
 
 def check_sampler_text(sampler_class: type) -> None:
-    """The real model writes the same text with a learner's sampler as with the engine's."""
-    for theirs, ours, params in zip(write(), write(sampler_cls=sampler_class), TEXT_PARAMS, strict=True):
+    """In the engine, under the real model: a learner's sampler chooses every token that the engine's own chooses."""
+    from minivllm import LLM
+
+    troubles: list[BaseException] = []
+
+    class Compared:
+        """Both samplers on the same logits."""
+
+        def __init__(self) -> None:
+            self.theirs, self.ours = Sampler(), sampler_class()
+
+        def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+            wanted = self.theirs.sample(logits, rows)
+            try:
+                _compare(sample(self.ours, logits, rows), [token.token_id for token in wanted], rows)
+            except Exception as error:  # the engine would only end the requests
+                troubles.append(error)
+                raise
+            return wanted
+
+    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, sampler_cls=Compared)
+    llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
+    if troubles:
+        raise troubles[0]
+
+
+def _compare(got: list[int], wanted: list[int], rows: list[SamplingRow]) -> None:
+    for ours, theirs, row in zip(got, wanted, rows, strict=True):
         assert ours == theirs, (
-            f"With {params}, expected the text\n  {theirs!r},\ngot\n  {ours!r}.\nLook at MySampler: one of the steps before it was not tried like this."
+            f"Under the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs}, got {ours}. Look at "
+            f"MySampler: the checks above have not tried it with 49,152 tokens."
         )
 
 
-PROMPTS = ("The king said:", "Once upon a time", "My favourite animal is the", "Dear Sir,")
-TEXT_PARAMS = (
+def watch(**parts: type) -> None:
+    """Print a text while the real model writes it, with a learner's `sampler_cls` and `detokenizer_cls`."""
+    from minivllm import LLM
+
+    llm = LLM("smollm2-135m", max_model_len=128, kv_cache_memory_bytes=64 * 2**20, **parts)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=10)
+    engine.add_request("watched", "My favourite animal is the", params)
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except NotImplementedError:
+            outputs = []
+            engine.abort_request("watched")
+            print("MyDetokenizer is not written yet.")
+        for output in outputs:
+            print(f"MySampler does not work yet: {output.error}" if output.error else repr(output.outputs[0].text))
+
+
+_PROMPTS = ("The king said:", "Once upon a time", "My favourite animal is the", "Dear Sir,")
+_TEXT_PARAMS = (
     SamplingParams(temperature=0, max_tokens=24),
     SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=3, max_tokens=24),
     SamplingParams(temperature=1.2, min_p=0.1, repetition_penalty=1.3, seed=4, max_tokens=24, n=2),
     SamplingParams(temperature=0.5, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=20, seed=5, max_tokens=24),
 )
-
-
-def write(**parts: type) -> list[list[str]]:
-    """Texts of the real model, some greedy and some random."""
-    from minivllm import LLM
-
-    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, **parts)
-    outputs = llm.generate(list(PROMPTS), list(TEXT_PARAMS), use_tqdm=False)
-    return [[completion.text for completion in output.outputs] for output in outputs]
