@@ -80,15 +80,15 @@ def draw_tokens(tokenizer: _Tokenizer, texts: Mapping[str, str]) -> TokenPicture
 
 
 def _cut(tokenizer: _Tokenizer, text: str) -> list[Piece]:
-    """The tokens of a text. Bytes are counted off the text itself, so that no tokenizer's alphabet need be known."""
+    """The tokens of a text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     pieces: list[Piece] = []
-    data, start = text.encode(), 0
+    data, start = tokenizer.decode(token_ids, skip_special_tokens=False).encode(), 0
     hidden: list[int] = []  # tokens since the last whole character
     for token_id in token_ids:
         hidden.append(token_id)
         spelled = tokenizer.decode(hidden, skip_special_tokens=False)
-        if "\ufffd" in spelled and not text.encode()[start:].startswith(spelled.encode()):
+        if "\ufffd" in spelled and not data[start:].startswith(spelled.encode()):
             continue
         whole = spelled.encode()
         if len(hidden) == 1:
