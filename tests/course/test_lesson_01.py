@@ -147,12 +147,12 @@ WRONG = {
         "row",
     ),
     "one temperature for all": (TEMPERATURE, "logits / divisor.unsqueeze(1)", "logits / divisor[0]", "what divides each row"),
-    "min-p against 1": (MIN_P, _MIN_P_LIMITS, "    limits = min_p.unsqueeze(1)\n", "min_p times that probability"),
+    "min-p against 1": (MIN_P, _MIN_P_LIMITS, "    limits = min_p.unsqueeze(1)\n", "min_p times the highest probability"),
     "min-p against the batch's most likely": (
         MIN_P,
         _MIN_P_LIMITS,
         "    limits = min_p.unsqueeze(1) * probs.max()\n",
-        "min_p times that probability",
+        "min_p times the highest probability",
     ),
     "min-p of the logits": (
         MIN_P,
@@ -164,7 +164,7 @@ WRONG = {
         MIN_P,
         _MIN_P_LIMITS,
         "    limits = min_p.unsqueeze(1) * probs.sum(dim=-1, keepdim=True)\n",
-        "min_p times that probability",
+        "min_p times the highest probability",
     ),
     "min-p gives probabilities": (
         MIN_P,
@@ -219,6 +219,12 @@ WRONG = {
         "    removed = (more_likely - probs >= top_p) & (top_p < 1)\n",
         "keep_top_p",
     ),
+    "top-p of 1 by the rounded sum": (
+        TOP_P,
+        _TOP_P_REMOVED,
+        "    removed = more_likely >= top_p\n",
+        "must not decide",
+    ),
     "unsorted": (
         TOP_P,
         "logits.softmax(dim=-1).sort(dim=-1, descending=True)",
@@ -236,10 +242,16 @@ WRONG = {
         TOP_P,
         "torch.zeros_like(removed).scatter(1, order, removed)",
         "removed.gather(1, order)",
-        "keep_top_p",
+        "goes back from the sorted row",
     ),
     "the first row's top-p": (TOP_P, "    top_p = top_p.unsqueeze(1)\n", "    top_p = top_p[:1].unsqueeze(1)\n", "keep_top_p"),
-    "summed over rows": (TOP_P, "probs.cumsum(dim=-1) - probs", "probs.cumsum(dim=0) - probs", "of each row by itself"),
+    "summed over rows": (TOP_P, "probs.cumsum(dim=-1) - probs", "probs.cumsum(dim=0) - probs", "each row by itself"),
+    "the likeliest piece first": (
+        DRAW,
+        "    ends = logits.softmax(dim=-1).double().cumsum(dim=-1)\n",
+        "    logits = logits.sort(dim=-1, descending=True).values\n    ends = logits.softmax(dim=-1).double().cumsum(dim=-1)\n",
+        "token 0 first",
+    ),
     "a number at the end of the piece before": (DRAW, "places, right=True", "places, right=False", "probability 0"),
     "summed in float32": (DRAW, ".double().cumsum(dim=-1)", ".cumsum(dim=-1).double()", "float64"),
     "off the end of the line": (DRAW, "places = numbers.unsqueeze(1) * ends[:, -1:]", "places = numbers.unsqueeze(1)", "draw"),
@@ -294,6 +306,34 @@ WRONG = {
         '        logits = keep_top_p(logits, column("top_p"))\n'
         '        logits = apply_temperature(logits, column("temperature"))\n',
         "the order",
+    ),
+    "top-p before top-k": (
+        SAMPLER,
+        '        logits = keep_top_k(logits, column("top_k"))\n        logits = keep_top_p(logits, column("top_p"))\n',
+        '        logits = keep_top_p(logits, column("top_p"))\n        logits = keep_top_k(logits, column("top_k"))\n',
+        "the order",
+    ),
+    "min-p last": (
+        SAMPLER,
+        '        logits = keep_min_p(logits, column("min_p"))\n'
+        '        logits = keep_top_k(logits, column("top_k"))\n'
+        '        logits = keep_top_p(logits, column("top_p"))\n',
+        '        logits = keep_top_k(logits, column("top_k"))\n'
+        '        logits = keep_top_p(logits, column("top_p"))\n'
+        '        logits = keep_min_p(logits, column("min_p"))\n',
+        "the order",
+    ),
+    "tensors in SampledToken": (
+        SAMPLER,
+        "for token_id in token_ids.tolist()]",
+        "for token_id in token_ids]",
+        "plain numbers",
+    ),
+    "the output's length where there is no output": (
+        SAMPLER,
+        "positions = [row.position for row in rows]",
+        "positions = [len(row.seq.output_token_ids) for row in rows]",
+        "",
     ),
     "min-p forgotten": (SAMPLER, '        logits = keep_min_p(logits, column("min_p"))\n', "", ""),
     "the output's penalties for the prompt": (

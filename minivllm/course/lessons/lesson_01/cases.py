@@ -102,8 +102,9 @@ def make_row(
 ) -> SamplingRow:
     """A row of a batch, as the engine's model runner makes it."""
     request = EngineCoreRequest("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
+    known = list(output) if params.has_penalties else []  # the engine sends it only where it is needed
     seq = SequenceData(
-        request, 0, index, [0], 0, [0], len(output), list(output), num_samples=1, num_drafts=0, is_decode=True
+        request, 0, index, [0], 0, [0], len(output), known, num_samples=1, num_drafts=0, is_decode=True
     )  # fmt: skip
     return SamplingRow(seq, index)
 

@@ -46,13 +46,13 @@ def check_characters(characters_class: type) -> None:
             data = data[: rng.randrange(1, len(data) + 1)]
         pieces = cut(rng, data)
         characters, given, seen = characters_class(), "", b""
-        for piece in pieces:
+        for count, piece in enumerate(pieces, 1):
             new = characters.add(piece)
             assert isinstance(new, str), f"Characters.add must return a string, but returned {new!r}. Look at its last line."
             seen, given = seen + piece, given + new
             wanted = complete_text(seen)
             assert given == wanted, (
-                f"Characters, after the bytes {_hex(seen)} of {', '.join(map(_hex, pieces))}: expected {wanted!r} to be given out, "
+                f"Characters, fed with {', '.join(f'[{_hex(fed)}]' for fed in pieces[:count])} so far: expected {wanted!r} to be given out, "
                 f"got {given!r}. Look at {_character_hint(given, wanted)}."
             )
         last = characters.flush()

@@ -64,7 +64,7 @@ def check_penalties(apply_penalties: Function) -> None:
                 in_prompt, in_output = prompts[row].count(token), outputs[row].count(token)
                 assert result[row, token] == wanted[token], (
                     f"apply_penalties, row {row}, with repetition {repetition:g}, presence {presence:g} and frequency {frequency:g}: token "
-                    f"{token} has the logit {logits[row, token]:g} and stands {in_prompt} times in the prompt and {in_output} times in the output. "
+                    f"{token} has the logit {logits[row, token]:g} and occurs {in_prompt}× in the prompt and {in_output}× in the output. "
                     f"Expected {wanted[token]:g}, got {result[row, token]:g}. Look at {_penalty_hint(only, float(logits[row, token]), float(result[row, token]), repetition, in_output)}."
                 )
 
@@ -126,7 +126,7 @@ def check_min_p(keep_min_p: Function) -> None:
         for row in range(num_rows):
             probs = softmax(logits[row].tolist())
             case = f"min_p = {shares[row]:g} in row {row}, whose most likely token has the probability {max(probs):.3f}"
-            hint = "the limit, which is min_p times that probability"
+            hint = "the limit, which is min_p times the highest probability of that row, not of the batch"
             check_kept("keep_min_p", logits[row], result[row], kept_by_min_p(logits[row].tolist(), shares[row]), case, hint)
 
 
@@ -167,14 +167,18 @@ def check_top_p(keep_top_p: Function) -> None:
             if p == 1.0:
                 wanted = {token for token in wanted if values[token] != -math.inf}
             kept = {token for token, logit in enumerate(result[row].tolist()) if logit != -math.inf}
-            hint = "what is summed: the most likely first, of each row by itself"
-            if kept < wanted:
-                hint = (
-                    "top_p = 1, which keeps all"
-                    if p == 1
-                    else "the token with which the sum crosses top_p: it stays, and so at least one does"
-                )
+            hint = "what is summed (the most likely first, each row by itself), and how the decision goes back from the sorted row to the tokens"
+            if p == 1:
+                hint = "top_p = 1, which keeps all"
+            elif wanted - kept == {min(wanted, key=values.__getitem__)} and kept <= wanted:
+                hint = "the token with which the sum crosses top_p: it stays, and so at least one does"
             check_kept("keep_top_p", logits[row], result[row], wanted, f"top_p = {p:g} in row {row} of {num_rows}", hint)
+    many = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(15))
+    removed = int(torch.isinf(call(keep_top_p, many, torch.ones(2))).sum())
+    assert not removed, (
+        f"keep_top_p, top_p = 1 in both rows of 50,000 random logits: expected all tokens to stay, but {removed} were removed. Look at top_p = 1 "
+        f"once more: the rounded sum reaches 1 before the last token, so it must not decide."
+    )
 
 
 def _logits(rng: random.Random, **options: Any) -> tuple[Tensor, int]:

@@ -27,12 +27,11 @@ def check_draw(draw: Function) -> None:
         got = _drawn(draw, torch.tensor(probs).log(), numbers)
         for row, token in enumerate(tokens):
             start = sum(probs[row][:token])
-            hint = "how the pieces are laid end to end"
-            if numbers[row] in (0.0, LAST_NUMBER) or got[row] >= len(probs[row]) or probs[row][got[row]] == 0:
-                hint = "both ends of the line, and tokens of probability 0, which must never be drawn"
+            number = "a number just below 1" if numbers[row] == LAST_NUMBER else f"the number {numbers[row]:.6g}"
             assert got[row] == token, (
-                f"draw, with the number {numbers[row]:.6g} and probabilities {show(probs[row])} in row {row} of {len(cases)}: expected token {token}, "
-                f"whose piece goes from {start:.4g} to {start + probs[row][token]:.4g}, got {got[row]}. Look at {hint}."
+                f"draw, with {number} and probabilities {show(probs[row])} in row {row} of {len(cases)}: expected token {token}, "
+                f"whose piece goes from {start:.4g} to {start + probs[row][token]:.4g}, got {got[row]}. Look at the order of "
+                f"the pieces (token 0 first, not the likeliest), at both ends of the line, and at tokens of probability 0, which are never drawn."
             )
     # Near the end of the line, float32 cannot tell tokens of this probability apart.
     logits = torch.tensor([[0.0] + [-18.0] * 5000]).expand(200, -1).contiguous()
@@ -80,10 +79,10 @@ def check_sampler(sampler_class: type) -> None:
     """A batch of rows with different parameters: the same tokens as the engine's sampler, alone and together."""
     rng = random.Random(17)
     sampler = sampler_class()
-    for number in range(60):
+    for number in range(70):
         vocab_size = rng.randint(8, 20)
-        logits = make_logits(rng, rng.randint(1, 6), vocab_size)
-        rows = [make_random_row(rng, vocab_size, kind=number % 5) for _ in range(len(logits))]
+        logits = make_logits(rng, 30 if number % 7 == 5 else rng.randint(1, 6), vocab_size)
+        rows = [make_random_row(rng, vocab_size, kind=number % 7) for _ in range(len(logits))]
         wanted = [token.token_id for token in Sampler().sample(logits, rows)]
         got = sample(sampler, logits, rows)
         for i, row in enumerate(rows):
@@ -124,15 +123,17 @@ def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> Sampl
     options: dict[str, Any] = {"temperature": rng.choice((0.0, 0.5, 1.0, 2.0))}
     if kind == 1:
         options = {"temperature": 2.0} | rng.choice(({"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.4}))
-    if kind == 4:
+    if kind == 5:  # in another order, the filters would leave other tokens
+        options = {"temperature": rng.choice((1.0, 2.0)), "min_p": 0.15, "top_k": 5, "top_p": rng.choice((0.6, 0.8))}
+    if kind in (4, 6):
         options |= {"top_k": rng.choice((0, 3, 5)), "top_p": rng.choice((1.0, 0.83)), "min_p": rng.choice((0.0, 0.07))}
-    if kind in (2, 4):
+    if kind in (2, 4, 6):
         options |= {
             "repetition_penalty": rng.choice((1.0, 2.0)),
             "presence_penalty": rng.choice((0.0, 0.5)),
             "frequency_penalty": rng.choice((0.0, 0.25)),
         }
-    if kind in (3, 4):
+    if kind in (3, 4, 6):
         options["min_tokens"] = rng.choice((0, 2, 4))
     output = rng.choices(range(vocab_size), k=rng.randint(0, 5))
     eos = rng.sample(range(vocab_size), 2)
@@ -154,7 +155,10 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     assert torch.equal(logits, before), (
         "MySampler.sample changed the logits that it was given; expected them as they were. Look for an assignment into them."
     )
-    return [int(token.token_id) for token in sampled]
+    assert all(type(token.token_id) is int for token in sampled), (
+        f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
+    )
+    return [token.token_id for token in sampled]
 
 
 def describe(row: SamplingRow) -> str:
@@ -215,8 +219,8 @@ def watch(**parts: type) -> None:
 
     llm = LLM("smollm2-135m", max_model_len=128, kv_cache_memory_bytes=64 * 2**20, **parts)
     engine = llm.llm_engine
-    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=10)
-    engine.add_request("watched", "My favourite animal is the", params)
+    print(f"{_WATCHED[0]!r}, up to {_WATCHED[1].stop_strings[0]!r}:")
+    engine.add_request("watched", *_WATCHED)
     while engine.has_unfinished_requests():
         try:
             outputs = engine.step()
@@ -228,6 +232,7 @@ def watch(**parts: type) -> None:
             print(f"MySampler does not work yet: {output.error}" if output.error else repr(output.outputs[0].text))
 
 
+_WATCHED = ("Five emoji: 🌳", SamplingParams(temperature=0.8, top_p=0.8, seed=3, max_tokens=24, stop=["🌪🌪"]))
 _PROMPTS = ("The king said:", "Once upon a time", "My favourite animal is the", "Dear Sir,")
 _TEXT_PARAMS = (
     SamplingParams(temperature=0, max_tokens=24),
