@@ -171,7 +171,10 @@ def check_top_p(keep_top_p: Function) -> None:
             if p == 1:
                 hint = "top_p = 1, which keeps all"
             elif wanted - kept == {min(wanted, key=values.__getitem__)} and kept <= wanted:
-                hint = "the token with which the sum crosses top_p: it stays, and so at least one does"
+                hint = (
+                    "the token with which the sum crosses top_p: it stays, and so at least one does; and at how the decision goes back from the "
+                    "sorted row to the tokens"
+                )
             check_kept("keep_top_p", logits[row], result[row], wanted, f"top_p = {p:g} in row {row} of {num_rows}", hint)
     many = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(15))
     removed = int(torch.isinf(call(keep_top_p, many, torch.ones(2))).sum())
