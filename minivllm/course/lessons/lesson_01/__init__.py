@@ -4,6 +4,7 @@ from minivllm.course.lessons.lesson_01.cases import token_bytes
 from minivllm.course.lessons.lesson_01.detokenizer import (
     check_characters,
     check_detokenizer,
+    check_detokenizer_text,
     check_stop_strings,
     load_tokenizer,
 )
@@ -20,6 +21,7 @@ from minivllm.course.lessons.lesson_01.sampler import check_draw, check_sampler,
 __all__ = [
     "check_characters",
     "check_detokenizer",
+    "check_detokenizer_text",
     "check_draw",
     "check_forbid_stops",
     "check_min_p",

@@ -16,8 +16,8 @@ TEXTS = (
     "naïve café, 5 € – “quoted”",
     "  two  spaces\n\n\tand a tab",
 )
-_ALPHABET = "aé€🌳"
-"""Characters of one to four bytes."""
+_ALPHABET = "aé€🌳\x7f\x80\u07ff\u0800\uffff\U00010000\U0010ffff"
+"""Characters of one to four bytes, the first and the last of each length among them."""
 
 
 def random_bytes(rng: random.Random) -> bytes:
@@ -41,8 +41,8 @@ def check_characters(characters_class: type) -> None:
     for number in range(300):
         data = random_bytes(rng)
         if number % 3 == 2:  # a text that ends within a character, or has bytes that are no text
-            place = rng.randrange(len(data) + 1)
-            data = data[:place] + rng.choice((b"\xff", b"\x80", b"", b"\xe2\x82a", b"\xf0\x9f")) + data[place:]
+            place = len(data.decode()[: rng.randrange(9)].encode())
+            data = data[:place] + rng.choice((b"\xff", b"\xf8", b"\x80", b"", b"\xe2\x82a", b"\xf0\x9f")) + data[place:]
             data = data[: rng.randrange(1, len(data) + 1)]
         pieces = cut(rng, data)
         characters, given, seen = characters_class(), "", b""
@@ -164,7 +164,7 @@ class StopFinder:
 
 
 def check_detokenizer(detokenizer_class: type) -> None:
-    """In the engine: the same text as with its own detokenizer, and never behind or ahead of what may be shown."""
+    """Token by token: never behind the engine's own detokenizer, and the same text in the end."""
     tokenizer = load_tokenizer()
     for text in TEXTS:
         token_ids = tokenizer.encode(text)
@@ -175,14 +175,14 @@ def check_detokenizer(detokenizer_class: type) -> None:
         for prompt_size in (1, 2):
             params = SamplingParams()
             _check_like_the_engine(detokenizer_class, tokenizer, token_ids[prompt_size:], params, token_ids[:prompt_size])
-    _check_text(detokenizer_class, tokenizer)
 
 
-def _check_text(detokenizer_class: type, tokenizer: Any) -> None:
-    """What the engine gives out for texts of the real model, against its own detokenizer on the same tokens."""
+def check_detokenizer_text(detokenizer_class: type) -> None:
+    """In the engine: what it gives out for texts of the real model, against its own detokenizer on the same tokens."""
     from minivllm import LLM
     from minivllm.engine.detokenizer import IncrementalDetokenizer
 
+    tokenizer = load_tokenizer()
     llm = LLM(
         "smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, detokenizer_cls=detokenizer_class
     )  # fmt: skip

@@ -163,5 +163,6 @@ WITNESSES: Mapping[str, tuple[str, _Observe]] = {
     "check-characters": ("Characters", _observe_characters),
     "check-stops": ("StopStrings", _observe_stops),
     "check-detokenizer": ("MyDetokenizer", _observe_detokenizer),
+    "check-detokenizer-text": ("MyDetokenizer", _observe_detokenizer),
 }
 """For each check, the function or class that it is about, and what to observe of it."""
