@@ -46,7 +46,11 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     finally:
         torch.set_default_dtype(default_dtype)
     model.requires_grad_(False).eval()
-    load_weights(model, iterate_weights(config.path), config.name)
+    weights = iterate_weights(config.path)
+    if model.load_weights is None:
+        load_weights(model, weights, config.name)
+    else:
+        model.load_weights((name, source[:]) for name, source in weights)
     return model
 
 

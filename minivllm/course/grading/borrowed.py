@@ -12,7 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.course.grading.submissions import Cell
 
-_CORE = ("minivllm.core", "minivllm.course.lessons")
+_CORE = ("minivllm.core", "minivllm.course.lessons", "minivllm.kernels", "minivllm.layers", "minivllm.models")
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
 _INSIDES = _CORE_NAMES | {"block_manager", "engine", "scheduler", "situations", "swapping", "tables", "witness"}
