@@ -150,6 +150,12 @@ def find_survivors(number: str, every: int = 1) -> tuple[int, list[Mutant]]:
 
 def main() -> None:
     """Print the survivors, and fail if there are too many."""
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMBA_NUM_THREADS",
+    ):  # a fork has none of its parent's threads, and would wait for them
+        os.environ[name] = "1"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("number", help="of the lesson, two digits")
     parser.add_argument("--every", type=int, default=1, help="run each so-manieth mutant only (default: %(default)s)")
