@@ -79,8 +79,15 @@ def check_logits(
 def run_transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logits of each prompt, and the outputs of all attention and MLP modules, the prompts one after another."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be in the learner's output
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
     with recorded(model) as outputs:
         logits = [model(torch.tensor([prompt], device="cpu")).logits[0] for prompt in prompts]
     return logits, {name: torch.cat([part[0] for part in parts]) for name, parts in outputs.items()}

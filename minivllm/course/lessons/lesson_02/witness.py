@@ -136,6 +136,7 @@ def _observe_model(cls: type, rng: random.Random) -> list[Any]:
         facts.append(report(hidden, made.model.norm.add_and_norm(x, residual)[0]))
         facts.append([attends.index(layer.calls[0][3]) for layer in layers])
         facts.append([made.lm_head.weight is made.model.embed_tokens.weight, made.lm_head.bias is None])
+        made.lm_head.weight.copy_(make_tensor(rng, *made.lm_head.weight.shape))
         given = make_tensor(rng, 2, shape.hidden_size)
         facts.append(report(made.compute_logits(given), given @ made.lm_head.weight.T))
     return facts
