@@ -39,7 +39,7 @@ _BOXES = (
     ("post_attention_layernorm", "norm", 8.7, 1.6, ORANGE),
     ("gate", "gate", 10.25, 2.2, ORANGE),
     ("up", "up", 10.25, 1.0, ORANGE),
-    ("product", "silu(gate)\n· up", 11.85, 1.6, ORANGE),
+    ("product", "silu(gate)\n× up", 11.85, 1.6, ORANGE),
     ("mlp", "down_proj", 13.3, 1.6, ORANGE),
 )
 """Key of the shape, label, centre, colour of the block."""

@@ -39,7 +39,22 @@ OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Flo
 
 _FALSY = "None is as false as False"
 _ONE = "the list has one element"
+_SUM = "the two are added"
+_ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)"
+_ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "02": {
+        "rotary: False → True": "given: whether a buffer is saved with the model",
+        f"attend: {_ONES} → {_ONES}": "the two arguments are the same",
+        "layer: self.post_attention_layernorm.add_and_norm(x, residual) → self.post_attention_layernorm.add_and_norm(residual, x)": _SUM,
+        "model: self.norm.add_and_norm(x, residual) → self.norm.add_and_norm(residual, x)": _SUM,
+        "model: True → False": "given lists are as long as they should be, so that strict finds nothing",
+        "mine: True → False": "the engine's lists are as long as they should be, so that strict finds nothing",
+        "mine: super().__init__(config, platform) → super().__init__(platform, config)": "given: CausalLM uses neither",
+        f"mine: {_ATTENTION.format('num_heads', 'num_kv_heads')} → {_ATTENTION.format('num_kv_heads', 'num_heads')}": (
+            "given: the kernels take the numbers of heads from the tensors"
+        ),
+    },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",
         "floor-3: return False → return None": _FALSY,
