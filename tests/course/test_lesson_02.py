@@ -20,6 +20,7 @@ from minivllm.course.lessons.lesson_02 import reference, situations
 from minivllm.course.lessons.lesson_02.engine import first_difference
 from minivllm.course.lessons.lesson_02.loading import make_weights
 from minivllm.course.lessons.model_shape import ModelShape
+from minivllm.models.registry import MODELS
 
 NORM, ROTARY = "a norm divides by the root mean square", "positions turn the first channels of a head"
 ATTEND, ATTENTION = "a token sees its own prompt, up to itself", "queries, keys and values come from one matrix"
@@ -325,6 +326,15 @@ ALSO_RIGHT = {
 @pytest.fixture(scope="module")
 def cells():
     return read_cells("02")
+
+
+@pytest.fixture(autouse=True)
+def _registered_as_before():
+    """The last check registers a class, as a learner's kernel should keep it; other tests should not."""
+    before = dict(MODELS)
+    yield
+    MODELS.clear()
+    MODELS.update(before)
 
 
 @pytest.mark.slow
