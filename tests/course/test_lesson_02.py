@@ -375,6 +375,7 @@ def test_a_wrong_solution_fails_where_it_is_wrong_and_hears_why(cells, name):
     assert SAYS.get(name, "") in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALSO_RIGHT)
 def test_another_right_solution_passes(cells, name):
     for old, new in ALSO_RIGHT[name]:
