@@ -19,7 +19,7 @@ from pathlib import Path
 from minivllm.bench.report import format_table, report
 
 ROOT = Path(__file__).parents[1]
-LESSONS = ("04_paged_kv_cache", "07_the_scheduler")
+LESSONS = ("02_the_model", "04_paged_kv_cache", "07_the_scheduler")
 
 
 def hand_in(folder: Path, learners: int) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM as LLM
     from minivllm.executor.simulated import SimulatedExecutor as SimulatedExecutor
     from minivllm.executor.simulated import VirtualClock as VirtualClock
+    from minivllm.models.registry import ModelRegistry as ModelRegistry
     from minivllm.outputs import CompletionOutput as CompletionOutput
     from minivllm.outputs import RequestOutput as RequestOutput
     from minivllm.sampling_params import SamplingParams as SamplingParams
@@ -25,6 +26,7 @@ _MODULES = {
     "EngineArgs": "config",
     "EngineTrace": "engine.trace",
     "LLMEngine": "engine.llm_engine",
+    "ModelRegistry": "models.registry",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Scheduler": "core.scheduler",

@@ -22,7 +22,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 class ModelConfig:
     """What the engine needs to know about a model: where its files are, the shape of its KV cache, and its limits.
 
-    `hf_config` is the content of its config.json; the model class reads everything else from there.
+    `hf_config` is the content of its config.json; the model class reads everything else from there. `model_cls` is that class, as
+    registered when the config was read: what is registered later does not change it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    model_cls: type | None = None
 
 
 @dataclass(frozen=True)

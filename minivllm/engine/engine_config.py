@@ -102,6 +102,7 @@ class EngineConfig:
             "block_space_manager_cls": self.block_space_manager_cls,
             "attention_backend": self.worker_config.attention_backend,
             "sampler_cls": self.worker_config.sampler_cls,
+            "the registered model class": self.model_config.model_cls,
         }
         for name, plugin in plugins.items():
             if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ class CausalLM(nn.Module):
     """Suffixes of checkpoint names that the model does not need."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
+    load_weights: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
+    """A method of the class that fills the parameters itself: it gets names and tensors of the checkpoint, one after another.
+    Without one, the engine does it by the parameters' names."""
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()

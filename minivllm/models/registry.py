@@ -1,25 +1,112 @@
-"""From a model folder to a model: which architecture, what shape, and which class computes it."""
+"""From a model folder to a model: which architecture, what shape, and which class computes it.
+
+`ModelRegistry` mirrors `vllm/model_executor/models/registry.py`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ModelLoadError
+from minivllm.errors import ConfigError, ModelLoadError
 from minivllm.models.base import CausalLM
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.opt import OPTForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
-MODELS: dict[str, type[CausalLM]] = {
+MODELS: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
 }
-"""Architecture in config.json to the class that computes it."""
+"""Architecture in config.json to the class that computes it, or to "module:Class"."""
+
+
+class ModelRegistry:
+    """Which class computes which architecture. Classes of your own are registered as in vLLM.
+
+    Example:
+        >>> from minivllm import LLM, ModelRegistry
+        >>> ModelRegistry.register_model("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
+        >>> llm = LLM("smollm2-135m")  # its config.json names LlamaForCausalLM
+    """
+
+    @staticmethod
+    def register_model(model_arch: str, model_cls: type[CausalLM] | str) -> None:
+        """Let a class compute all models of an architecture that are loaded from now on, in place of the one before, if any.
+
+        Args:
+            model_arch: The architecture, as `architectures` in config.json names it.
+            model_cls: A `CausalLM` subclass, or "module:Class", which is imported when a model needs it. For an engine core in
+                another process the class must be in a module that this process can import too.
+
+        Raises:
+            ConfigError: The class lacks something that a model must have; the message names it.
+        """
+        if not isinstance(model_arch, str) or not model_arch.isidentifier():
+            raise ConfigError(
+                f"model_arch must be an architecture as config.json names it, such as 'LlamaForCausalLM', not {model_arch!r}."
+            )
+        if isinstance(model_cls, str):
+            if not re.fullmatch(r"\w+(\.\w+)*:\w+", model_cls):
+                raise ConfigError(f"model_cls must be a CausalLM subclass or a string 'module:Class', not {model_cls!r}.")
+        else:
+            _check_model_class(model_cls)
+        MODELS[model_arch] = model_cls
+
+    @staticmethod
+    def get_supported_archs() -> list[str]:
+        """The architectures that can be loaded."""
+        return list(MODELS)
+
+    @staticmethod
+    def load_model_cls(model_arch: str) -> type[CausalLM]:
+        """The class of a supported architecture, imported now if it was registered as "module:Class".
+
+        Raises:
+            ModelLoadError: It cannot be imported.
+            ConfigError: It lacks something that a model must have.
+        """
+        registered = MODELS[model_arch]
+        if not isinstance(registered, str):
+            return registered
+        module_name, _, class_name = registered.partition(":")
+        try:
+            model_cls = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ModelLoadError(f"{registered!r}, registered for {model_arch}, cannot be imported: {error}.") from error
+        _check_model_class(model_cls)
+        return model_cls
+
+
+def _check_model_class(model_cls: Any) -> None:
+    """Raise a ConfigError that names what a class lacks of a model."""
+    if not isinstance(model_cls, type) or not issubclass(model_cls, CausalLM):
+        raise ConfigError(f"model_cls must be a subclass of minivllm.models.base.CausalLM, not {model_cls!r}.")
+    for name, arguments in _CALLS.items():
+        method = getattr(model_cls, name)
+        if name != "__init__" and method is getattr(CausalLM, name):
+            raise ConfigError(f"{model_cls.__name__} has no method {name}({', '.join(arguments)}), which a model must have.")
+        try:
+            inspect.signature(method).bind("self", *arguments)
+        except TypeError:
+            raise ConfigError(
+                f"{model_cls.__name__}.{name} takes {inspect.signature(method)}, but is called with {', '.join(arguments)}."
+            ) from None
+
+
+_CALLS = {
+    "__init__": ("config", "platform"),
+    "forward": ("input_ids", "positions", "kv_caches", "metadata"),
+    "compute_logits": ("hidden",),
+}
+"""How the engine calls a model."""
 
 
 def load_model_config(name: str, path: Path, max_model_len: int | None = None) -> ModelConfig:
@@ -35,6 +122,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     """
     config = read_json(path / "config.json")
     architecture = _supported_architecture(name, config)
+    model_cls = ModelRegistry.load_model_cls(architecture)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ModelLoadError(
@@ -66,6 +154,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         vocab_size=size("vocab_size", 2**24),
         max_model_len=max_model_len or limit,
         eos_token_ids=_eos_token_ids(path, config),
+        model_cls=model_cls,
     )
 
 

@@ -17,23 +17,27 @@ from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
-from minivllm.models.registry import MODELS, read_json
+from minivllm.models.registry import ModelRegistry, read_json
 
 
 def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     """Build the model of a config and load its weights.
 
     Raises:
-        ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config.
+        ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config. What a class from outside
+            the package raises is passed on as it is.
     """
+    model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(platform.dtype)
         with torch.device(platform.device):
-            model = MODELS[config.architecture](config, platform)
+            model = model_cls(config, platform)
     except ModelLoadError:
         raise
     except Exception as error:  # whatever a wrong config leads to
+        if not model_cls.__module__.startswith("minivllm.models."):
+            raise
         reason = str(error).split("\n")[0]
         raise ModelLoadError(
             f"{config.name} cannot be built from its config.json ({type(error).__name__}: {reason}): the config is wrong, or "
@@ -42,7 +46,11 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     finally:
         torch.set_default_dtype(default_dtype)
     model.requires_grad_(False).eval()
-    load_weights(model, iterate_weights(config.path), config.name)
+    weights = iterate_weights(config.path)
+    if model.load_weights is None:
+        load_weights(model, weights, config.name)
+    else:
+        model.load_weights((name, source[:]) for name, source in weights)
     return model
 
 

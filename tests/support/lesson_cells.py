@@ -27,7 +27,7 @@ class Cell:
     @property
     def needs_a_model(self) -> bool:
         """Whether it loads one: such a cell takes seconds."""
-        return "LLM(" in self.source
+        return "LLM(" in self.source or "smollm2-135m" in self.source
 
 
 @dataclass

@@ -41,6 +41,9 @@ OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Flo
 _FALSY = "None is as false as False"
 _ONE = "the list has one element"
 _NO_TEXT = "bytes that no text has may wait or not"
+_SUM = "the two are added"
+_ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)"
+_ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "01": {
         "characters: 247 → 246": _NO_TEXT,
@@ -51,6 +54,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "stops: self.held = '' → pass": "nobody asks after a stop string was found",
         "stops: 1 → 0": "holding back nothing changes nothing",
         "stops: min(end, len(text) - size) → min(len(text) - size, end)": "the order does not matter",
+    },
+    "02": {
+        "rotary: False → True": "given: whether a buffer is saved with the model",
+        f"attend: {_ONES} → {_ONES}": "the two arguments are the same",
+        "layer: self.post_attention_layernorm.add_and_norm(x, residual) → self.post_attention_layernorm.add_and_norm(residual, x)": _SUM,
+        "model: self.norm.add_and_norm(x, residual) → self.norm.add_and_norm(residual, x)": _SUM,
+        "model: True → False": "given lists are as long as they should be, so that strict finds nothing",
+        "mine: True → False": "the engine's lists are as long as they should be, so that strict finds nothing",
+        "mine: super().__init__(config, platform) → super().__init__(platform, config)": "given: CausalLM uses neither",
+        f"mine: {_ATTENTION.format('num_heads', 'num_kv_heads')} → {_ATTENTION.format('num_kv_heads', 'num_heads')}": (
+            "given: the kernels take the numbers of heads from the tensors"
+        ),
     },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",

@@ -12,7 +12,15 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.course.grading.submissions import Cell
 
-_CORE = ("minivllm.core", "minivllm.course.lessons", "minivllm.worker.sampler", "minivllm.engine.detokenizer")
+_CORE = (
+    "minivllm.core",
+    "minivllm.course.lessons",
+    "minivllm.engine.detokenizer",
+    "minivllm.kernels",
+    "minivllm.layers",
+    "minivllm.models",
+    "minivllm.worker.sampler",
+)
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
 _ALLOWED = frozenset(f"minivllm.worker.sampler.{name}" for name in ("random_number", "SampledToken", "SamplingRow"))

@@ -1,0 +1,245 @@
+"""The whole model of a learner: against transformers on real weights, and in the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.course.lessons.lesson_02.loading import LoadWeights, ReadCheckpoint, checkpoint, make_load_shape, make_weights
+from minivllm.course.lessons.lesson_02.situations import expect, is_close
+from minivllm.course.lessons.model_shape import ModelShape
+from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.llm import LLM
+
+LANGUAGES = {
+    "English": "The capital of France is Paris, and the capital of Nepal is",
+    "Nepali": "नेपालको राजधानी काठमाडौँ हो।",
+    "Chinese": "今天天气很好，我们去公园散步。",
+    "German": "Früher war alles besser, sagte der Großvater und",
+    "Arabic": "القطة تجلس على الحصيرة",
+    "Russian": "Однажды в студёную зимнюю пору",
+    "Japanese": "吾輩は猫である。名前はまだ無い。",
+    "Spanish": "El niño comió una manzana porque",
+    "Greek": "Εν αρχή ην ο λόγος",
+    "Python": "def add(a, b):\n    return a + b\n\nprint(add(2, 3))",
+}
+"""A prompt in each of ten languages."""
+LIMIT = 1e-3
+"""By how much logits may differ from those of transformers."""
+FAMILIES = {"LlamaForCausalLM": {"qk_norm": False, "tie_word_embeddings": True},
+            "Qwen3ForCausalLM": {"qk_norm": True, "tie_word_embeddings": False}}  # fmt: skip
+"""Architectures, and what is special about them."""
+
+
+# -- against transformers --------------------------------------------------------------------------------------------
+
+
+def check_logits(
+    model_cls: type, read_checkpoint: ReadCheckpoint, load_weights: LoadWeights, causal_attention: Callable[..., Tensor]
+) -> float:
+    """The model with the real weights: ten prompts of ten languages in one flat batch, against transformers.
+
+    Returns:
+        The largest difference between two logits.
+    """
+    from minivllm.engine.tokenizer import Tokenizer
+    from minivllm.models.hub import resolve_model
+
+    folder = resolve_model("smollm2-135m")
+    tokenizer = Tokenizer(folder)
+    prompts = {language: tokenizer.encode(text) for language, text in LANGUAGES.items()}
+    shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), max_position=512)
+    model = model_cls(shape)  # first, so that what is not written yet is told at once
+    load_weights(model, read_checkpoint(folder))
+    expected, on_the_way = run_transformers(folder, list(prompts.values()))
+    logits, mine = run_flat(model, shape, list(prompts.values()), causal_attention)
+    worst = 0.0
+    for language, theirs, ours in zip(prompts, expected, logits, strict=True):
+        difference = float((theirs - ours).abs().nan_to_num(nan=torch.inf).max())
+        worst = max(worst, difference)
+        said = f"The ten prompts in one flat batch, the one in {language}."
+        look = f"{first_difference(on_the_way, mine)}: it is the first module whose output differs from transformers'"
+        bound = f"at most {LIMIT:g}"
+        expect(
+            said, "largest difference to transformers' logits", bound, bound if difference <= LIMIT else f"{difference:.3g}", look
+        )
+    return worst
+
+
+@torch.inference_mode()
+def run_transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits of each prompt, and the outputs of all attention and MLP modules, the prompts one after another."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be in the learner's output
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
+    with recorded(model) as outputs:
+        logits = [model(torch.tensor([prompt], device="cpu")).logits[0] for prompt in prompts]
+    return logits, {name: torch.cat([part[0] for part in parts]) for name, parts in outputs.items()}
+
+
+@torch.inference_mode()
+def run_flat(
+    model: Any, shape: ModelShape, prompts: list[list[int]], causal_attention: Callable[..., Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same of a learner's model, which takes all prompts at once."""
+    lengths = [len(prompt) for prompt in prompts]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    attends = [lambda q, k, v: causal_attention(q, k, v, starts)] * shape.num_layers
+    input_ids = torch.tensor([token for prompt in prompts for token in prompt])
+    with recorded(model) as outputs:
+        hidden = model(input_ids, torch.cat([torch.arange(length) for length in lengths]), attends)
+    return list(model.compute_logits(hidden).split(lengths)), {name: torch.cat(parts) for name, parts in outputs.items()}
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Keep what every attention and MLP module returns, by the module's name."""
+    outputs: dict[str, list[Tensor]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, given, output: outputs.setdefault(name, []).append(
+            output[0] if isinstance(output, tuple) else output
+        )
+
+    wanted = [(name, module) for name, module in model.named_modules() if name.endswith((".self_attn", ".mlp"))]
+    hooks = [module.register_forward_hook(keep(name)) for name, module in wanted]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_difference(theirs: dict[str, Tensor], mine: dict[str, Tensor]) -> str:
+    """The first module whose output is not transformers', in the order of the layers."""
+    return next(
+        (name for name, output in theirs.items() if name not in mine or not is_close(output, mine[name], 1e-3)), "the head"
+    )
+
+
+# -- in the engine ---------------------------------------------------------------------------------------------------
+
+
+def check_engine(cls: type) -> None:
+    """The registered class in the engine, on tiny random models of two families: the same tokens as with the package's."""
+    for architecture, special in FAMILIES.items():
+        rng = random.Random(f"engine {architecture}")
+        shape = make_load_shape(rng, rotary_dim=8, **special)
+        prompts = [[rng.randrange(3, shape.vocab_size) for _ in range(length)] for length in (3, 17, 1, 9)]
+        with model_folder(architecture, shape, rng) as folder:
+            mine = generate(folder, architecture, cls, prompts)
+            theirs = generate(folder, architecture, None, prompts)
+        for kind, expected, got in zip(("greedy", "with a seed"), theirs, mine, strict=True):
+            said = f"A tiny {architecture} with random weights, four prompts, {kind}."
+            first = [tokens[0] for tokens in expected] == [tokens[0] for tokens in got]
+            look = (
+                "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
+                "keys and values of earlier tokens come from the cache"
+                if first
+                else "forward, attends and load_weights of MyLlama"
+            )
+            expect(said, "tokens", expected, got, look)
+
+
+@contextmanager
+def model_folder(architecture: str, shape: ModelShape, rng: random.Random) -> Iterator[Path]:
+    """A folder with a random model of an architecture, as the engine loads it."""
+    weights, _ = make_weights(shape, rng)
+    with checkpoint(weights, 2) as folder:
+        index = {
+            "weight_map": {name: f"model-{number % 2 + 1:05}-of-00002.safetensors" for number, (name, _) in enumerate(weights)}
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        config = {
+            "architectures": [architecture], "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim, "rope_theta": shape.rope_theta, "max_position_embeddings": shape.max_position,
+            "vocab_size": shape.vocab_size, "rms_norm_eps": shape.rms_norm_eps, "tie_word_embeddings": shape.tie_word_embeddings,
+            "eos_token_id": 2,
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
+
+
+def generate(folder: Path, architecture: str, cls: type | None, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Tokens that an engine generates, greedy and with seeds; None is the package's class."""
+    from minivllm import LLM
+
+    with registered(architecture, cls):
+        llm = LLM(
+            str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=24, block_size=4, max_num_seqs=4, max_model_len=60,
+            dtype="float32", enforce_eager=True, attention_backend="torch", low_memory=True,  # nothing to compile for so small a model
+        )  # fmt: skip
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
+    seeded = [SamplingParams(temperature=0.7, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
+    return [[out.outputs[0].token_ids for out in llm.generate(prompts, p, use_tqdm=False)] for p in (params, seeded)]
+
+
+@contextmanager
+def registered(architecture: str, cls: type | None) -> Iterator[None]:
+    """A class is registered for an architecture, or the package's own, and afterwards what was before."""
+    from minivllm import ModelRegistry
+    from minivllm.models.llama import LlamaForCausalLM
+    from minivllm.models.qwen3 import Qwen3ForCausalLM
+    from minivllm.models.registry import MODELS
+
+    own = {"LlamaForCausalLM": LlamaForCausalLM, "Qwen3ForCausalLM": Qwen3ForCausalLM}
+    before = MODELS[architecture]
+    try:
+        ModelRegistry.register_model(architecture, cls or own[architecture])
+        yield
+    finally:
+        MODELS[architecture] = before
+
+
+def check_text(llm: LLM) -> list[str]:
+    """The registered class in the real engine: the texts that the package's class writes, greedy and with seeds.
+
+    Args:
+        llm: An `LLM("smollm2-135m")` made after the learner's class was registered.
+
+    Returns:
+        The texts.
+    """
+    from dataclasses import replace
+
+    from minivllm.models.llama import LlamaForCausalLM
+    from minivllm.models.weights import load_model
+
+    prompts = ["The capital of France is", "Once upon a time there was a king who", "Water boils at", "def fibonacci(n):"]
+    params = [
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, seed=7, max_tokens=24),
+        SamplingParams(temperature=0, max_tokens=24),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=8, max_tokens=24),
+    ]
+    worker = llm.llm_engine.executor.worker
+    learners = worker.model_runner.model
+    expect("LLM('smollm2-135m').", "model is the package's", False, isinstance(learners, LlamaForCausalLM),
+           "ModelRegistry.register_model, which comes before LLM(...)")  # fmt: skip
+    mine = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    try:  # the package's class under the same engine, so that only the model differs
+        worker.model_runner.model = load_model(replace(llm.llm_engine.model_config, model_cls=LlamaForCausalLM), worker.platform)
+        theirs = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    finally:
+        worker.model_runner.model = learners
+    look = "check_logits and check_engine first; if both pass, at what only the real model has: 30 layers, 9 query heads"
+    for prompt, expected, got in zip(prompts, theirs, mine, strict=True):
+        expect(f"The prompt {prompt!r}.", "text", repr(expected), repr(got), look)
+    return mine
