@@ -18,6 +18,7 @@ LOOKS: dict[str, tuple[str, str | None]] = {
     "done, and waiting": ("#FFFFFF", "....."),
     "reserved, never used": ("#FFFFFF", "/////"),
     "in use": ("#0072B2", None),
+    "new in this step": ("#E69F00", None),
     "reserved": ("#FFFFFF", "/////"),
     "weights": ("#7F7F7F", None),
     "a text": ("#E69F00", None),
