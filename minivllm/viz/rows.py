@@ -39,7 +39,7 @@ def draw_rows(
         title: Above the figure.
         names: Of the rows; their numbers if empty.
     """
-    figure = new_figure(0.9 + 0.27 * len(rows), title, left=0.75 if not names else 1.9, top=0.35)
+    figure = new_figure(max(1.5, 0.9 + 0.27 * len(rows)), title, left=0.75 if not names else 1.9, top=0.35)
     axes = figure.subplots()
     longest = max((sum(length for _, length in row) for row in rows), default=1)
     kinds = [kind for kind in LOOKS if any(kind == other for row in rows for other, _ in row)]
@@ -76,7 +76,7 @@ def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, 
             for number, lengths in enumerate(steps)
         ]
         add_boxes(axes, [(0, len(steps), row + 0.1, row + 0.9)], LOOKS["reserved"][0], edge=PALE, line_width=0.5, hatch="/////", label="reserved")  # fmt: skip
-        add_boxes(axes, [box for box in boxes if box[2] < box[3]], LOOKS["in use"][0], label="in use")
+        add_boxes(axes, [box for box in boxes if box[2] < box[3]], LOOKS["in use"][0], label="in use", zorder=3)
     axes.set(xlim=(0, max(len(steps), 1)), ylim=(num_rows, 0), yticks=[row + 0.5 for row in range(num_rows)])
     axes.set_yticklabels([str(row) for row in range(num_rows)])
     tidy(axes, "step", f"row of the cache ({max_len} slots each)")
