@@ -22,6 +22,7 @@ LOOKS: dict[str, tuple[str, str | None]] = {
     "reserved": ("#FFFFFF", "/////"),
     "weights": ("#7F7F7F", None),
     "a text": ("#E69F00", None),
+    "free": ("#FFFFFF", None),
     "too little for one more": ("#FFFFFF", "/////"),
 }
 """What can fill a part of a row: its colour and its hatch. They differ in grey too."""

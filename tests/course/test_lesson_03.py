@@ -33,7 +33,7 @@ ENGINE = "the engine runs on your attention"
 
 _LEFT = "left = memory_bytes - num_parameters * self.bytes_per_number"
 _ROWS_FIT = "return max(0, left // (max_len * self.bytes_per_token()))"
-_BYTES = "return 2 * self.config[\"num_hidden_layers\"] * num_kv_heads * head_dim * self.bytes_per_number"
+_BYTES = 'return 2 * self.config["num_hidden_layers"] * num_kv_heads * head_dim * self.bytes_per_number'
 _SLOTS = "cache[row, start : start + count] = new[i, :count]"
 _POSITIONS = "positions = torch.tensor(step.starts)[:, None] + torch.arange(step.width)\n"
 _VISIBLE = "return torch.arange(num_slots) <= positions[:, :, None]"
@@ -57,7 +57,7 @@ WRONG = {
     "the head's width by heads of keys": ('self.config["hidden_size"] // num_heads', 'self.config["hidden_size"] // num_kv_heads', SIZE, "bytes_per_token()"),
     "keys without values": (_BYTES, _BYTES.replace("2 * ", ""), SIZE, "keys and values"),
     "one layer": (_BYTES, _BYTES.replace('self.config["num_hidden_layers"] * ', ""), SIZE, "layers"),
-    "numbers of two bytes, whatever is asked": (_BYTES, _BYTES.replace("self.bytes_per_number", "2"), SIZE, "1 byte for a number"),
+    "numbers of two bytes, whatever is asked": (_BYTES, _BYTES.replace("self.bytes_per_number", "2"), SIZE, "bytes_per_number"),
     "weights take no memory": (_LEFT, "left = memory_bytes", SIZE, "what the weights leave"),
     "a parameter is a byte": (_LEFT, "left = memory_bytes - num_parameters", SIZE, "what the weights leave"),
     "less than no row": (_ROWS_FIT, _ROWS_FIT.replace("max(0, ", "(1 * "). replace("(1 * left // (max_len * self.bytes_per_token()))", "left // (max_len * self.bytes_per_token())"), SIZE, "weights that leave nothing"),
@@ -112,7 +112,7 @@ WRONG = {
     "heads before tokens": ("return output.transpose(1, 2)\n", "return output\n", ATTEND, "the order of the dimensions"),
     "the mask written into the cache": (_MASK, f"kv_cache[0][step.rows[0], 0] = 0\n        {_MASK}", ATTEND, "must not change the cache"),
     # rows
-    "a row keeps the length of the text before": (_TAKE, "row = self.free_rows.pop()\n        self.lengths.setdefault(row, 0)", ROWS, ""),
+    "nothing is said of the length": (_TAKE, "row = self.free_rows.pop()", ROWS, "lengths"),
     "a row begins with one token": (_TAKE, _TAKE.replace("= 0", "= 1"), ROWS, "begins with 0"),
     "a row is given twice": (_TAKE, "row = self.free_rows[-1]\n        self.lengths[row] = 0", ROWS, ""),
     "no row raises what the list raises": ('            raise ValueError("no row is free")', "            pass", ROWS, "but raised IndexError"),
@@ -181,3 +181,191 @@ WRONG = {
 }  # fmt: skip
 """What was written instead, by what is wrong with it: a passage of the solution, its replacement, the check that must be the first to fail,
 and words of its message."""
+
+
+RIGHT = {
+    "slots by index": (_SLOTS, "cache[row].index_copy_(0, torch.arange(start, start + count), new[i, :count])"),
+    "keys, then values": (
+        "        for cache, new in zip(kv_cache, (keys, values)):\n            for i, row in enumerate(step.rows):\n                start, count = step.starts[i], step.counts[i]\n                cache[row, start : start + count] = new[i, :count]",
+        "        for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts)):\n            for j in range(count):\n                kv_cache[0][row, start + j] = keys[i, j]\n                kv_cache[1][row, start + j] = values[i, j]",
+    ),
+    "a mask made slot by slot, where padding sees the first slot": (
+        _POSITIONS + "        " + _VISIBLE,
+        "mask = torch.zeros(len(step.rows), step.width, num_slots, dtype=torch.bool)\n        mask[:, :, 0] = True\n        for i, (start, count) in enumerate(zip(step.starts, step.counts)):\n            for j in range(count):\n                mask[i, j, : start + j + 1] = True\n        return mask",
+    ),
+    "one text after another, without a mask": (
+        _NUM_SLOTS,
+        "output = torch.zeros_like(query)\n        for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts)):\n            for j in range(count):\n                keys, values = (cache[row, : start + j + 1].transpose(0, 1) for cache in kv_cache)\n                part = F.scaled_dot_product_attention(query[i, j][:, None], keys, values, scale=self.scale, enable_gqa=True)\n                output[i, j] = part[:, 0]\n        return output\n        " + _NUM_SLOTS,
+    ),
+    "softmax by hand, heads repeated": (
+        "output = F.scaled_dot_product_attention(\n            query.transpose(1, 2), keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True\n        )",
+        "group = self.num_heads // self.num_kv_heads\n        keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))\n        scores = query.transpose(1, 2) @ keys.transpose(2, 3) * self.scale\n        output = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ values",
+    ),
+    "the lowest free row": ("row = self.free_rows.pop()\n", "row = min(self.free_rows)\n        self.free_rows.remove(row)\n"),
+    "padding by torch": (
+        "        width = max(len(tokens) for tokens in token_lists)\n",
+        "        pad = torch.nn.utils.rnn.pad_sequence\n        ids = pad([torch.tensor(tokens) for tokens in token_lists], batch_first=True)\n        places = pad([torch.arange(start, start + len(tokens)) for tokens, start in zip(token_lists, starts)], batch_first=True)\n        return ids, places\n        width = max(len(tokens) for tokens in token_lists)\n",
+    ),
+    "rows and columns": ("compute_logits(hidden[last])", "compute_logits(hidden.view(*input_ids.shape, -1)[range(len(rows)), [count - 1 for count in counts]])"),
+    "the prompt before the loop": (
+        "    output, tokens = [], request.prompt_token_ids\n    while not request.is_finished(output):\n" + _ONE,
+        "    logits = runner.step([row], [list(request.prompt_token_ids)])\n    output = [request.choose(logits[0], [])]\n    while not request.is_finished(output):\n        logits = runner.step([row], [[output[-1]]])\n        output = output + [request.choose(logits[-1], output)]",
+    ),
+    "prompts in steps of their own": (
+        _LISTS,
+        "fresh = {row: number for row, number in running.items() if not outputs[number]}\n        batch = fresh or dict(running)\n        token_lists = [outputs[number][-1:] or requests[number].prompt_token_ids for number in batch.values()]",
+        "logits = runner.step(list(running), token_lists)\n        for i, (row, number) in enumerate(list(running.items())):",
+        "logits = runner.step(list(batch), token_lists)\n        for i, (row, number) in enumerate(batch.items()):",
+    ),
+}  # fmt: skip
+"""Other ways to write an answer: passages of the solution, each with its replacement."""
+
+
+@pytest.mark.slow
+def test_the_solution_gets_all_points():
+    outcome = run_cells(CELLS, with_model=True)
+    assert (outcome.failed, outcome.broken, outcome.points, outcome.most_points) == ([], {}, 20, 20)
+
+
+def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else():
+    cells = [Cell(cell.name, untouched(cell.source), cell.kind) if cell.kind == "answer" else cell for cell in CELLS]
+    outcome = run_cells(cells)
+    assert (outcome.points, outcome.broken) == (0, {})
+    assert len(outcome.failed) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old, new, first, words", WRONG.values(), ids=WRONG)
+def test_a_mistake_fails_where_it_was_made_and_is_named(old, new, first, words):
+    outcome = run_cells(edited(CELLS, old, new), stop_at_failure=True)
+    assert outcome.failed == [first]
+    assert words in str(outcome.checks[first])
+    assert outcome.broken == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passages", RIGHT.values(), ids=RIGHT)
+def test_another_right_answer_passes(passages):
+    cells = CELLS
+    for old, new in zip(passages[::2], passages[1::2], strict=True):
+        cells = edited(cells, old, new)
+    outcome = run_cells(cells)
+    assert (outcome.failed, outcome.broken) == ([], {})
+
+
+ISOLATED = {
+    "mask": (_VISIBLE, _VISIBLE.replace("<=", "<"), [MASK]),
+    "layout": ("torch.arange(start, start + len(tokens))", "torch.arange(len(tokens))", [LAYOUT]),
+    "rows": ("        self.free_rows.append(row)\n", "", [ROWS]),
+    "runner": (_STARTS, "starts = [0 for row in rows]", [RUNNER]),
+    "generate": ("        tokens = output[-1:]\n    runner.cache.release(row)\n", "        tokens = output[-1:]\n", [GENERATE]),
+}
+
+
+@pytest.mark.parametrize("old, new, failed", ISOLATED.values(), ids=ISOLATED)
+def test_a_mistake_fails_on_its_own_floor_only(old, new, failed):
+    assert run_cells(edited(CELLS, old, new)).failed == failed
+
+
+@pytest.mark.slow
+def test_small_mistakes_are_caught():
+    count, survivors = find_survivors("03", every=7)
+    assert 1 - len(survivors) / count >= WANTED, [mutant.change for mutant in survivors]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        (_STARTS, "starts = [max(self.cache.lengths[row] - 1, 0) for row in rows]", "Your `serve` writes with the model"),
+        (_VISIBLE, _VISIBLE.replace("<=", "<"), "Expected tokens"),
+    ],
+)
+def test_the_real_model_would_notice_too(old, new, words):
+    outcome = run_cells(edited(CELLS, old, new), with_model=True)
+    assert TEXT in outcome.failed
+    assert words in str(outcome.checks[TEXT])
+
+
+def classes_of_the_walkthrough():
+    """The source of all classes and functions that the walkthrough writes, in order."""
+    cells = nbformat.read(ROOT / "notebooks" / "03_the_kv_cache.ipynb", as_version=4).cells
+    sources = [
+        cell.source.replace("%", "#", 1) if cell.source.startswith("%") else cell.source
+        for cell in cells
+        if cell.cell_type == "code"
+    ]
+    return [
+        ast.unparse(node)
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+
+
+@pytest.mark.slow
+def test_pasting_the_walkthrough_earns_nothing():
+    """Its functions under the names of the exercise."""
+    imports = "import torch\nimport torch.nn.functional as F\nfrom minivllm.kernels.reference import causal_attention\nfrom minivllm.layers.attention import AttentionBackend"
+    names = ("CacheSize", "Writing", "Masking", "Attending", "RowCache", "Padding", "Runner")
+    pasted = "\n\n".join(
+        [imports, *classes_of_the_walkthrough(), *(f"{name} = Ours" for name in names), "generate = write", "serve = write_batch"]
+    )
+    cells = [cell for cell in CELLS if cell.kind != "answer"]
+    cells.insert(1, Cell("pasted", pasted, "answer"))
+    assert run_cells(cells).points == 0
+
+
+def test_an_engines_ragged_batch_is_padded_and_unpadded():
+    metadata = AttentionMetadata(
+        is_decode=False,
+        slot_mapping=torch.empty(0),
+        block_tables=torch.tensor([[2], [0]]),
+        context_lens=torch.tensor([5, 3]),
+        query_start_loc=torch.tensor([0, 1, 4]),
+    )
+    step, places = to_padded(metadata)
+    assert step == PaddedStep([2, 0], [4, 0], [1, 3])
+    assert places.tolist() == [0, 3, 4, 5]
+    metadata.block_tables = torch.tensor([[2, 1], [0, 3]])
+    with pytest.raises(ConfigError, match="set block_size to max_model_len"):
+        to_padded(metadata)
+
+
+def test_the_frame_of_attention_calls_both_parts_with_padded_tensors():
+    seen = []
+
+    class Recording(PaddedAttention):
+        def write(self, kv_cache, keys, values, step):
+            seen.append(("write", list(keys.shape), kv_cache))
+
+        def attend(self, query, kv_cache, step):
+            seen.append(("attend", list(query.shape), kv_cache))
+            return query * 2
+
+    attention = Recording(2, 1, 4, 1.0)
+    query, key = torch.randn(6, 2, 4), torch.randn(6, 1, 4)
+    assert torch.equal(attention(query, key, key, "cache", PaddedStep([1, 0], [0, 0], [3, 2])), query * 2)
+    assert seen == [("write", [2, 3, 1, 4], "cache"), ("attend", [2, 3, 2, 4], "cache")]
+    metadata = AttentionMetadata(False, torch.empty(0), torch.tensor([[2], [0]]), torch.tensor([5, 3]), torch.tensor([0, 1, 4]))
+    assert torch.equal(attention(query[:4], key[:4], key[:4], "cache", metadata), query[:4] * 2)
+
+
+def test_all_checks_are_exported_and_used():
+    used = {name for cell in CELLS for name in lesson_03.__all__ if f"lesson_03.{name}(" in cell.source}
+    assert used == set(lesson_03.__all__)
+
+
+@pytest.mark.slow
+def test_requests_for_a_loop_choose_and_end_as_in_the_engine():
+    from minivllm import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m", device="cpu", num_gpu_blocks_override=16)
+    [request] = make_requests(llm, ["Water boils at"], SamplingParams(temperature=0, max_tokens=3))
+    logits = torch.zeros(llm.llm_engine.model_config.vocab_size)
+    logits[77] = 1.0
+    assert request.choose(logits, []) == 77
+    assert [request.is_finished(output) for output in ([], [5, 6], [5, 6, 7])] == [False, False, True]
+    [ends] = make_requests(llm, ["Water boils at"], [SamplingParams(max_tokens=9, stop_token_ids=[5])])
+    assert ends.is_finished([4, 5]) and not ends.is_finished([5, 4])
+    assert ends.is_finished([request.request.eos_token_ids[0]])

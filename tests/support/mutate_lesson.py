@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from lesson_cells import Cell, read_cells, run_cells
 
 LIMIT = 20.0
@@ -132,6 +133,7 @@ def is_caught(cells: list[Cell], mutant: Mutant) -> bool:
 def _run(cells: list[Cell], mutant: Mutant) -> None:
     """In a process of its own: end with 0 if all checks pass."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of this process
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait for them
     mutated = [mutant.cell if cell.name == mutant.cell.name else cell for cell in cells]
     outcome = run_cells(mutated, stop_at_failure=True)
     os._exit(1 if outcome.failed or outcome.broken else 0)

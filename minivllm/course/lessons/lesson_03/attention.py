@@ -59,7 +59,7 @@ def check_size(cls: Any) -> None:
         size = cls(dict(config), width) if width != 2 or seed % 2 else cls(dict(config))
         said = f"config {config}, {count(width, 'byte')} for a number."
         expected, got = count_bytes(config, width), size.bytes_per_token()
-        look = "keys and values, layers, heads of keys (not of queries), head_dim; and what holds where the config lacks an entry"
+        look = "keys and values, layers, heads of keys (not of queries), head_dim, bytes_per_number; and what holds where the config lacks an entry"
         expect(said, "bytes_per_token()", expected, _whole(got, "bytes_per_token()"), look)
         max_len, rows, num_parameters = rng.randint(10, 5000), rng.randint(1, 9), rng.randint(10**3, 10**9)
         row_bytes, weights = max_len * expected, num_parameters * width
@@ -133,21 +133,19 @@ def _compare_slots(call: str, got: Tensor, before: Tensor, new: KVCache, entry: 
         for i, (row, start, new_count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True))
         for j in range(new_count)
     }
-    for row in range(before.shape[0]):
-        for slot in range(before.shape[1]):
-            place = owner.get((row, slot))
-            wanted = before[row, slot] if place is None else new[entry][place]
-            if torch.equal(got[row, slot], wanted):
-                continue
-            expected = "what was there before" if place is None else f"new token {place[1]} of text {place[0]}"
-            look = (
-                "what is padding, and which rows the step names"
-                if place is None
-                else "step.rows[i] and step.starts[i]: where a text's new tokens begin; and whether you write to the tensors that you were given"
-            )
-            expect(
-                f"After {call}.", f"in slot {slot} of row {row}", expected, _name(got[row, slot], before, new, entry, step), look
-            )
+    everywhere = [(row, slot) for row in range(before.shape[0]) for slot in range(before.shape[1])]
+    for row, slot in sorted(everywhere, key=lambda place: place not in owner):  # first those that are to be written
+        place = owner.get((row, slot))
+        wanted = before[row, slot] if place is None else new[entry][place]
+        if torch.equal(got[row, slot], wanted):
+            continue
+        expected = "what was there before" if place is None else f"new token {place[1]} of text {place[0]}"
+        look = (
+            "what is padding, and which rows the step names"
+            if place is None
+            else "step.rows[i] and step.starts[i]: where a text's new tokens begin; and whether you write to the tensors that you were given"
+        )
+        expect(f"After {call}.", f"in slot {slot} of row {row}", expected, _name(got[row, slot], before, new, entry, step), look)
 
 
 def _name(found: Tensor, before: Tensor, new: KVCache, entry: int, step: PaddedStep) -> str:
