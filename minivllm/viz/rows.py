@@ -20,12 +20,14 @@ LOOKS: dict[str, tuple[str, str | None]] = {
     "in use": ("#0072B2", None),
     "new in this step": ("#E69F00", None),
     "reserved": ("#FFFFFF", "/////"),
-    "weights": ("#7F7F7F", None),
+    "weights": ("#555555", None),
     "a text": ("#E69F00", None),
     "free": ("#FFFFFF", None),
     "too little for one more": ("#FFFFFF", "/////"),
 }
 """What can fill a part of a row: its colour and its hatch. They differ in grey too."""
+_MOST_OUTLINES = 150
+"""With more parts than this they have no outlines, which would hide them."""
 
 
 def draw_rows(
@@ -52,7 +54,8 @@ def draw_rows(
                 if other == kind and length:
                     boxes.append((left, left + length, number + 0.42, number - 0.42))
                 left += length
-        add_boxes(axes, boxes, LOOKS[kind][0], edge=INK, line_width=0.5, hatch=LOOKS[kind][1], label=kind)
+        width = 0.5 if len(boxes) <= _MOST_OUTLINES else 0.0
+        add_boxes(axes, boxes, LOOKS[kind][0], edge=INK, line_width=width, hatch=LOOKS[kind][1], label=kind)
     axes.set(xlim=(0, longest), ylim=(len(rows) - 0.4, -0.6), yticks=range(len(rows)))
     axes.set_yticklabels(names or [str(number) for number in range(len(rows))])
     tidy(axes, x_label, y_label)
