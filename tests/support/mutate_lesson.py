@@ -40,7 +40,20 @@ OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Flo
 
 _FALSY = "None is as false as False"
 _ONE = "the list has one element"
+_ANY_ORDER = "the order of the two does not matter"
+_SAME_SHAPE = "keys and values have the same shape"
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "03": {
+        "size: max(0, left // (max_len * self.bytes_per_token())) → max(left // (max_len * self.bytes_per_token()), 0)": _ANY_ORDER,
+        "writing: zip(step.starts, step.counts) → zip(step.counts, step.starts)": f"{_ANY_ORDER} for their sum; the error's text is free",
+        "writing: 0 → 1": _SAME_SHAPE,
+        "writing: 0 → -1": _SAME_SHAPE,
+        "attending: output.transpose(1, 2) → output.transpose(2, 1)": _ANY_ORDER,
+        "attending: cache[step.rows, :num_slots].transpose(1, 2) → cache[step.rows, :num_slots].transpose(2, 1)": _ANY_ORDER,
+        "attending: query.transpose(1, 2) → query.transpose(2, 1)": _ANY_ORDER,
+        "attending: zip(step.starts, step.counts) → zip(step.counts, step.starts)": f"{_ANY_ORDER} for their sum",
+        "generating: 0 → -1": "the logits of a step with one text have one row",
+    },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",
         "floor-3: return False → return None": _FALSY,
