@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +40,9 @@ ANSWER_SECONDS = 120.0
 BURST_EVERY, BURST_EXCESS = 10.0, 32
 SETTLE_SECONDS = 20.0
 """How long the server has to settle after the last client is gone."""
-WARM_UP_SECONDS, MOST_WARM_UP_ROUNDS, STILL_GROWTH, WARM_UP_REQUESTS = 5.0, 12, 0.01, 48
-"""Rounds of the load before the run, until so many requests were accepted, which touch every block, and memory grows by less than this
-share in a round. A leak outlives all rounds."""
+MOST_WARM_UP_SECONDS, STILL_SECONDS, STILL_GROWTH, WARM_UP_REQUESTS = 120.0, 5, 0.01, 48
+"""The load before the run ends when so many requests were completed, which touch every block, and for some seconds memory has grown by less
+than this share. A leak outlives it."""
 MOST_GROWTH = 0.05
 WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
 """Memory is compared between a window of the run after its warm-up and one at its end."""
@@ -225,8 +226,18 @@ def measure_footprint(server: ServerProcess, task_file: Path) -> Footprint:
     )
 
 
-async def load(server: ServerProcess, streams: int, seconds: float, seed: int, tally: Tally) -> dict[int, list[int]]:
-    """Run all clients for `seconds`. Returns the resident bytes of each of the server's processes over time, by process id."""
+async def load(
+    server: ServerProcess,
+    streams: int,
+    seconds: float,
+    seed: int,
+    tally: Tally,
+    is_enough: Callable[[dict[int, list[int]]], bool] = lambda memory: False,
+) -> dict[int, list[int]]:
+    """Run all clients for `seconds`, or until `is_enough` of the memory so far; then they receive the answers that have begun.
+
+    Returns the resident bytes of each of the server's processes over time, by process id: a sample a second, and at least sixty.
+    """
     end = time.monotonic() + seconds
     memory: dict[int, list[int]] = {}
     rng = random.Random(seed)
@@ -240,8 +251,11 @@ async def load(server: ServerProcess, streams: int, seconds: float, seed: int, t
                 await asyncio.sleep(pause)
 
         async def sample() -> None:
+            nonlocal end
             for process in server.processes():
                 memory.setdefault(process.pid, []).append(process.memory_info().rss)
+            if is_enough(memory):
+                end = time.monotonic()
 
         await asyncio.gather(
             *(again(users.stream) for _ in range(streams)),
@@ -255,11 +269,16 @@ async def load(server: ServerProcess, streams: int, seconds: float, seed: int, t
 def warm_up(server: ServerProcess, streams: int, seed: int) -> None:
     """Run the load until its processes stop growing: kernels compiled and KV cache blocks touched for the first time are no leak."""
     tally = Tally()
-    for round in range(MOST_WARM_UP_ROUNDS):
-        memory = asyncio.run(load(server, streams, WARM_UP_SECONDS, seed + round + 1, tally))
-        is_still = all(samples[-1] < (1 + STILL_GROWTH) * samples[0] for samples in memory.values())
-        if is_still and tally.counts["accepted"] >= WARM_UP_REQUESTS:
-            return
+
+    def is_warm(memory: dict[int, list[int]]) -> bool:
+        return tally.counts["completed"] >= WARM_UP_REQUESTS and all(map(is_still, memory.values()))
+
+    asyncio.run(load(server, streams, MOST_WARM_UP_SECONDS, seed + 1, tally, is_warm))
+
+
+def is_still(samples: list[int]) -> bool:
+    """Whether memory, of which there is a sample a second, has hardly grown in the last seconds."""
+    return len(samples) > STILL_SECONDS and samples[-1] < (1 + STILL_GROWTH) * samples[-1 - STILL_SECONDS]
 
 
 def growth(samples: list[int]) -> float:

@@ -122,6 +122,7 @@ class WorkerConfig:
     enforce_eager: bool = False
     quantization: str | None = None
     low_memory: bool = False
+    sampler_cls: type | None = None
 
 
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig)
@@ -177,6 +178,8 @@ class EngineArgs:
     skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
     scheduler_cls: type | None = _arg(None, "Scheduler class, such as `StaticBatchScheduler` or your own.")
     block_space_manager_cls: type | None = _arg(None, "Block space manager class.")
+    sampler_cls: type | None = _arg(None, "Sampler class: what `sample(logits, rows)` of it returns are the next tokens.")
+    detokenizer_cls: type | None = _arg(None, "Incremental detokenizer class: what turns a sequence's tokens into text.")
     attention_backend: str | type = _arg(
         "auto",
         '"auto", "torch", "cpu" or "triton", or your own `AttentionBackend` subclass. "auto" is "triton" on a GPU and "cpu" '

@@ -15,6 +15,21 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a test or transformers imports Triton
 
+LONG = (
+    "test_lessons_in_browser.py",
+    "test_soak.py",
+    "test_grading.py",
+    "test_grading_witness.py",
+    "test_triton_compiles.py",
+    "test_exercises.py",
+    "test_lesson_04.py",
+    "test_lesson_07.py",
+    "test_nbgrader_export.py",
+    "test_bench_engines.py",
+    "test_process_per_request.py",
+)
+"""Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting."""
+
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("default", max_examples=150, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
@@ -24,10 +39,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out."""
+    """Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. With several processes, long files come first."""
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order = {name: place for place, name in enumerate(LONG)}
+        items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfi
 from minivllm.engine.core_client import AsyncMPClient, dead_error
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
+from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
@@ -77,6 +78,7 @@ class AsyncLLMEngine:
         *,
         seed: int = 0,
         input_processor: InputProcessor | None = None,
+        detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
         self.model_config = model_config
         self.cache_config = cache_config
@@ -90,7 +92,7 @@ class AsyncLLMEngine:
         self.input_processor = input_processor or InputProcessor(
             model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
         )
-        self.output_processor = OutputProcessor(tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
         self._streams: dict[str, RequestStream] = {}
         self._watchers: set[_StepQueue] = set()
         self._waiting_for_death: set[asyncio.Future[None]] = set()
@@ -128,7 +130,8 @@ class AsyncLLMEngine:
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
         client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
-        return cls(client, config.model_config, config.cache_config, config.scheduler_config, tokenizer, seed=args.seed)
+        configs = (config.model_config, config.cache_config, config.scheduler_config)
+        return cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
@@ -150,6 +153,7 @@ class AsyncLLMEngine:
             core.scheduler_config,
             engine.tokenizer,
             input_processor=engine.input_processor,
+            detokenizer_cls=engine.output_processor.detokenizer_cls,
         )
 
     @property

@@ -7,8 +7,8 @@ The frontend resolves; the engine core gets the result, as plain data where it r
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
@@ -16,7 +16,30 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minivllm.engine.detokenizer import IncrementalDetokenizer
     from minivllm.engine.tokenizer import Tokenizer
+
+
+PLUGINS = {
+    "scheduler_cls": ("add_request", "abort_request", "schedule", "update"),
+    "block_space_manager_cls": ("allocate", "append_slots", "free"),
+    "sampler_cls": ("sample",),
+    "detokenizer_cls": ("update", "finish"),
+}
+"""Arguments that are classes, and methods that the engine calls."""
+
+
+def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
+    """Raise a ConfigError unless this is None or a class with these methods."""
+    if plugin is None:
+        return
+    if not isinstance(plugin, type):
+        raise ConfigError(f"{name} must be a class, not {plugin!r}.")
+    missing = [method for method in methods if not callable(getattr(plugin, method, None))]
+    if missing:
+        raise ConfigError(
+            f"{name} is {plugin.__name__}, which has no method {' and no method '.join(missing)}: the engine calls it."
+        )
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,7 @@ class EngineConfig:
     worker_config: WorkerConfig
     scheduler_cls: type[Scheduler] = Scheduler
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager
+    detokenizer_cls: type[IncrementalDetokenizer] | None = None
     has_tokenizer: bool = True
 
     @classmethod
@@ -43,10 +67,8 @@ class EngineConfig:
         from minivllm.models.hub import resolve_model
         from minivllm.models.registry import load_model_config
 
-        for name in ("scheduler_cls", "block_space_manager_cls"):
-            plugin = getattr(args, name)
-            if plugin is not None and not isinstance(plugin, type):
-                raise ConfigError(f"{name} must be a class, not {plugin!r}.")
+        for name, methods in PLUGINS.items():
+            check_plugin(name, getattr(args, name), methods)
         model_config = load_model_config(str(args.model), resolve_model(args.model), args.max_model_len)
         return cls(
             model_config,
@@ -55,6 +77,7 @@ class EngineConfig:
             args.worker_config(),
             args.scheduler_cls or Scheduler,
             args.block_space_manager_cls or BlockSpaceManager,
+            args.detokenizer_cls,
             not args.skip_tokenizer_init,
         )
 
@@ -78,6 +101,7 @@ class EngineConfig:
             "scheduler_cls": self.scheduler_cls,
             "block_space_manager_cls": self.block_space_manager_cls,
             "attention_backend": self.worker_config.attention_backend,
+            "sampler_cls": self.worker_config.sampler_cls,
         }
         for name, plugin in plugins.items():
             if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
@@ -85,4 +109,4 @@ class EngineConfig:
                     f"{name} is {plugin.__qualname__}, which another process cannot import from where it is defined: put the "
                     f"class into a module, or run the engine in this process (in_process=True)."
                 )
-        return pickle.dumps(self)
+        return pickle.dumps(replace(self, detokenizer_cls=None))  # text stays in the frontend

@@ -15,6 +15,7 @@ from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfi
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_client import InprocClient, SyncMPClient
+from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
@@ -36,6 +37,7 @@ class LLMEngine:
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
         clock: The core's.
+        detokenizer_cls: What makes the text of each sequence.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LLMEngine:
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
         self.engine_core = engine_core
         self.model_config = model_config
@@ -57,7 +60,7 @@ class LLMEngine:
         self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
         """Tokens that the whole KV cache holds."""
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
@@ -84,7 +87,8 @@ class LLMEngine:
             if args.trace:
                 raise ConfigError("trace=True records in this process: leave it out, or run the engine in this process.")
             client = SyncMPClient(CoreProcess(config, heartbeats=False))
-        engine = cls(client, config.model_config, config.cache_config, config.scheduler_config, tokenizer, seed=args.seed)
+        configs = (config.model_config, config.cache_config, config.scheduler_config)
+        engine = cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
         if args.trace:
             engine.start_trace()
         return engine

@@ -10,8 +10,9 @@ import itertools
 from dataclasses import dataclass, replace
 
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, StoppedSequence
+from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.input_processor import ProcessedRequest
-from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from minivllm.engine.tokenizer import Tokenizer
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -20,23 +21,27 @@ class SequenceText:
     """The text and log-probabilities of one sequence so far.
 
     Args:
-        prompt_token_ids: The prompt; the first token's text depends on its end.
+        prompt_token_ids: The prompt.
         params: The request's.
         index: The sequence's index in the request.
         tokenizer: None where there is no text.
+        detokenizer_cls: What makes the text.
     """
 
-    def __init__(self, prompt_token_ids: list[int], params: SamplingParams, index: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        index: int,
+        tokenizer: Tokenizer | None,
+        detokenizer_cls: type[IncrementalDetokenizer] = IncrementalDetokenizer,
+    ) -> None:
         self.output = CompletionOutput(index, "", [])
         if params.logprobs is not None:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
         self._tokenizer = tokenizer
-        self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens) if tokenizer else None
-        self._text = ""
-        """All text, with the end that is held back because a stop string may begin there."""
-        self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
+        self._detokenizer = detokenizer_cls(tokenizer, prompt_token_ids, params) if tokenizer else None
         self._num_given_characters, self._num_given_tokens, self._gave_end = 0, 0, False
         """What `take_new` has returned so far."""
 
@@ -51,22 +56,16 @@ class SequenceText:
             self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
         if self._detokenizer is None or not visible:
             return None
-        new = self._detokenizer.add(token_id)
-        self._text += new
-        stop = None
-        if new and self._params.stop and len(self.output.token_ids) > self._params.min_tokens:
-            stop = self._cut_at_stop(len(new))
-        self.output.text = self._text if stop is not None else self._text[: max(0, len(self._text) - self._num_held)]
+        stop = self._detokenizer.update(token_id)
+        self.output.text = self._detokenizer.text
         return stop
 
     def finish(self) -> str | None:
         """Release the text that was held back. Returns the stop string that it contains, if any."""
         if self._detokenizer is None:
             return None
-        new = self._detokenizer.flush()
-        self._text += new
-        stop = self._cut_at_stop(len(new)) if new and len(self.output.token_ids) > self._params.min_tokens else None
-        self.output.text = self._text
+        stop = self._detokenizer.finish()
+        self.output.text = self._detokenizer.text
         return stop
 
     def copy(self) -> CompletionOutput:
@@ -87,18 +86,6 @@ class SequenceText:
         logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
         return replace(output, text=output.text[num_characters:], token_ids=output.token_ids[num_tokens:], logprobs=logprobs)
 
-    def _cut_at_stop(self, num_new: int) -> str | None:
-        """Cut the text before the earliest stop string that ends in its last `num_new` characters."""
-        found: tuple[int, str] | None = None
-        for stop in self._params.stop_strings:
-            position = self._text.find(stop, max(0, len(self._text) - num_new - len(stop) + 1))
-            if position >= 0 and (found is None or position < found[0]):
-                found = (position, stop)
-        if found is None:
-            return None
-        self._text = self._text[: found[0]]
-        return found[1]
-
 
 class RequestState:
     """The frontend's side of an unfinished request.
@@ -106,12 +93,15 @@ class RequestState:
     Args:
         processed: The request.
         tokenizer: None where there is no text.
+        detokenizer_cls: What makes the text of its sequences.
 
     Attributes:
         finished: Whether it gets no more tokens. The frontend can know that before the core does.
     """
 
-    def __init__(self, processed: ProcessedRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, detokenizer_cls: type[IncrementalDetokenizer]
+    ) -> None:
         request = processed.core_request
         self.prompt, self.request = processed.prompt, request
         self.params = request.sampling_params
@@ -119,7 +109,7 @@ class RequestState:
         self.error: str | None = None
         self.finished = False
         self.texts: dict[int, SequenceText] = {}
-        self._tokenizer = tokenizer
+        self._tokenizer, self._detokenizer_cls = tokenizer, detokenizer_cls
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(request.prompt_token_ids)
@@ -159,7 +149,9 @@ class RequestState:
     def text(self, index: int) -> SequenceText:
         """The text of a sequence."""
         if index not in self.texts:
-            self.texts[index] = SequenceText(self.request.prompt_token_ids, self.params, index, self._tokenizer)
+            self.texts[index] = SequenceText(
+                self.request.prompt_token_ids, self.params, index, self._tokenizer, self._detokenizer_cls
+            )
         return self.texts[index]
 
     def make_output(self) -> RequestOutput:
@@ -220,17 +212,18 @@ class OutputProcessor:
 
     Args:
         tokenizer: None where there is no text.
+        detokenizer_cls: What makes the text, if not `IncrementalDetokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, detokenizer_cls: type[IncrementalDetokenizer] | None = None) -> None:
+        self.tokenizer, self.detokenizer_cls = tokenizer, detokenizer_cls or IncrementalDetokenizer
         self.states: dict[str, RequestState] = {}
         self._numbers = itertools.count()
 
     def add_request(self, processed: ProcessedRequest) -> RequestState:
         """Begin to track a request, and number it."""
         request = replace(processed.core_request, number=next(self._numbers))
-        state = RequestState(replace(processed, core_request=request), self.tokenizer)
+        state = RequestState(replace(processed, core_request=request), self.tokenizer, self.detokenizer_cls)
         self.states[request.request_id] = state
         return state
 

@@ -1,8 +1,4 @@
-"""Text to tokens and back, also incrementally.
-
-The tokenizers and transformers libraries do the work; the incremental detokenizer is ours. It turns tokens into text as they come, and
-never returns half a character.
-"""
+"""Text to tokens and back: the tokenizers and transformers libraries do the work."""
 
 from __future__ import annotations
 
@@ -11,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ModelLoadError, RequestError
-
-REPLACEMENT = "\ufffd"
-"""Decoded from bytes that are not, or not yet, a character."""
 
 
 class Tokenizer:
@@ -107,57 +100,3 @@ def _checked_message(message: Any) -> dict[str, str]:
         if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             return message | {"content": "".join(part["text"] for part in content)}
     raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")
-
-
-class IncrementalDetokenizer:
-    """Decodes a growing list of tokens piece by piece; the pieces joined are the text.
-
-    A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before the first word that
-    they decode. So a short window is decoded that starts with tokens already returned; the text after theirs is new. Trailing bytes
-    that do not yet make a character are held back, and the window grows until they do. This is the method of Hugging Face's TGI and
-    vLLM (`detokenize_incrementally`).
-
-    Args:
-        tokenizer: The model's.
-        prompt_token_ids: Its last tokens open the first window.
-        skip_special_tokens: Leave special tokens out.
-    """
-
-    PROMPT_WINDOW = 5
-    """Prompt tokens in the first window: enough for the tokenizer to see that the text has begun before."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window = prompt_token_ids[-self.PROMPT_WINDOW :]
-        text = self._decode()
-        if text.endswith(REPLACEMENT):  # the prompt ends within a character: decode the output by itself
-            self._window, text = [], ""
-        self._num_old_tokens = len(self._window)
-        self._num_given = len(text)
-        """Characters of the window's text already returned."""
-
-    def add(self, token_id: int) -> str:
-        """The new text after one more token; "" while a character is incomplete."""
-        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids:
-            return ""
-        self._window.append(token_id)
-        text = self._decode()
-        stable = len(text.rstrip(REPLACEMENT))
-        new = text[self._num_given : stable]
-        self._num_given = max(self._num_given, stable)
-        if new and stable == len(text):
-            self._window = self._window[self._num_old_tokens :]
-            self._num_old_tokens = len(self._window)
-            self._num_given = len(self._decode())
-        return new
-
-    def flush(self) -> str:
-        """The text held back, after the last token."""
-        text = self._decode()
-        new = text[self._num_given :]
-        self._num_given = len(text)
-        return new
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)

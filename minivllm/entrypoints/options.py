@@ -19,7 +19,14 @@ _CHOICES = {
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
 }
-_NOT_ON_THE_COMMAND_LINE = {"scheduler_cls", "block_space_manager_cls", "skip_tokenizer_init", "trace"}
+_NOT_ON_THE_COMMAND_LINE = {
+    "scheduler_cls",
+    "block_space_manager_cls",
+    "sampler_cls",
+    "detokenizer_cls",
+    "skip_tokenizer_init",
+    "trace",
+}
 
 
 def add_command(commands, name: str, run: Callable, summary: str, example: str) -> argparse.ArgumentParser:  # noqa: ANN001

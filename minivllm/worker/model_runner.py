@@ -17,7 +17,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
-from minivllm.worker.sampler import SamplingRow, sample, top_logprobs
+from minivllm.worker.sampler import Sampler, SamplingRow, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
@@ -31,13 +31,17 @@ class ModelRunner:
         block_size: Tokens in a cache block.
         max_model_len: Tokens that a sequence may have.
         device: Where the model lies.
+        sampler: What chooses the tokens.
     """
 
-    def __init__(self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, sampler: Sampler | None = None
+    ) -> None:
         self.model = model
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = device
+        self.sampler = sampler or Sampler()
         self.graphs: DecodeGraphs | None = None
 
     def prepare_inputs(self, sequences: list[SequenceData], num_blocks: int) -> ModelInput:
@@ -159,7 +163,7 @@ class ModelRunner:
                 owners.append(output)
         if len(rows) > len(predictions):
             logits = logits[logit_rows]
-        for owner, token in zip(owners, sample(logits, rows), strict=True):
+        for owner, token in zip(owners, self.sampler.sample(logits, rows), strict=True):
             owner.token_ids.append(token.token_id)
             if token.logprobs is not None:
                 owner.logprobs = [*(owner.logprobs or []), token.logprobs]

@@ -56,26 +56,29 @@ class SampledToken:
     logprobs: dict[int, Logprob] | None = None
 
 
-def sample(logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
-    """Choose one token for each row.
+class Sampler:
+    """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with this method."""
 
-    Args:
-        logits: `[len(rows), vocab_size]`, any float dtype; not changed.
-        rows: What each row is for.
-    """
-    logits = logits.float()
-    processed = adjust_logits(logits, rows)
-    token_ids = argmax(processed)
-    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if random_rows:
-        drawn = draw(filter_logits(processed[random_rows], [rows[i].params for i in random_rows]), [rows[i] for i in random_rows])
-        token_ids[random_rows] = drawn
-    chosen = token_ids.tolist()
-    logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
-    for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
-    return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
+    def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+        """Choose one token for each row.
+
+        Args:
+            logits: `[len(rows), vocab_size]`, any float dtype; not changed.
+            rows: What each row is for.
+        """
+        logits = logits.float()
+        processed = adjust_logits(logits, rows)
+        token_ids = argmax(processed)
+        random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        if random_rows:
+            params = [rows[i].params for i in random_rows]
+            token_ids[random_rows] = draw(filter_logits(processed[random_rows], params), [rows[i] for i in random_rows])
+        chosen = token_ids.tolist()
+        logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
+        for i, row in enumerate(rows):
+            if row.params.logprobs is not None:
+                logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
+        return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.sampler import Sampler
 
 CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
@@ -51,6 +52,7 @@ class Worker:
         self.device = resolve_device(worker_config.device)
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
         self.enforce_eager = worker_config.enforce_eager
+        self.sampler = (worker_config.sampler_cls or Sampler)()
         self.platform = Platform(
             self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, worker_config.low_memory
         )
@@ -62,7 +64,7 @@ class Worker:
         """Build the model on the device and load its weights."""
         model = load_model(self.model_config, self.platform)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
-        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device)
+        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit on the device, and how many in the swap space on the host.

@@ -394,20 +394,21 @@ def test_tokens_are_the_same_with_chunks_cache_and_swapping(llm, smollm2_path):
 def test_nothing_comes_after_an_end_in_the_middle_of_accepted_drafts(llm, speculative, ending):
     prompt = PROMPTS[0]
     full = llm.generate(prompt, SamplingParams(max_tokens=30, **GREEDY), use_tqdm=False)[0].outputs[0]
-    num_dropped = 0
+    num_dropped, wishes = 0, []
     for length in range(8, 18, 2):
         if ending == "stop string":
             stop = llm.get_tokenizer().decode(full.token_ids[length - 5 : length])
-            params = SamplingParams(max_tokens=30, stop=stop, min_tokens=length - 1, **GREEDY)
+            wishes.append(SamplingParams(max_tokens=30, stop=stop, min_tokens=length - 1, **GREEDY))
         elif ending == "stop token":
-            params = SamplingParams(max_tokens=30, stop_token_ids=[full.token_ids[length - 8]], **GREEDY)
+            wishes.append(SamplingParams(max_tokens=30, stop_token_ids=[full.token_ids[length - 8]], **GREEDY))
         else:
-            params = SamplingParams(max_tokens=length, **GREEDY)
+            wishes.append(SamplingParams(max_tokens=length, **GREEDY))
+    all_expected = llm.generate([prompt] * len(wishes), wishes, use_tqdm=False)
+    for params, expected in zip(wishes, all_expected, strict=True):
         speculative.llm_engine.start_trace()
         request = speculative.generate(prompt, params, use_tqdm=False)[0]
         output = request.outputs[0]
-        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-        assert output == expected
+        assert output == expected.outputs[0]
         num_won = len(speculative.llm_engine.trace) + request.metrics.num_accepted_tokens  # with those that nobody wanted
         num_dropped += num_won - len(output.token_ids)
     assert num_dropped == 0 if ending == "max_tokens" else num_dropped > 0

@@ -381,7 +381,8 @@ def graded(tmp_path_factory):
     for learner, text in cases.items():
         (folder / "in" / learner).mkdir(parents=True)
         (folder / "in" / learner / LESSONS["04"]).write_text(text)
-    options = ["--solutions", folder / "solutions", "--output", folder / "out", "--jobs", 2, "--cell-timeout", 30]
+    # Tricks that make the kernel deaf are waited for, twice each; meanwhile two others run.
+    options = ["--solutions", folder / "solutions", "--output", folder / "out", "--jobs", 3, "--cell-timeout", 8]
     assert main(["grade", str(folder / "in"), *map(str, options)]) == 0
     with (folder / "out" / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["learner"]: row for row in csv.DictReader(file)}

@@ -383,6 +383,8 @@ def test_an_end_token_outside_the_vocabulary_does_no_harm(broken_folder):
         ({"attention_backend": "flash"}, "attention_backend is 'flash', but must be 'auto', one of 'torch'"),
         ({"attention_backend": 3}, "attention_backend is 3, but must be 'auto'"),
         ({"scheduler_cls": "fast"}, "scheduler_cls must be a class"),
+        ({"sampler_cls": dict}, "sampler_cls is dict, which has no method sample: the engine calls it"),
+        ({"detokenizer_cls": str}, "detokenizer_cls is str, which has no method update and no method finish"),
         ({"swap_space": -1}, "swap_space is -1 GiB"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"swap_space": math.nan}, "swap_space is nan"),

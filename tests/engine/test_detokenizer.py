@@ -11,8 +11,9 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from minivllm import SamplingParams
+from minivllm.engine.detokenizer import DecodeStream
 from minivllm.engine.output_processor import SequenceText
-from minivllm.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from minivllm.engine.tokenizer import Tokenizer
 
 TEXTS = [
     *SENTENCES,
@@ -26,8 +27,8 @@ TEXTS = [
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None, skip: bool = True) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], skip)
-    return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
+    stream = DecodeStream(tokenizer, prompt or [], skip)
+    return [*(stream.step(token_id) for token_id in token_ids), stream.flush()]
 
 
 def make_byte_fallback_tokenizer() -> Tokenizer:

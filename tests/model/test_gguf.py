@@ -92,6 +92,7 @@ def test_quantizations_are_unpacked(tmp_path, quantization):
         np.testing.assert_array_equal(weights[name].numpy(), values[gguf_name])
 
 
+@pytest.mark.slow
 def test_the_default_model_is_read_as_transformers_reads_it(smollm2_path):
     """transformers has its own GGUF reader: every weight is the same, the order of query and key rows included."""
     from transformers import AutoModelForCausalLM

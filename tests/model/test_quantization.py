@@ -146,6 +146,7 @@ def engines():
     }
 
 
+@pytest.mark.slow
 def test_quality_of_the_default_model(engines):
     quantized = {name: engines[name].llm_engine for name in ("packed", "int8", "int4")}
     results = {
@@ -157,6 +158,7 @@ def test_quality_of_the_default_model(engines):
         assert results[name].agreement >= 0.9 and 1e-5 < results[name].mean_kl <= 0.03, results[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "int8", "int4"])
 def test_tokens_do_not_depend_on_the_batch(engines, name):
     """To the last bit: rows are rounded for themselves, and sums are made in one order."""
@@ -167,6 +169,7 @@ def test_tokens_do_not_depend_on_the_batch(engines, name):
     assert together == alone
 
 
+@pytest.mark.slow
 def test_low_memory_computes_the_same(engines):
     token_ids = list(range(1000, 1040))
     packed, unpacked = (compute_logits(engines[name].llm_engine, token_ids) for name in ("packed", "float32"))

@@ -22,7 +22,9 @@ from minivllm import SamplingParams
 from minivllm.request import Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
-from minivllm.worker.sampler import SamplingRow, random_number, sample
+from minivllm.worker.sampler import Sampler, SamplingRow, random_number
+
+sample = Sampler().sample
 
 VOCAB_SIZE = 200
 

@@ -27,6 +27,7 @@ async def becomes(condition):
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_it_answers_the_same_one_request_at_a_time(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     expected = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
@@ -62,6 +63,7 @@ def test_a_process_that_cannot_start_fails_its_request_only():
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_it_is_served_over_http_like_any_engine():
     program, options = MODES["processes"]
     with start_server("smollm2-135m", "--max-model-len", "256", *options, program=program) as server:

@@ -55,6 +55,14 @@ def test_memory_may_grow_while_the_server_warms_up_but_not_after():
     assert judge(memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
 
 
+def test_the_warm_up_lasts_while_memory_grows():
+    touching = [100 + 20 * i for i in range(10)]
+    assert not soak.is_still(touching[:3])
+    assert not soak.is_still(touching)
+    assert not soak.is_still([*touching, *[280] * (soak.STILL_SECONDS - 1)])
+    assert soak.is_still([*touching, *[280] * soak.STILL_SECONDS])
+
+
 @pytest.mark.parametrize(
     "kind,name",
     [
@@ -82,6 +90,7 @@ def test_users_who_were_too_kind_show_nothing():
     assert judge(tally=soak.Tally()) == ["refused in bursts", "left in mid-stream"]
 
 
+@pytest.mark.slow
 def test_thirty_seconds_of_rough_users(tmp_path):
     report = tmp_path / "soak.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

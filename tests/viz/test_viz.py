@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_kernels import kernel_points, peaks
-from hypothesis import assume, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -143,7 +143,19 @@ def expected_states(trace: EngineTrace) -> list[dict[SequenceKey, str]]:
 
 @pytest.mark.slow
 @given(random_traces(), st.booleans())
-def test_in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, merge):
+def test_spans_contexts_and_the_use_of_the_cache_are_what_the_steps_say(trace, merge):
+    """All claims about each trace, since it takes longer to make than to check."""
+    in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, merge)
+    spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge)
+    context_lengths_are_what_the_steps_compute(trace)
+    the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace)
+    shares_blocks = any(step.ref_counts for step in trace)
+    event(f"shares blocks: {shares_blocks}")
+    if not shares_blocks:
+        what_is_reserved_is_filled_and_what_is_wasted_is_not(trace)
+
+
+def in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, merge):
     spans = find_spans(trace, merge)
     for step, expected in zip(trace, expected_states(trace), strict=True):
         middle = (step.start + step.end) / 2
@@ -152,9 +164,7 @@ def test_in_every_step_each_sequence_has_the_one_span_that_the_step_says(trace, 
         assert Counter(found) == Counter(expected.items())
 
 
-@pytest.mark.slow
-@given(random_traces(), st.booleans())
-def test_spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge):
+def spans_of_a_sequence_follow_each_other_from_its_arrival(trace, merge):
     spans = find_spans(trace, merge)
     assert all(span.state in STATES and span.end > span.start for span in spans)
     for key in {span.key for span in spans}:
@@ -213,9 +223,7 @@ def test_steps_may_name_requests_that_the_trace_does_not_have():
         render(figure(trace))
 
 
-@pytest.mark.slow
-@given(random_traces())
-def test_context_lengths_are_what_the_steps_compute(trace):
+def context_lengths_are_what_the_steps_compute(trace):
     for step, lens in zip(trace, find_context_lens(trace), strict=True):
         assert set(lens) == {*step.block_tables, *step.swapped_tables}
         for key, length in lens.items():
@@ -241,9 +249,7 @@ def test_a_sibling_that_stalls_has_what_its_parent_had_computed():
 # -- the use of the cache ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@given(random_traces())
-def test_the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
+def the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
     size = trace.config.block_size
     for number, (step, use) in enumerate(zip(trace, find_cache_use(trace), strict=True)):
         assert min(use) >= 0
@@ -255,12 +261,9 @@ def test_the_use_of_the_cache_adds_up_and_is_that_of_the_blocks(trace):
         assert use.unshared >= use.used
 
 
-@pytest.mark.slow
-@given(random_traces())
-def test_what_is_reserved_is_filled_and_what_is_wasted_is_not(trace):
+def what_is_reserved_is_filled_and_what_is_wasted_is_not(trace):
     """Followed forward, block by block, for those that never are shared."""
     size = trace.config.block_size
-    assume(len(trace) and not any(step.ref_counts for step in trace))
     lens, uses = find_context_lens(trace), find_cache_use(trace)
     for number, step in enumerate(trace):
         reserved = 0

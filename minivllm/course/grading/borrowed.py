@@ -12,10 +12,26 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.course.grading.submissions import Cell
 
-_CORE = ("minivllm.core", "minivllm.course.lessons")
+_CORE = ("minivllm.core", "minivllm.course.lessons", "minivllm.worker.sampler", "minivllm.engine.detokenizer")
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
-_INSIDES = _CORE_NAMES | {"block_manager", "engine", "scheduler", "situations", "swapping", "tables", "witness"}
+_ALLOWED = frozenset(f"minivllm.worker.sampler.{name}" for name in ("random_number", "SampledToken", "SamplingRow"))
+"""What exercises give to learners from there."""
+_INSIDES = _CORE_NAMES | {
+    *(
+        "block_manager",
+        "cases",
+        "detokenizer",
+        "engine",
+        "filters",
+        "sampler",
+        "scheduler",
+        "situations",
+        "swapping",
+        "tables",
+        "witness",
+    )
+}
 """Modules of a lesson's checks, and what they import of the core."""
 
 
@@ -49,10 +65,10 @@ def _borrowed_names(source: str) -> list[str]:
             found += [alias.name for alias in node.names if _is_core(alias.name)]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            whole = [f"{module}.{alias.name}" for alias in node.names]
-            found += [module] if _is_core(module) else [name for name in whole if _is_core(name)]
+            whole = [name for alias in node.names if (name := f"{module}.{alias.name}") not in _ALLOWED]
+            found += [module] if _is_core(module) and whole else [name for name in whole if _is_core(name)]
             if module == "minivllm":
-                found += [name for name, alias in zip(whole, node.names, strict=True) if alias.name in _CORE_NAMES]
+                found += [name for name in whole if name.rpartition(".")[2] in _CORE_NAMES]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_core(node.value):
             found.append(node.value)
         elif isinstance(node, ast.Attribute) and _looks_into_a_lesson(ast.unparse(node).split(".")):

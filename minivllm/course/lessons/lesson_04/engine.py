@@ -76,7 +76,7 @@ def check_text(**parts: type) -> None:
     Args:
         **parts: Arguments for `LLM`, such as `block_space_manager_cls` and `scheduler_cls`.
     """
-    wanted, got = _write(), _write(**parts)
+    got, wanted = _write(**parts), _write()  # in this order, because the learner's may raise an error at once
     for theirs, ours in zip(wanted, got, strict=True):
         assert ours == theirs, (
             f"The real model should write\n  {theirs!r},\nbut wrote\n  {ours!r}.\nIt has read keys and values of other tokens: a table names the wrong "

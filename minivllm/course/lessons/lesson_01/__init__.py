@@ -1,0 +1,36 @@
+"""The checks of lesson 01: a sampler for a batch and an incremental detokenizer, part by part, and then in the engine."""
+
+from minivllm.course.lessons.lesson_01.cases import token_bytes
+from minivllm.course.lessons.lesson_01.detokenizer import (
+    check_characters,
+    check_detokenizer,
+    check_stop_strings,
+    load_tokenizer,
+)
+from minivllm.course.lessons.lesson_01.filters import (
+    check_forbid_stops,
+    check_min_p,
+    check_penalties,
+    check_temperature,
+    check_top_k,
+    check_top_p,
+)
+from minivllm.course.lessons.lesson_01.sampler import check_draw, check_sampler, check_sampler_text, watch
+
+__all__ = [
+    "check_characters",
+    "check_detokenizer",
+    "check_draw",
+    "check_forbid_stops",
+    "check_min_p",
+    "check_penalties",
+    "check_sampler",
+    "check_sampler_text",
+    "check_stop_strings",
+    "check_temperature",
+    "check_top_k",
+    "check_top_p",
+    "load_tokenizer",
+    "token_bytes",
+    "watch",
+]

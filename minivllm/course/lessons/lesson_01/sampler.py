@@ -1,0 +1,242 @@
+"""The checks of lesson 01 for the draw, for the sampler as a whole, and for the sampler in the engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.course.lessons.lesson_01.cases import make_logits, make_row, show
+from minivllm.course.lessons.lesson_01.filters import Function
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow
+
+_DRAWS = 20_000
+
+
+def check_draw(draw: Function) -> None:
+    """The token on whose piece of the line each row's number falls."""
+    rng = random.Random(16)
+    for _ in range(60):
+        cases = [draw_case(rng, num_pieces) for num_pieces in [rng.randint(2, 7)] * rng.randint(1, 4)]
+        probs, tokens, numbers = ([case[i] for case in cases] for i in range(3))
+        got = _drawn(draw, torch.tensor(probs).log(), numbers)
+        for row, token in enumerate(tokens):
+            start = sum(probs[row][:token])
+            number = "a number just below 1" if numbers[row] == LAST_NUMBER else f"the number {numbers[row]:.6g}"
+            assert got[row] == token, (
+                f"draw, with {number} and probabilities {show(probs[row])} in row {row} of {len(cases)}: expected token {token}, "
+                f"whose piece goes from {start:.4g} to {start + probs[row][token]:.4g}, got {got[row]}. Look at the order of "
+                f"the pieces (token 0 first, not the likeliest), at both ends of the line, and at tokens of probability 0, which are never drawn."
+            )
+    # Near the end of the line, float32 cannot tell tokens of this probability apart.
+    logits = torch.tensor([[0.0] + [-18.0] * 5000]).expand(200, -1).contiguous()
+    piece = math.exp(-18)
+    got = _drawn(draw, logits, [1 - (1000 + i) * piece for i in range(200)])
+    assert len(set(got)) > 150, (
+        f"draw, with 200 numbers near 1 that fall on 200 tokens of the probability {piece:.2g} each: expected about 200 different tokens, got "
+        f"{len(set(got))}. Look at the dtype of the sum: float32 is too coarse for such small pieces, float64 is not."
+    )
+
+
+LAST_NUMBER = 1 - 2**-50
+"""A random number as close to 1 as one comes."""
+
+
+def draw_case(rng: random.Random, num_pieces: int) -> tuple[list[float], int, float]:
+    """Probabilities that are multiples of 1/64, some 0; a token; and a number on its piece of the line, away from the ends of others."""
+    edges = [0, *sorted(rng.sample(range(1, 64), num_pieces - 1)), 64]
+    probs = [(high - low) / 64 for low, high in pairwise(edges)] + [0.0, 0.0]
+    rng.shuffle(probs)
+    drawable = [token for token, prob in enumerate(probs) if prob > 0]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return probs, drawable[0], 0.0
+    if kind == 1:
+        return probs, drawable[-1], LAST_NUMBER
+    token = rng.choice(drawable)
+    return probs, token, sum(probs[:token]) + probs[token] * rng.uniform(0.01, 0.99)
+
+
+def _drawn(draw: Function, logits: Tensor, numbers: list[float]) -> list[int]:
+    before = logits.clone()
+    got = draw(logits, torch.tensor(numbers, dtype=torch.float64))
+    assert isinstance(got, Tensor) and got.shape == (len(numbers),), (
+        f"draw must return a tensor of {len(numbers)} token ids, one for each row, but returned "
+        f"{list(got.shape) if isinstance(got, Tensor) else repr(got)}. Look at its last line."
+    )
+    assert torch.equal(logits, before), (
+        "draw changed the logits that it was given; expected a new tensor. Look for an assignment into them."
+    )
+    return [int(token) for token in got.tolist()]
+
+
+def check_sampler(sampler_class: type) -> None:
+    """A batch of rows with different parameters: the same tokens as the engine's sampler, alone and together."""
+    rng = random.Random(17)
+    sampler = sampler_class()
+    for number in range(70):
+        vocab_size = rng.randint(8, 20)
+        logits = make_logits(rng, 30 if number % 7 == 5 else rng.randint(1, 6), vocab_size)
+        rows = [make_random_row(rng, vocab_size, kind=number % 7) for _ in range(len(logits))]
+        wanted = [token.token_id for token in Sampler().sample(logits, rows)]
+        got = sample(sampler, logits, rows)
+        for i, row in enumerate(rows):
+            assert got[i] == wanted[i], (
+                f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
+                f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at the order (forbidden stops, "
+                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random number of this row."
+            )
+        alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        assert alone == got, (
+            f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. Look at where "
+            f"the random numbers come from: of the row's seed, index and position, and of nothing else."
+        )
+    check_distribution(sampler)
+
+
+def check_distribution(sampler: Any) -> None:
+    """20,000 draws against the exact probabilities, with temperature, top-k and top-p in one go."""
+    logits = torch.tensor([[2.0, 1.5, 1.0, 0.0, -1.0, -3.0]])
+    params = SamplingParams(temperature=0.5, top_k=4, top_p=0.99, seed=5)
+    weights = [math.exp(logit / 0.5) for logit in (2.0, 1.5, 1.0, 0.0)]
+    counts = [0] * logits.shape[1]
+    for start in range(0, _DRAWS, 2000):
+        rows = [make_row(params, seed=5, index=i) for i in range(start, start + 2000)]
+        for token in sample(sampler, logits.expand(2000, -1), rows):
+            counts[token] += 1
+    for token, got in enumerate(counts):
+        prob = weights[token] / sum(weights) if token < len(weights) else 0.0
+        spread = 4.5 * math.sqrt(_DRAWS * prob * (1 - prob))
+        assert abs(got - _DRAWS * prob) <= spread, (
+            f"MySampler drew token {token} {got} times in {_DRAWS:,}; expected about {_DRAWS * prob:.0f}, because its probability is {prob:.4f}. "
+            f"Look at draw, and at the random numbers, which must differ from row to row."
+        )
+
+
+def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> SamplingRow:
+    """A row with random parameters: greedy, one filter, penalties, a text too short to end, or all at once."""
+    options: dict[str, Any] = {"temperature": rng.choice((0.0, 0.5, 1.0, 2.0))}
+    if kind == 1:
+        options = {"temperature": 2.0} | rng.choice(({"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.4}))
+    if kind == 5:  # in another order, the filters would leave other tokens
+        options = {"temperature": rng.choice((1.0, 2.0)), "min_p": 0.15, "top_k": 5, "top_p": rng.choice((0.6, 0.8))}
+    if kind in (4, 6):
+        options |= {"top_k": rng.choice((0, 3, 5)), "top_p": rng.choice((1.0, 0.83)), "min_p": rng.choice((0.0, 0.07))}
+    if kind in (2, 4, 6):
+        options |= {
+            "repetition_penalty": rng.choice((1.0, 2.0)),
+            "presence_penalty": rng.choice((0.0, 0.5)),
+            "frequency_penalty": rng.choice((0.0, 0.25)),
+        }
+    if kind in (3, 4, 6):
+        options["min_tokens"] = rng.choice((0, 2, 4))
+    output = rng.choices(range(vocab_size), k=rng.randint(0, 5))
+    eos = rng.sample(range(vocab_size), 2)
+    prompt = rng.choices(range(vocab_size), k=3)
+    seed, index = rng.randrange(1000), rng.randrange(3)
+    return make_row(SamplingParams(max_tokens=50, **options), prompt, output, seed=seed, index=index, eos=eos)
+
+
+def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
+    """The tokens that a learner's sampler chooses, after a look at what it returns."""
+    before = logits.clone()
+    sampled = sampler.sample(logits, rows)
+    assert isinstance(sampled, list) and all(isinstance(token, SampledToken) for token in sampled), (
+        f"MySampler.sample must return a list of SampledToken, one for each row, but returned {sampled!r:.200}. Look at its last line."
+    )
+    assert len(sampled) == len(rows), (
+        f"MySampler.sample was given {len(rows)} rows, but returned {len(sampled)} tokens. Look at its last line."
+    )
+    assert torch.equal(logits, before), (
+        "MySampler.sample changed the logits that it was given; expected them as they were. Look for an assignment into them."
+    )
+    assert all(type(token.token_id) is int for token in sampled), (
+        f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
+    )
+    return [token.token_id for token in sampled]
+
+
+def describe(row: SamplingRow) -> str:
+    """The parameters of a row that are not the defaults."""
+    default, params = SamplingParams(max_tokens=50), row.params
+    names = (
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+    )
+    changed = [f"{name}={getattr(params, name):g}" for name in names if getattr(params, name) != getattr(default, name)]
+    return ", ".join(changed) or "temperature=1"
+
+
+def check_sampler_text(sampler_class: type) -> None:
+    """In the engine, under the real model: a learner's sampler chooses every token that the engine's own chooses."""
+    from minivllm import LLM
+
+    troubles: list[BaseException] = []
+
+    class Compared:
+        """Both samplers on the same logits."""
+
+        def __init__(self) -> None:
+            self.theirs, self.ours = Sampler(), sampler_class()
+
+        def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
+            wanted = self.theirs.sample(logits, rows)
+            try:
+                _compare(sample(self.ours, logits, rows), [token.token_id for token in wanted], rows)
+            except Exception as error:  # the engine would only end the requests
+                troubles.append(error)
+                raise
+            return wanted
+
+    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, sampler_cls=Compared)
+    llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
+    if troubles:
+        raise troubles[0]
+
+
+def _compare(got: list[int], wanted: list[int], rows: list[SamplingRow]) -> None:
+    for ours, theirs, row in zip(got, wanted, rows, strict=True):
+        assert ours == theirs, (
+            f"Under the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs}, got {ours}. Look at "
+            f"MySampler: the checks above have not tried it with 49,152 tokens."
+        )
+
+
+def watch(**parts: type) -> None:
+    """Print a text while the real model writes it, with a learner's `sampler_cls` and `detokenizer_cls`."""
+    from minivllm import LLM
+
+    llm = LLM("smollm2-135m", max_model_len=128, kv_cache_memory_bytes=64 * 2**20, **parts)
+    engine = llm.llm_engine
+    print(f"{_WATCHED[0]!r}, up to {_WATCHED[1].stop_strings[0]!r}:")
+    engine.add_request("watched", *_WATCHED)
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except NotImplementedError:
+            outputs = []
+            engine.abort_request("watched")
+            print("MyDetokenizer is not written yet.")
+        for output in outputs:
+            print(f"MySampler does not work yet: {output.error}" if output.error else repr(output.outputs[0].text))
+
+
+_WATCHED = ("Five emoji: 🌳", SamplingParams(temperature=0.8, top_p=0.8, seed=3, max_tokens=24, stop=["🌪🌪"]))
+_PROMPTS = ("The king said:", "Once upon a time", "My favourite animal is the", "Dear Sir,")
+_TEXT_PARAMS = (
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=3, max_tokens=24),
+    SamplingParams(temperature=1.2, min_p=0.1, repetition_penalty=1.3, seed=4, max_tokens=24, n=2),
+    SamplingParams(temperature=0.5, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=20, seed=5, max_tokens=24),
+)

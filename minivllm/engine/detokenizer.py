@@ -1,0 +1,117 @@
+"""Tokens to text as they come: never half a character, and nothing of a stop string.
+
+`IncrementalDetokenizer` is what the engine gives each sequence; `LLM(detokenizer_cls=...)` takes another. Mirrors
+`vllm/v1/engine/detokenizer.py`.
+"""
+
+from __future__ import annotations
+
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"
+"""Decoded from bytes that are not, or not yet, a character."""
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence, token by token, up to the first stop string.
+
+    Args:
+        tokenizer: The model's.
+        prompt_token_ids: The prompt; the first token's text depends on its end.
+        params: The request's.
+
+    Attributes:
+        text: What may be shown: a growing text. Its end is held back while it may be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.text = ""
+        self._stream = DecodeStream(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stop_strings, self._min_tokens = params.stop_strings, params.min_tokens
+        self._num_tokens = 0
+        self._whole_text = ""
+        self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
+
+    def update(self, token_id: int) -> str | None:
+        """Add a token. Returns the stop string that it completes, if any; `text` then ends before it."""
+        self._num_tokens += 1
+        stop = self._add(self._stream.step(token_id))
+        if stop is None:
+            self.text = self._whole_text[: max(0, len(self._whole_text) - self._num_held)]
+        return stop
+
+    def finish(self) -> str | None:
+        """Give out what was held back, after the last token. Returns the stop string that it contains, if any."""
+        stop = self._add(self._stream.flush())
+        self.text = self._whole_text
+        return stop
+
+    def _add(self, new: str) -> str | None:
+        """Add text; cut the whole text before the earliest stop string that ends in what was added."""
+        self._whole_text += new
+        if not new or self._num_tokens <= self._min_tokens:
+            return None
+        found: tuple[int, str] | None = None
+        for stop in self._stop_strings:
+            position = self._whole_text.find(stop, max(0, len(self._whole_text) - len(new) - len(stop) + 1))
+            if position >= 0 and (found is None or position < found[0]):
+                found = (position, stop)
+        if found is None:
+            return None
+        self.text = self._whole_text = self._whole_text[: found[0]]
+        return found[1]
+
+
+class DecodeStream:
+    """Decodes a growing list of tokens piece by piece; the pieces joined are the text.
+
+    A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before the first word that
+    they decode. So a short window is decoded that starts with tokens already returned; the text after theirs is new. Trailing bytes
+    that do not yet make a character are held back, and the window grows until they do. This is the method of Hugging Face's TGI and
+    vLLM (`detokenize_incrementally`).
+
+    Args:
+        tokenizer: The model's.
+        prompt_token_ids: Its last tokens open the first window.
+        skip_special_tokens: Leave special tokens out.
+    """
+
+    PROMPT_WINDOW = 5
+    """Prompt tokens in the first window: enough for the tokenizer to see that the text has begun before."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = prompt_token_ids[-self.PROMPT_WINDOW :]
+        text = self._decode()
+        if text.endswith(REPLACEMENT):  # the prompt ends within a character: decode the output by itself
+            self._window, text = [], ""
+        self._num_old_tokens = len(self._window)
+        self._num_given = len(text)
+        """Characters of the window's text already returned."""
+
+    def step(self, token_id: int) -> str:
+        """The new text after one more token; "" while a character is incomplete."""
+        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._decode()
+        stable = len(text.rstrip(REPLACEMENT))
+        new = text[self._num_given : stable]
+        self._num_given = max(self._num_given, stable)
+        if new and stable == len(text):
+            self._window = self._window[self._num_old_tokens :]
+            self._num_old_tokens = len(self._window)
+            self._num_given = len(self._decode())
+        return new
+
+    def flush(self) -> str:
+        """The text held back, after the last token."""
+        text = self._decode()
+        new = text[self._num_given :]
+        self._num_given = len(text)
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)
