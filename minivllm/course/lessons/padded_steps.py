@@ -17,7 +17,7 @@ from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCac
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData
-from minivllm.worker.sampler import SamplingRow, sample
+from minivllm.worker.sampler import Sampler, SamplingRow
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
@@ -114,7 +114,7 @@ class TextRequest:
             output: The tokens chosen before; with a seed, their number decides what is drawn.
         """
         seq = SequenceData(self.request, 0, 0, [], 0, [], len(output), list(output), num_samples=1, num_drafts=0, is_decode=True)
-        return sample(logits[None], [SamplingRow(seq, 0)])[0].token_id
+        return Sampler().sample(logits[None], [SamplingRow(seq, 0)])[0].token_id
 
     def is_finished(self, output: list[int]) -> bool:
         """Whether the continuation is complete: it is long enough, or has ended with a stop token."""
