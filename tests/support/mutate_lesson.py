@@ -44,6 +44,8 @@ _NO_TEXT = "bytes that no text has may wait or not"
 _SUM = "the two are added"
 _ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)"
 _ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
+_ANY_ORDER = "the order of the two does not matter"
+_SAME_SHAPE = "keys and values have the same shape"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "01": {
         "characters: 247 → 246": _NO_TEXT,
@@ -66,6 +68,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         f"mine: {_ATTENTION.format('num_heads', 'num_kv_heads')} → {_ATTENTION.format('num_kv_heads', 'num_heads')}": (
             "given: the kernels take the numbers of heads from the tensors"
         ),
+    },
+    "03": {
+        "size: max(0, left // (max_len * self.bytes_per_token())) → max(left // (max_len * self.bytes_per_token()), 0)": _ANY_ORDER,
+        "writing: zip(step.starts, step.counts) → zip(step.counts, step.starts)": f"{_ANY_ORDER} for their sum; the error's text is free",
+        "writing: 0 → 1": _SAME_SHAPE,
+        "writing: 0 → -1": _SAME_SHAPE,
+        "attending: output.transpose(1, 2) → output.transpose(2, 1)": _ANY_ORDER,
+        "attending: cache[step.rows, :num_slots].transpose(1, 2) → cache[step.rows, :num_slots].transpose(2, 1)": _ANY_ORDER,
+        "attending: query.transpose(1, 2) → query.transpose(2, 1)": _ANY_ORDER,
+        "attending: zip(step.starts, step.counts) → zip(step.counts, step.starts)": f"{_ANY_ORDER} for their sum",
+        "generating: 0 → -1": "the logits of a step with one text have one row",
     },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",

@@ -27,11 +27,14 @@ _ALLOWED = frozenset(f"minivllm.worker.sampler.{name}" for name in ("random_numb
 """What exercises give to learners from there."""
 _INSIDES = _CORE_NAMES | {
     *(
+        "attention",
         "block_manager",
         "cases",
         "detokenizer",
         "engine",
         "filters",
+        "loops",
+        "runner",
         "sampler",
         "scheduler",
         "situations",

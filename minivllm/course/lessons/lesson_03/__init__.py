@@ -1,0 +1,21 @@
+"""The checks of lesson 03: a learner's contiguous cache, from its memory to the loops, and then in the engine."""
+
+from minivllm.course.lessons.lesson_03.attention import check_attend, check_mask, check_size, check_write
+from minivllm.course.lessons.lesson_03.engine import check_engine, check_text, serve_watched
+from minivllm.course.lessons.lesson_03.loops import check_generate, check_serve
+from minivllm.course.lessons.lesson_03.runner import check_layout, check_rows, check_runner
+
+__all__ = [
+    "check_attend",
+    "check_engine",
+    "check_generate",
+    "check_layout",
+    "check_mask",
+    "check_rows",
+    "check_runner",
+    "check_serve",
+    "check_size",
+    "check_text",
+    "check_write",
+    "serve_watched",
+]
