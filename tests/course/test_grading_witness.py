@@ -25,6 +25,7 @@ from minivllm.entrypoints.cli import main
 
 ROOT = Path(minivllm.__file__).parents[1]
 LESSONS = {
+    "01": "01_tokens_and_sampling.ipynb",
     "02": "02_the_model.ipynb",
     "03": "03_the_kv_cache.ipynb",
     "04": "04_paged_kv_cache.ipynb",
@@ -78,6 +79,14 @@ def number(request):
 
 
 ALSO_RIGHT = {
+    "01": [
+        ("last_kept = logits.sort(dim=-1, descending=True).values.gather(1, top_k.unsqueeze(1) - 1)", "last_kept = torch.stack([row.topk(int(k)).values[-1] for row, k in zip(logits, top_k)]).unsqueeze(1)"),
+        ("probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)", "probs, order = logits.double().softmax(dim=-1).sort(dim=-1, descending=True)"),
+        ("    return logits.masked_fill(probs < limits, -torch.inf)", "    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.unsqueeze(1).log(), -torch.inf)"),
+        ("return torch.searchsorted(ends, places, right=True).squeeze(1)", "return (ends <= places).sum(dim=-1)"),
+        ("        data = self.waiting + data\n        end = len(data)\n", "        self.decoder = getattr(self, 'decoder', None) or __import__('codecs').getincrementaldecoder('utf-8')('replace')\n        return self.decoder.decode(data)\n        end = 0\n"),
+        ('text = self.waiting.decode("utf-8", errors="replace")', "text = self.decoder.decode(b'', final=True)"),
+    ],
     "02": [
         ("return (x32 / root * self.weight).to(x.dtype)", "return (x32 * torch.rsqrt(x32.square().mean(-1, True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)"),
         ("turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)", "turned = torch.complex(a, b) * torch.complex(cos, sin)\n        turned = torch.cat((turned.real, turned.imag), dim=-1)"),
@@ -118,6 +127,19 @@ ALSO_RIGHT = {
     ],
 }  # fmt: skip
 WRONG = {
+    "01": [
+        ("num_outputs[row] < min_tokens[row]", "num_outputs[row] <= min_tokens[row]", "check-forbid"),
+        ("torch.where(values > 0, values / repetition[row], values * repetition[row])", "values / repetition[row]", "check-penalties"),
+        ("return logits / divisor.unsqueeze(1)", "return logits / divisor[0]", "check-temperature"),
+        ("limits = min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)", "limits = min_p.unsqueeze(1)", "check-min-p"),
+        ("logits < last_kept", "logits <= last_kept", "check-top-k"),
+        ("more_likely = probs.cumsum(dim=-1) - probs", "more_likely = probs.cumsum(dim=-1)", "check-top-p"),
+        ("places, right=True", "places, right=False", "check-draw"),
+        ("random_number(row.seq.request.seed, row.index, row.position)", "random_number(row.seq.request.seed, 0, row.position)", "check-sampler"),
+        ("range(1, min(3, len(data)) + 1)", "range(1, min(1, len(data)) + 1)", "check-characters"),
+        ("start, number = min(found)", "start, number = max(found)", "check-stops"),
+        ("            self.text += self.stops.flush()", "            pass", "check-detokenizer"),
+    ],
     "02": [
         ("x32.pow(2).mean(dim=-1, keepdim=True) + self.eps)", "x32.pow(2).mean(dim=-1, keepdim=True)) + self.eps", "check-norm"),
         ("        x32 = x.float()", "        x32 = x", "check-norm"),

@@ -121,6 +121,8 @@ def _observe_detokenizer(detokenizer_class: Any, rng: random.Random) -> list[Any
     for _ in range(_ROUNDS):
         text = "".join(rng.sample("".join(TEXTS), 12)) + rng.choice(TEXTS)
         stop = [text[start : start + rng.randint(1, 4)] for start in rng.sample(range(8, len(text)), rng.randint(0, 2))]
+        if rng.random() < 0.5:
+            stop.append(text[-2:] + "…")  # the end of the text may become this
         params = SamplingParams(stop=stop or None, skip_special_tokens=rng.random() < 0.5)
         detokenizer = detokenizer_class(tokenizer, [], params)
         answers: list[Any] = []
