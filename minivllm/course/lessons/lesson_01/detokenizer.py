@@ -42,7 +42,7 @@ def check_characters(characters_class: type) -> None:
         data = random_bytes(rng)
         if number % 3 == 2:  # a text that ends within a character, or has bytes that are no text
             place = len(data.decode()[: rng.randrange(9)].encode())
-            data = data[:place] + rng.choice((b"\xff", b"\xf8", b"\x80", b"", b"\xe2\x82a", b"\xf0\x9f")) + data[place:]
+            data = data[:place] + rng.choice((b"\xff", b"\xf8", b"\x80", b"", b"\xe2\x82a", b"\xe2\x7f", b"\xf0\x9f")) + data[place:]
             data = data[: rng.randrange(1, len(data) + 1)]
         pieces = cut(rng, data)
         characters, given, seen = characters_class(), "", b""
@@ -172,6 +172,8 @@ def check_detokenizer(detokenizer_class: type) -> None:
             for skip in (True, False):
                 params = SamplingParams(stop=stop, skip_special_tokens=skip)
                 _check_like_the_engine(detokenizer_class, tokenizer, [*token_ids, 2, token_ids[0]], params)
+        half = tokenizer.encode("Good night 🌳")[:-1]
+        _check_like_the_engine(detokenizer_class, tokenizer, half, SamplingParams(stop=["\ufffd"]))
         for prompt_size in (1, 2):
             params = SamplingParams()
             _check_like_the_engine(detokenizer_class, tokenizer, token_ids[prompt_size:], params, token_ids[:prompt_size])
