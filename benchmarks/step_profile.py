@@ -31,7 +31,6 @@ from minivllm.entrypoints.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.linear import Linear, LMHead
-from minivllm.worker import model_runner
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
 
@@ -136,7 +135,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         "linear": [(module, "forward") for module in model.modules() if isinstance(module, Linear)],
         "attention": [(type(backend), "forward")],
         "norm and rope": [(ops, op) for op in ("rms_norm", "add_rms_norm", "rotary_embedding", "silu_and_mul")],
-        "sampling": [(model_runner, "sample")],
+        "sampling": [(type(engine.executor.worker.sampler), "sample")],
         "scheduling": [(Scheduler, method) for method in ("schedule", "update", "finish_sequence")],
         "detokenizing": [(OutputProcessor, method) for method in ("process_outputs",)],
     }

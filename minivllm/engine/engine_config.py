@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 PLUGINS = {
-    "scheduler_cls": ("add_request", "abort_request", "schedule", "update"),
-    "block_space_manager_cls": ("allocate", "append_slots", "free"),
+    "scheduler_cls": ("schedule", "update"),
+    "block_space_manager_cls": ("allocate", "free"),
     "sampler_cls": ("sample",),
     "detokenizer_cls": ("update", "finish"),
 }
-"""Arguments that are classes, and methods that the engine calls."""
+"""Arguments that are classes, and methods without which there is no point in starting."""
 
 
 def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:

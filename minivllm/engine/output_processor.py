@@ -100,7 +100,10 @@ class RequestState:
     """
 
     def __init__(
-        self, processed: ProcessedRequest, tokenizer: Tokenizer | None, detokenizer_cls: type[IncrementalDetokenizer]
+        self,
+        processed: ProcessedRequest,
+        tokenizer: Tokenizer | None,
+        detokenizer_cls: type[IncrementalDetokenizer] = IncrementalDetokenizer,
     ) -> None:
         request = processed.core_request
         self.prompt, self.request = processed.prompt, request

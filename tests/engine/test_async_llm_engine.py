@@ -153,7 +153,7 @@ def test_a_slow_reader_gets_several_tokens_at_once(engine):
         outputs = []
         async for output in engine.generate(PROMPT, params):
             outputs.append(output)
-            await asyncio.sleep(0 if len(outputs) > 1 else 1.5)
+            await asyncio.sleep(0 if len(outputs) > 1 else 3)
         return outputs
 
     outputs = asyncio.run(run())
