@@ -42,7 +42,9 @@ def check_characters(characters_class: type) -> None:
         data = random_bytes(rng)
         if number % 3 == 2:  # a text that ends within a character, or has bytes that are no text
             place = len(data.decode()[: rng.randrange(9)].encode())
-            data = data[:place] + rng.choice((b"\xff", b"\xf8", b"\x80", b"", b"\xe2\x82a", b"\xe2\x7f", b"\xf0\x9f")) + data[place:]
+            data = (
+                data[:place] + rng.choice((b"\xff", b"\xf8", b"\x80", b"", b"\xe2\x82a", b"\xe2\x7f", b"\xf0\x9f")) + data[place:]
+            )
             data = data[: rng.randrange(1, len(data) + 1)]
         pieces = cut(rng, data)
         characters, given, seen = characters_class(), "", b""
