@@ -296,6 +296,10 @@ ALSO_RIGHT = {
     "torch's own norm": [
         ("        x32 = x.float()\n        " + ROOT + "\n        " + SCALED, "        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)"),
     ],
+    "rotation in the dtype of x": [
+        (TABLES, "cos, sin = self.cos[positions][:, None].to(x.dtype), self.sin[positions][:, None].to(x.dtype)"),
+        ("x[..., : self.rotary_dim].float(), x[...", "x[..., : self.rotary_dim], x[..."),
+    ],
     "rotation with complex numbers": [
         (HALVES + "\n        " + TURN,
          HALVES + "\n        turned = torch.complex(a, b) * torch.complex(cos, sin)\n        turned = torch.cat((turned.real, turned.imag), dim=-1)"),
