@@ -185,12 +185,15 @@ WRONG = {
     "the norm a second time": (MODEL, "return self.lm_head(hidden)", "return self.lm_head(self.model.norm(hidden))"),
     # the weights
     "one file only": (READ, FILES, 'for file in sorted(folder.glob("*.safetensors"))[:1]:'),
+    "the index is read, too": (READ, FILES, 'for file in sorted(folder.glob("*safetensors*")):'),
     "a fixed name": (READ, FILES, 'for file in [folder / "model.safetensors"]:'),
     "a square weight transposed": (LOAD, COPY, "view.copy_(tensor.t() if tensor.ndim == 2 and len(set(tensor.shape)) == 1 else tensor)"),
     "what is left over is ignored": (LOAD, LEFT_OVER, "if name not in places:\n            continue\n"),
     "what is left over is a KeyError": (LOAD, LEFT_OVER, "pass\n"),
     "what is missing stays random": (LOAD, MISSING, ""),
     "any shape that can be stretched": (LOAD, WRONG_SHAPE, ""),
+    "only the rows are compared": (LOAD, "if view.shape != tensor.shape:", "if view.shape[0] != tensor.shape[0]:"),
+    "assigned in the dictionary": (LOAD, COPY, "places[name] = tensor\n        del places[name]"),
     "the number of numbers is enough": (LOAD, "if view.shape != tensor.shape:", "if view.numel() != tensor.numel():"),
     "a message without the name": (LOAD, "raise ValueError(f\"The checkpoint lacks {', '.join(places)}.\")", 'raise ValueError("The checkpoint lacks a tensor.")'),
     "a tied head that is left over": (LOAD, SKIP, "if False:"),
@@ -202,6 +205,9 @@ WRONG = {
     "an untied head is skipped": (LOAD, SKIP, 'if name == "lm_head.weight":'),
     "parameters are replaced": (LOAD, COPY, "places[name] = tensor\n        places.pop(name)"),
     # in the engine
+    "forward raises": (ENGINE, "return self.language_model(input_ids, positions, attends)", "return self.language_model(input_ids, attends)"),
+    "forward is not written": (ENGINE, "return self.language_model(input_ids, positions, attends)", 'raise NotImplementedError("write this")'),
+    "logits of the wrong shape": (ENGINE, "return self.language_model.compute_logits(hidden)", "return self.language_model.compute_logits(hidden)[0]"),
     "one's own attention in the engine": (
         ENGINE, ATTENDS, "        attends = [lambda q, k, v: causal_attention(q, k, v, metadata.query_start_loc)] * len(kv_caches)\n",
     ),
@@ -269,6 +275,14 @@ SAYS = {
     "what is left over is ignored": "is left over: the model has no place for it",
     "what is missing stays random": "is missing",
     "any shape that can be stretched": "which is not that of its place",
+    "the index is read, too": "ends in .safetensors",
+    "only the rows are compared": "which is not that of its place",
+    "assigned in the dictionary": "the parameter is unchanged",
+    "what is left over is a KeyError": "raise a ValueError",
+    "an untied head is skipped": "this model is not tied",
+    "forward raises": "positional argument",
+    "forward is not written": "write this",
+    "the engine's positions are not used": "in a decode step they do not start at 0",
     "a message without the name": "in the message",
     "a tied head that is left over": "lm_head.weight",
     "one's own attention in the engine": "come from the cache",
@@ -281,6 +295,10 @@ ALSO_RIGHT = {
     "rsqrt, the weight in the dtype of x": [(SCALED, "return (x32 * torch.rsqrt(x32.square().mean(-1, True) + self.eps)).to(x.dtype) * self.weight.to(x.dtype)")],
     "torch's own norm": [
         ("        x32 = x.float()\n        " + ROOT + "\n        " + SCALED, "        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)"),
+    ],
+    "rotation in the dtype of x": [
+        (TABLES, "cos, sin = self.cos[positions][:, None].to(x.dtype), self.sin[positions][:, None].to(x.dtype)"),
+        ("x[..., : self.rotary_dim].float(), x[...", "x[..., : self.rotary_dim], x[..."),
     ],
     "rotation with complex numbers": [
         (HALVES + "\n        " + TURN,

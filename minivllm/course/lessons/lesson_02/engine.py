@@ -145,11 +145,14 @@ def check_engine(cls: type) -> None:
         with model_folder(architecture, shape, rng) as folder:
             mine = generate(folder, architecture, cls, prompts)
             theirs = generate(folder, architecture, None, prompts)
+            from_0 = generate(folder, architecture, _count_from_0(architecture), prompts) if mine != theirs else None
         for kind, expected, got in zip(("greedy", "with a seed"), theirs, mine, strict=True):
             said = f"A tiny {architecture} with random weights, four prompts, {kind}."
             first = [tokens[0] for tokens in expected] == [tokens[0] for tokens in got]
             look = (
-                "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
+                "positions. Hand on `positions` as they come: in a decode step they do not start at 0"
+                if mine == from_0
+                else "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
                 "keys and values of earlier tokens come from the cache"
                 if first
                 else "forward, attends and load_weights of MyLlama"
@@ -162,10 +165,6 @@ def model_folder(architecture: str, shape: ModelShape, rng: random.Random) -> It
     """A folder with a random model of an architecture, as the engine loads it."""
     weights, _ = make_weights(shape, rng)
     with checkpoint(weights, 2) as folder:
-        index = {
-            "weight_map": {name: f"model-{number % 2 + 1:05}-of-00002.safetensors" for number, (name, _) in enumerate(weights)}
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = {
             "architectures": [architecture], "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
@@ -186,23 +185,66 @@ def generate(folder: Path, architecture: str, cls: type | None, prompts: list[li
             str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=24, block_size=4, max_num_seqs=4, max_model_len=60,
             dtype="float32", enforce_eager=True, attention_backend="torch", low_memory=True,  # nothing to compile for so small a model
         )  # fmt: skip
+    raised = _keep_errors(llm.llm_engine.executor.worker.model_runner.model)
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
     seeded = [SamplingParams(temperature=0.7, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
-    return [[out.outputs[0].token_ids for out in llm.generate(prompts, p, use_tqdm=False)] for p in (params, seeded)]
+    tokens = []
+    for some in (params, seeded):
+        outputs = llm.generate(prompts, some, use_tqdm=False)
+        if raised:  # the engine has printed it, and goes on without the requests of the step
+            raise raised[0]
+        failed = next((output.error for output in outputs if output.error), None)
+        said = f"A tiny {architecture}: the engine finished the requests without tokens."
+        expect(said, "error", None, failed, "the traceback above, and at what your model returns")
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    return tokens
+
+
+def _keep_errors(model: Any) -> list[Exception]:
+    """Remember what a model raises in a step: the engine catches it."""
+    raised: list[Exception] = []
+
+    def keep(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            try:
+                return method(*arguments, **named)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        return run
+
+    model.forward, model.compute_logits = keep(model.forward), keep(model.compute_logits)
+    return raised
+
+
+def _count_from_0(architecture: str) -> type:
+    """The package's class with a common mistake: positions are those of the rows."""
+    own: Any = _own_classes()[architecture]
+
+    class CountsFrom0(own):
+        def forward(self, input_ids: Tensor, positions: Tensor, *others: Any) -> Any:
+            return super().forward(input_ids, torch.arange(len(input_ids), device=input_ids.device), *others)
+
+    return CountsFrom0
+
+
+def _own_classes() -> dict[str, type]:
+    from minivllm.models.llama import LlamaForCausalLM
+    from minivllm.models.qwen3 import Qwen3ForCausalLM
+
+    return {"LlamaForCausalLM": LlamaForCausalLM, "Qwen3ForCausalLM": Qwen3ForCausalLM}
 
 
 @contextmanager
 def registered(architecture: str, cls: type | None) -> Iterator[None]:
     """A class is registered for an architecture, or the package's own, and afterwards what was before."""
     from minivllm import ModelRegistry
-    from minivllm.models.llama import LlamaForCausalLM
-    from minivllm.models.qwen3 import Qwen3ForCausalLM
     from minivllm.models.registry import MODELS
 
-    own = {"LlamaForCausalLM": LlamaForCausalLM, "Qwen3ForCausalLM": Qwen3ForCausalLM}
     before = MODELS[architecture]
     try:
-        ModelRegistry.register_model(architecture, cls or own[architecture])
+        ModelRegistry.register_model(architecture, cls or _own_classes()[architecture])
         yield
     finally:
         MODELS[architecture] = before
@@ -215,7 +257,7 @@ def check_text(llm: LLM) -> list[str]:
         llm: An `LLM("smollm2-135m")` made after the learner's class was registered.
 
     Returns:
-        The texts.
+        The prompts with their texts.
     """
     from dataclasses import replace
 
@@ -242,4 +284,4 @@ def check_text(llm: LLM) -> list[str]:
     look = "check_logits and check_engine first; if both pass, at what only the real model has: 30 layers, 9 query heads"
     for prompt, expected, got in zip(prompts, theirs, mine, strict=True):
         expect(f"The prompt {prompt!r}.", "text", repr(expected), repr(got), look)
-    return mine
+    return [prompt + text for prompt, text in zip(prompts, mine, strict=True)]

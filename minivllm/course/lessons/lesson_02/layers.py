@@ -176,7 +176,8 @@ def check_attend(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> 
         num_tokens = sum(lengths)
         q = make_tensor(rng, num_tokens, num_heads, 8, scale=2.0)
         k, v = make_tensor(rng, num_tokens, num_kv_heads, 8, scale=2.0), make_tensor(rng, num_tokens, num_kv_heads, 8)
-        said = f"Prompts of {', '.join(map(str, lengths))} tokens, {num_heads} query heads, {num_kv_heads} KV heads of 8."
+        listed = ", ".join(map(str, lengths))
+        said = f"{'A prompt of 1 token' if lengths == [1] else f'Prompts of {listed} tokens'}, {num_heads} query heads, {num_kv_heads} KV heads of 8."
         expect_close(
             said, "output", reference.causal_attention(q, k, v, starts), attend(q.clone(), k.clone(), v.clone(), starts.clone()),
             "the scores, the mask, the softmax over the keys, and which query head reads which KV head",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from minivllm.course.lessons.lesson_02 import reference
@@ -21,6 +23,9 @@ ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 LoadWeights = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_BEFORE = 7.0
+"""What all parameters are before loading."""
+_NOT_TIED = "this model is not tied, so its lm_head.weight is loaded as any other"
 
 
 def make_weights(shape: ModelShape, rng: random.Random) -> tuple[Weights, dict[str, Tensor]]:
@@ -58,6 +63,11 @@ def checkpoint(weights: Weights, num_files: int) -> Iterator[Path]:
             part = {key: tensor.contiguous() for key, tensor in weights[number::num_files]}
             file = "model.safetensors" if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
             save_file(part, folder / file)
+        if num_files > 1:
+            files = {
+                name: f"model-{place % num_files + 1:05}-of-{num_files:05}.safetensors" for place, (name, _) in enumerate(weights)
+            }
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), encoding="utf-8")
         (folder / "config.json").write_text("{}")
         yield folder
 
@@ -68,8 +78,15 @@ def check_read_checkpoint(read_checkpoint: ReadCheckpoint) -> None:
         rng = random.Random(f"read {seed}")
         weights, _ = make_weights(make_load_shape(rng), rng)
         with checkpoint(weights, seed + 1) as folder:
-            pairs = list(read_checkpoint(folder))
-            said = f"A folder with {seed + 1} safetensors file{'s' if seed else ''} and a config.json."
+            said = (
+                f"A folder with {seed + 1} safetensors file{'s, their index, which is JSON,' if seed else ''} and a config.json."
+            )
+            try:
+                pairs = list(read_checkpoint(folder))
+            except SafetensorError as error:
+                look = "which files are read: those whose name ends in .safetensors"
+                expect(said, "error", "none", f"{type(error).__name__}: {error}", look)
+                raise
             names = sorted(name for name, _ in pairs)
             look = "which files are read, and the keys of each"
             expect(said, "number of tensors", len(weights), len(names), look)
@@ -88,18 +105,33 @@ def check_load_weights(load_weights: LoadWeights) -> None:
         if shape.tie_word_embeddings and seed % 4 == 0:
             weights.insert(rng.randrange(len(weights)), ("lm_head.weight", expected["model.embed_tokens.weight"] + 1))
             said += " The checkpoint has a lm_head.weight all the same, which a tied model does not need."
-        model = load(load_weights, shape, weights)
+        try:
+            model = load(load_weights, shape, weights)
+        except ValueError as error:
+            if shape.tie_word_embeddings or "lm_head.weight" not in str(error):
+                raise
+            expect(said, "error", "none", f"ValueError: {error}", f"when lm_head.weight is skipped: {_NOT_TIED}")
+            raise
         for name, parameter in model.named_parameters():
             look = f"where {name} comes from" + ("" if "proj" not in name else ": which rows, and in which order")
-            wrong = [(turn_squares(expected[name]), "the orientation: a weight of nn.Linear is [out, in], as in the checkpoint")]
+            unchanged = "what is copied: the parameter is unchanged. Assigning only changes the dictionary; use `copy_`"
+            if name == "lm_head.weight":
+                unchanged += f". And {_NOT_TIED}"
+            wrong = [
+                (turn_squares(expected[name]), "the orientation: a weight of nn.Linear is [out, in], as in the checkpoint"),
+                (torch.full_like(expected[name], _BEFORE), unchanged),
+            ]
             expect_close(said, name, expected[name], parameter, look, wrong, tolerance=0.0)
         expect(said, "lm_head.weight is model.embed_tokens.weight", shape.tie_word_embeddings,
                model.lm_head.weight is model.model.embed_tokens.weight, "copying into parameters, not replacing them")  # fmt: skip
         for what, name, broken in break_weights(weights, shape, rng):
             error = catch(load_weights, shape, broken)
             said_error = f"{said} {what}"
-            kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__ if error else "no error"
-            expect(said_error, "error", "ValueError", kind, "what is counted, and what is compared before copying")
+            kind = "ValueError" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}" if error else "no error"
+            look = "what is counted, and what is compared before copying"
+            if error:
+                look += ": raise a ValueError that has the tensor's name"
+            expect(said_error, "error", "ValueError", kind, look)
             named = name in str(error)
             expect(said_error, f"the name {name} in the message", True, named, f"the message, which is {str(error)!r}")
 
@@ -115,7 +147,7 @@ def load(load_weights: LoadWeights, shape: ModelShape, weights: Weights) -> refe
     model = reference.LanguageModel(shape)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(7.0)
+            parameter.fill_(_BEFORE)
     load_weights(model, ((name, tensor.clone()) for name, tensor in weights))
     return model
 
@@ -149,6 +181,7 @@ def break_weights(weights: Weights, shape: ModelShape, rng: random.Random) -> It
         f"{layer}.input_layernorm.weight": torch.ones(shape.hidden_size + 1),
         f"{layer}.self_attn.v_proj.weight": torch.ones(1, shape.hidden_size),
         f"{layer}.self_attn.k_proj.weight": torch.ones(shape.num_heads * shape.head_dim, shape.hidden_size),
+        f"{layer}.mlp.up_proj.weight": torch.ones(shape.intermediate_size, 1),
         f"{layer}.mlp.gate_proj.weight": torch.ones(shape.hidden_size, shape.intermediate_size),
         "model.embed_tokens.weight": make_tensor(rng, shape.vocab_size + 1, shape.hidden_size),
     }

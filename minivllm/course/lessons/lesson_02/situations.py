@@ -71,7 +71,7 @@ def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
 def expect_close(
     said: str, what: str, expected: Tensor, got: Any, look: str, suspects: Iterable[Suspect] = (), tolerance: float = 1e-4
 ) -> None:
-    """Unless the two tensors are equal but for rounding, raise an AssertionError as `expect` does.
+    """Unless the two tensors are equal up to rounding, raise an AssertionError as `expect` does.
 
     A tensor that equals a suspect is told so. Otherwise the number that differs the most is shown.
     """
