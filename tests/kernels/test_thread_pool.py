@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("numba")
 from numba import njit
 
+from minivllm.kernels.cpu import thread_pool
 from minivllm.kernels.cpu.thread_pool import parallel_for, start_workers
 
 
@@ -50,6 +51,14 @@ def test_a_pool_without_workers_does_all_parts():
     counts = np.zeros(300, np.int64)
     _count(200, counts, 1)  # more threads than anybody has started
     assert (counts == 1).all()
+
+
+def test_one_thread_sets_the_pool_up_once(monkeypatch):
+    """Each set-up allocates locks: a set-up for each kernel is a leak."""
+    start_workers(0)
+    monkeypatch.setattr(thread_pool, "_workers", [])
+    monkeypatch.setattr(thread_pool, "_configure", lambda: pytest.fail("set up again"))
+    start_workers(0)
 
 
 def test_parts_within_a_part():

@@ -95,12 +95,7 @@ def test_thirty_seconds_of_rough_users(tmp_path):
     report = tmp_path / "soak.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), "--streams", "12", "--seconds", "30", "--json", str(report)]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-        missed = [line.split("  ")[0] for line in done.stdout.splitlines() if line.endswith("MISSED")]
-        if missed != ["memory of the engine"]:
-            break
-        # The first run on a machine compiles kernels, which takes memory and happens once. A leak grows in the second run, too.
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(report.read_text())["counts"]
     assert counts["accepted"] >= 24 and counts["completed"] and counts["left"] and counts["bad refused"] > 20

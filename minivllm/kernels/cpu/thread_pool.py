@@ -278,17 +278,22 @@ def parallel_for(num_threads, num_parts, function, arguments):
 
 
 _workers: list[threading.Thread] = []
+_starting = threading.Lock()
 
 
 def start_workers(num_workers: int) -> None:
     """Make sure that there are at least this many workers besides the calling thread."""
-    if not _workers:
-        _configure()
-    while len(_workers) < min(num_workers, MAX_THREADS - 1):
-        number = len(_workers) + 1
-        thread = threading.Thread(target=_work, args=(number,), name=f"minivllm-kernels-{number}", daemon=True)
-        _workers.append(thread)
-        thread.start()
+    num_workers = min(num_workers, MAX_THREADS - 1)
+    if len(_workers) >= num_workers and _state[IDLE_SPINS]:  # every kernel asks: most calls end here
+        return
+    with _starting:
+        if not _state[IDLE_SPINS]:
+            _configure()
+        while len(_workers) < num_workers:
+            number = len(_workers) + 1
+            thread = threading.Thread(target=_work, args=(number,), name=f"minivllm-kernels-{number}", daemon=True)
+            _workers.append(thread)
+            thread.start()
 
 
 def _configure() -> None:
@@ -303,8 +308,8 @@ def _configure() -> None:
         api.PyThread_acquire_lock(lock, 1)
         _state[LOCK + LINE * thread] = lock
     per_microsecond = _measure_spins()
-    _state[IDLE_SPINS] = int(IDLE_MICROSECONDS * per_microsecond)
     _state[WAIT_SPINS] = int(WAIT_MICROSECONDS * per_microsecond)
+    _state[IDLE_SPINS] = max(1, int(IDLE_MICROSECONDS * per_microsecond))
 
 
 @njit(cache=True)
