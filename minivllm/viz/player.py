@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,31 @@ def play(trace: EngineTrace, step: int = 0) -> VBox:
         sentence = "The trace has no steps, so there is nothing to play."
         return make_box([widgets.HTML(sentence)], None, sentence)
     draw_png = lru_cache(maxsize=_NUM_KEPT)(lambda number: to_png(draw_step(trace, number)))
+    sentence = f"A player of {len(trace)} steps; `draw_step(trace, step)` draws any of them as a figure."
+    return make_player(len(trace), draw_png, step, sentence, "The trace has only one step:")
+
+
+def make_player(num_steps: int, draw_png: Callable[[int], bytes], step: int, sentence: str, alone: str = "") -> VBox:
+    """Controls above the picture of a step.
+
+    Args:
+        num_steps: At least 1.
+        draw_png: Draws a step.
+        step: The first one shown; negative numbers count from the end.
+        sentence: What it is, where there are no widgets.
+        alone: What is written above the only step, in place of the controls.
+
+    Returns:
+        A box for the notebook to show.
+    """
+    widgets = import_widgets()
     image = make_image()
     show_png(image, draw_png(step))
-    step, last = step % len(trace), len(trace) - 1
-    box = make_box([image], image, f"A player of {len(trace)} steps; `draw_step(trace, step)` draws any of them as a figure.")
+    step, last = step % num_steps, num_steps - 1
+    box = make_box([image], image, sentence)
     box.slider = widgets.IntSlider(step, 0, last, description="step")
     if last == 0:
-        box.children = (widgets.HTML("The trace has only one step:"), image)
+        box.children = (widgets.HTML(alone), image)
         return box
     box.play = widgets.Play(value=step, max=last, show_repeat=False)
     box.back = widgets.Button(icon="step-backward", tooltip="one step back")

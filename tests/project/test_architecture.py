@@ -24,7 +24,7 @@ BELOW = {
     "executor": {"worker"},
     "engine": {"core", "executor", "models"},
     "bench": {"engine", "core", "executor", "worker", "layers", "kernels"},
-    "viz": {"engine.trace", "bench.summary", "bench.trace_summary"},
+    "viz": {"kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
     "course": {"viz", "bench", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
     "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
 }

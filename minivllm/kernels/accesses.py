@@ -1,0 +1,404 @@
+"""Which program of a Triton kernel reads and writes which memory, and two kinds of mistakes that this shows.
+
+    with record_accesses() as launches:
+        kernel[(4,)](x, y, out, 100, BLOCK=32)
+    print(launches[0].problems())
+
+Triton's interpreter runs the programs one by one in NumPy. Here each of its loads and stores is noted down on the way. A tensor argument becomes a
+made-up address, so far from all others that whatever the kernel adds to it, one can tell which tensor was meant. An access outside the tensor is noted
+and not made: a load gives NaN (0 for whole numbers), a store is dropped.
+
+On a GPU, kernels that are launched while this records are interpreted too, on copies in host memory.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from minivllm.errors import KernelError
+
+Program = tuple[int, int, int]
+
+_TAG_SHIFT = 52
+"""The number of a tensor argument, counted from 1, stands in an address above this bit: real addresses are smaller."""
+_MIDDLE = 1 << (_TAG_SHIFT - 1)
+_BFLOAT16_NAN = 0x7FC0
+_MOST_NAMED = 3
+"""Places that a sentence names."""
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor that a kernel was given.
+
+    Attributes:
+        name: The kernel's parameter.
+        shape, stride: The tensor's; the stride counts elements.
+        item_size: Bytes of an element.
+        address: Of its first element, in host memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    item_size: int
+    address: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def find_elements(self, byte_offsets: np.ndarray) -> np.ndarray:
+        """The elements that begin at these distances from the first one, counted in row-major order; -1 where none does."""
+        offsets, remainder = np.divmod(byte_offsets, self.item_size)
+        places, numbers = self._places()
+        if not len(places):
+            return np.full(offsets.shape, -1)
+        found = np.minimum(np.searchsorted(places, offsets), len(places) - 1)
+        return np.where((places[found] == offsets) & (remainder == 0), numbers[found], -1)
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the elements lie, in ascending order and counted in elements from the first; and their numbers."""
+        places = np.zeros(self.shape, np.int64)
+        for dim, (size, stride) in enumerate(zip(self.shape, self.stride, strict=True)):
+            places += (stride * np.arange(size)).reshape([-1 if other == dim else 1 for other in range(len(self.shape))])
+        numbers = np.argsort(places, axis=None, kind="stable")
+        return places.ravel()[numbers], numbers
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one load, store or atomic operation of one program did with one tensor. Elements that the mask leaves out are not in it.
+
+    Attributes:
+        program: Its `tl.program_id` for the axes 0, 1, 2.
+        kind: "load", "store" or "atomic".
+        tensor: The number of the tensor among the launch's.
+        elements: Those that were touched, counted in row-major order; -1 outside the tensor.
+        byte_offsets: Where each of them begins, from the tensor's first element.
+        num_masked: Elements that the mask left out.
+        place: The file and line of the operation.
+    """
+
+    program: Program
+    kind: str
+    tensor: int
+    elements: np.ndarray
+    byte_offsets: np.ndarray
+    num_masked: int
+    place: tuple[str, int]
+
+    @property
+    def source(self) -> str:
+        """The line of the kernel in which it stands."""
+        return linecache.getline(*self.place).strip()
+
+
+class Problem(NamedTuple):
+    """A mistake in a launch.
+
+    Attributes:
+        kind: "outside": an access outside the tensor. "race": several programs, or one store several times, write one element, and any of them may come last.
+            "order": a program reads what another one writes, and nobody knows which comes first.
+        tensor: The number of the tensor among the launch's.
+        elements: The elements in question; for "outside", distances from the first element, in elements.
+        programs: Who did it.
+        sentence: The same in words.
+    """
+
+    kind: str
+    tensor: int
+    elements: tuple[int, ...]
+    programs: tuple[Program, ...]
+    sentence: str
+
+
+@dataclass
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: Its name.
+        grid: Programs along the axes 0, 1, 2.
+        tensors: Its tensor arguments.
+        accesses: In the order in which they were made: program after program.
+    """
+
+    kernel: str
+    grid: Program
+    tensors: list[TensorArgument]
+    accesses: list[Access] = field(default_factory=list)
+
+    def num_bytes(self, kind: str, tensor: int | None = None) -> int:
+        """Bytes that all programs moved by accesses of this kind. Elements that one access touches several times count once."""
+        return sum(
+            len(np.unique(access.byte_offsets)) * self.tensors[access.tensor].item_size
+            for access in self.accesses
+            if access.kind == kind and tensor in (None, access.tensor)
+        )
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with it: accesses outside the tensors, and places where the order of the programs decides."""
+        return [*self._find_outside(), *self._find_conflicts()]
+
+    def _find_outside(self) -> Iterator[Problem]:
+        for number, tensor in enumerate(self.tensors):
+            for kind, verb in (("load", "reads"), ("store", "writes"), ("atomic", "updates")):
+                found = [
+                    (access, access.byte_offsets[access.elements < 0])
+                    for access in self.accesses
+                    if access.tensor == number and access.kind == kind and (access.elements < 0).any()
+                ]
+                if not found:
+                    continue
+                programs = tuple(dict.fromkeys(access.program for access, _ in found))
+                offsets = np.unique(np.concatenate([outside for _, outside in found])) // tensor.item_size
+                sentence = (
+                    f"{name_programs(programs, self.grid)} {_conjugate(verb, programs)} outside {tensor.name}, which {_describe(tensor)}: "
+                    f"at {_name_offsets(offsets)} (`{found[0][0].source}`)"
+                )
+                yield Problem("outside", number, tuple(map(int, offsets)), programs, sentence)
+
+    def _find_conflicts(self) -> Iterator[Problem]:
+        """Places that several programs touch, of which at least one writes."""
+        seen: dict[int, dict[str, set[Program]]] = {}  # by address: programs by kind of access
+        twice: dict[int, set[Program]] = {}
+        element_at: dict[int, tuple[int, int]] = {}
+        for access in self.accesses:
+            inside = access.elements >= 0
+            addresses = self.tensors[access.tensor].address + access.byte_offsets[inside]
+            unique, first, counts = np.unique(addresses, return_index=True, return_counts=True)
+            for address, index, count in zip(unique.tolist(), first, counts, strict=True):
+                seen.setdefault(address, {}).setdefault(access.kind, set()).add(access.program)
+                if access.kind != "load" or address not in element_at:
+                    element_at[address] = (access.tensor, int(access.elements[inside][index]))
+                if count > 1 and access.kind == "store":
+                    twice.setdefault(address, set()).add(access.program)
+        found: dict[tuple[str, int], dict[int, set[Program]]] = {}
+        for address, by_kind in seen.items():
+            loads, stores, atomics = (by_kind.get(kind, set()) for kind in ("load", "store", "atomic"))
+            tensor, element = element_at[address]
+            if stores and len(stores | atomics) > 1:
+                found.setdefault(("race", tensor), {})[element] = stores | atomics
+            elif address in twice:
+                found.setdefault(("race", tensor), {})[element] = twice[address]
+            elif stores and loads - stores:
+                found.setdefault(("order", tensor), {})[element] = loads | stores
+        for (kind, number), by_element in sorted(found.items()):
+            elements = tuple(sorted(by_element))
+            programs = tuple(sorted(set().union(*by_element.values())))
+            example = by_element[elements[0]]
+            where = f"{self.tensors[number].name}{_index(self.tensors[number], elements[0])}"
+            more = f", and {len(elements) - 1} more like it" if len(elements) > 1 else ""
+            if kind == "order":
+                what = f"One program writes {where}, and another reads it: {name_programs(sorted(example), self.grid)}; which comes first is not known"
+            elif len(example) > 1:
+                what = f"{name_programs(sorted(example), self.grid)} write {where}: which of them comes last is not known"
+            else:
+                what = f"{name_programs(sorted(example), self.grid)} writes {where} several times in one store: which of them comes last is not known"
+            yield Problem(kind, number, elements, programs, what + more)
+
+
+def _describe(tensor: TensorArgument) -> str:
+    return f"is [{', '.join(map(str, tensor.shape))}]" if len(tensor.shape) > 1 else f"has {tensor.num_elements} elements"
+
+
+def _index(tensor: TensorArgument, element: int) -> str:
+    """An element as one would write it behind the tensor's name."""
+    return f"[{', '.join(map(str, np.unravel_index(element, tensor.shape)))}]" if tensor.shape else ""
+
+
+def _conjugate(verb: str, programs: Sequence[Program]) -> str:
+    return verb if len(programs) == 1 else verb.removesuffix("s")
+
+
+def name_programs(programs: Sequence[Program], grid: Program) -> str:
+    """Programs in words: "Program 3", "Programs (0, 1) and (0, 2)", "Programs 0, 1, 2 and 5 more"."""
+    num_axes = max((axis + 1 for axis in range(3) if grid[axis] > 1), default=1)
+    names = [str(program[0]) if num_axes == 1 else str(program[:num_axes]) for program in programs]
+    return ("Program " if len(names) == 1 else "Programs ") + _join(names)
+
+
+def _name_offsets(offsets: np.ndarray) -> str:
+    return f"offset {offsets[0]}" if len(offsets) == 1 else f"offsets {_join([str(offset) for offset in offsets])}"
+
+
+def _join(names: list[str]) -> str:
+    if len(names) > _MOST_NAMED + 1:
+        return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+@contextmanager
+def record_accesses() -> Iterator[list[Launch]]:
+    """Interpret all Triton kernels that are launched meanwhile, and note down what they do. Gives the list of launches, which fills up.
+
+    Raises:
+        KernelError: Triton is not installed, or this records already.
+    """
+    try:
+        from triton.runtime import interpreter, jit
+    except ImportError:
+        raise KernelError("To record what a Triton kernel does, Triton must be installed: it exists for Linux only.") from None
+    if isinstance(interpreter._implicit_cvt, _Replacement):
+        raise KernelError("record_accesses() does not work inside record_accesses().")
+    recorder = _Recorder(interpreter)
+    builder = interpreter.interpreter_builder
+    replaced = [
+        (interpreter, "_implicit_cvt", recorder.convert),
+        (interpreter.GridExecutor, "_init_args_hst", recorder.begin_launch),
+        (builder, "create_masked_load", recorder.load),
+        (builder, "create_masked_store", recorder.store),
+        (builder, "create_atomic_rmw", recorder.update),
+        (builder, "create_atomic_cas", recorder.compare_and_swap),
+        (jit.JITFunction, "run", recorder.run_compiled),
+        (jit.JITFunction, "__call__", recorder.call_compiled),
+    ]
+    originals = [(owner, name, vars(owner).get(name), getattr(owner, name)) for owner, name, _ in replaced]
+    for (owner, name, replacement), (*_, original) in zip(replaced, originals, strict=True):
+        function = _Replacement(replacement, original)
+        # A class hands its instance on to plain functions only.
+        setattr(owner, name, function if not isinstance(owner, type) else function.as_method())
+    try:
+        yield recorder.launches
+    finally:
+        for owner, name, own, _ in originals:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+class _Replacement:
+    """Calls a method of the recorder with what it replaces as the first argument."""
+
+    def __init__(self, replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.replacement, self.original = replacement, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replacement(self.original, *args, **kwargs)
+
+    def as_method(self) -> Callable[..., Any]:
+        return lambda instance, *args, **kwargs: self(instance, *args, **kwargs)
+
+
+class _Recorder:
+    """Stands between the interpreter and the memory."""
+
+    def __init__(self, interpreter: Any) -> None:
+        self.interpreter = interpreter
+        self.builder = interpreter.interpreter_builder
+        self.folder = str(Path(interpreter.__file__).parents[1])
+        """Triton's own."""
+        self.launches: list[Launch] = []
+        self.arguments: dict[int, int] = {}
+        """By `id` of a tensor of the current launch: its number among the launch's tensors."""
+        self.kept: list[Any] = []
+        """The tensors of all launches: while they are kept, no two of them have one address."""
+
+    # -- launches ----------------------------------------------------------------------------------------------------
+
+    def begin_launch(self, original: Callable[..., Any], executor: Any, args: Any, kwargs: Any) -> Any:
+        """Note the tensor arguments, after the interpreter has brought them to the host."""
+        args, kwargs = original(executor, args, kwargs)
+        launch = Launch(executor.fn.__name__, (0, 0, 0), [])
+        self.launches.append(launch)
+        self.arguments = {}
+        named = [*zip(executor.arg_names, args, strict=False), *kwargs.items()]
+        for name, value in named:
+            tensor = self.interpreter._unwrap_tensor(value)
+            if not isinstance(tensor, Tensor):
+                continue
+            self.arguments[id(value)] = len(launch.tensors)
+            self.kept.append(value)
+            launch.tensors.append(
+                TensorArgument(name, tuple(tensor.shape), tensor.stride(), tensor.element_size(), tensor.data_ptr())
+            )
+        return args, kwargs
+
+    def convert(self, original: Callable[..., Any], value: Any) -> Any:
+        """An argument as the kernel sees it: a tensor of the launch gets its made-up address."""
+        converted = original(value)
+        number = self.arguments.get(id(value))
+        if number is not None:
+            converted.handle.data = np.array([((number + 1) << _TAG_SHIFT) + _MIDDLE], np.uint64)
+        return converted
+
+    def run_compiled(
+        self, original: Callable[..., Any], function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
+    ) -> Any:
+        """A launch of a kernel that was defined to be compiled."""
+        return self.interpreter.InterpretedFunction(function.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def call_compiled(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of such a function from within a kernel."""
+        return self.interpreter.InterpretedFunction(function.fn)(*args, **kwargs)
+
+    # -- accesses ----------------------------------------------------------------------------------------------------
+
+    def load(self, original: Callable[..., Any], ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
+        real, allowed, wanted = self._note("load", ptrs, mask)
+        result = original(real, allowed, other, *options, **named)
+        outside = wanted & ~allowed.data
+        if outside.any():
+            kind = result.data.dtype.kind
+            is_bfloat16 = str(ptrs.get_element_ty()) == "bf16"
+            result.data = np.where(outside, _BFLOAT16_NAN if is_bfloat16 else np.nan if kind == "f" else 0, result.data).astype(
+                result.data.dtype
+            )
+        return result
+
+    def store(self, original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> Any:
+        real, allowed, _ = self._note("store", ptrs, mask)
+        return original(real, value, allowed, *options, **named)
+
+    def update(self, original: Callable[..., Any], operation: Any, ptr: Any, value: Any, mask: Any, *options: Any) -> Any:
+        real, allowed, _ = self._note("atomic", ptr, mask)
+        return original(operation, real, value, allowed, *options)
+
+    def compare_and_swap(self, original: Callable[..., Any], ptr: Any, *options: Any) -> Any:
+        real, allowed, _ = self._note("atomic", ptr, None)
+        if not allowed.data.all():
+            raise KernelError("An atomic_cas is outside its tensor, and cannot be left out.")
+        return original(real, *options)
+
+    def _note(self, kind: str, ptrs: Any, mask: Any) -> tuple[Any, Any, np.ndarray]:
+        """Note an access. Returns the true addresses, the mask of what lies inside the tensors, and the mask as the kernel gave it."""
+        addresses = ptrs.data
+        wanted = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, addresses.shape).astype(bool)
+        launch, program = self.launches[-1], self.builder.grid_idx
+        launch.grid = self.builder.grid_dim
+        tags = (addresses >> np.uint64(_TAG_SHIFT)).astype(np.int64) - 1
+        real, allowed = addresses.copy(), wanted.copy()
+        place = _find_place(sys._getframe(2), self.folder)
+        for number in np.unique(tags[wanted]).tolist():
+            if not 0 <= number < len(launch.tensors):
+                continue  # an address that the kernel has from elsewhere
+            tensor, here = launch.tensors[number], wanted & (tags == number)
+            start = np.uint64(((number + 1) << _TAG_SHIFT) + _MIDDLE)
+            byte_offsets = (addresses[here] - start).astype(np.int64)
+            elements = tensor.find_elements(byte_offsets)
+            real[here] = np.uint64(tensor.address) + byte_offsets.astype(np.uint64)
+            allowed[here] = elements >= 0
+            num_masked = int(addresses.size - wanted.sum())
+            launch.accesses.append(Access(program, kind, number, elements, byte_offsets, num_masked, place))
+        handle = self.interpreter.TensorHandle
+        return handle(real, ptrs.dtype), handle(allowed, self.interpreter.tl.int1), wanted
+
+
+def _find_place(frame: FrameType | None, folder: str) -> tuple[str, int]:
+    """The file and line of the kernel that made the call: the first that is not Triton's own."""
+    while frame is not None and frame.f_code.co_filename.startswith((folder, __file__)):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
