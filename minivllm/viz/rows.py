@@ -26,6 +26,7 @@ LOOKS: dict[str, tuple[str, str | None]] = {
     "too little for one more": ("#FFFFFF", "/////"),
 }
 """What can fill a part of a row: its colour and its hatch. They differ in grey too."""
+_LEAST_HEIGHT = 0.05
 _MOST_OUTLINES = 150
 """With more parts than this they have no outlines, which would hide them."""
 
@@ -64,7 +65,7 @@ def draw_rows(
 
 
 def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, title: str = "") -> Figure:
-    """How full the rows of a contiguous cache are, step by step.
+    """How full the rows of a contiguous cache are, step by step. A row with a single token shows a line.
 
     Args:
         steps: For each step, the tokens in the cache by row; free rows are missing.
@@ -76,11 +77,12 @@ def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, 
     axes = figure.subplots()
     for row in range(num_rows):
         boxes = [
-            (number, number + 1, row + 0.9 - 0.8 * lengths.get(row, 0) / max_len, row + 0.9)
+            (number, number + 1, row + 0.9 - max(0.8 * lengths[row] / max_len, _LEAST_HEIGHT), row + 0.9)
             for number, lengths in enumerate(steps)
+            if lengths.get(row)
         ]
         add_boxes(axes, [(0, len(steps), row + 0.1, row + 0.9)], LOOKS["reserved"][0], edge=PALE, line_width=0.5, hatch="/////", label="reserved")  # fmt: skip
-        add_boxes(axes, [box for box in boxes if box[2] < box[3]], LOOKS["in use"][0], label="in use", zorder=3)
+        add_boxes(axes, boxes, LOOKS["in use"][0], label="in use", zorder=3)
     axes.set(xlim=(0, max(len(steps), 1)), ylim=(num_rows, 0), yticks=[row + 0.5 for row in range(num_rows)])
     axes.set_yticklabels([str(row) for row in range(num_rows)])
     tidy(axes, "step", f"row of the cache ({max_len} slots each)")

@@ -100,6 +100,13 @@ WRONG = {
     "one slot too few": (_NUM_SLOTS, _NUM_SLOTS + " - 1", ATTEND, ""),
     "the new tokens are forgotten": (_NUM_SLOTS, "num_slots = max(max(step.starts), 1)", ATTEND, ""),
     "no mask": ("attn_mask=mask, ", "", ATTEND, "`visible` has to be passed on"),
+    "causal as if all texts began here": ("attn_mask=mask, ", "is_causal=True, ", ATTEND, "takes the first query for the first token"),
+    "a mask is kept for the next step": (
+        _MASK,
+        f"kept = getattr(self, 'kept', None)\n        {_MASK}\n        if kept is not None and kept.shape == mask.shape:\n            mask = kept\n        self.kept = mask",
+        ATTEND,
+        "what your object keeps from one step to the next",
+    ),
     "the mask of the first text for all": (_MASK, "mask = self.visible(step, num_slots)[:1, None]", ATTEND, "the mask"),
     "the usual scale": ("scale=self.scale, ", "", ATTEND, "it is self.scale"),
     "keys and values exchanged": ("query.transpose(1, 2), keys, values,", "query.transpose(1, 2), values, keys,", ATTEND, "which of the two tensors are the keys"),

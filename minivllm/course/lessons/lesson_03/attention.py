@@ -96,9 +96,14 @@ def check_write(cls: Any) -> None:
         generator = torch.Generator().manual_seed(number)
         cache, new = make_cache(generator, _NUM_ROWS, _MAX_LEN, 2, 4), make_new(generator, step, 2, 4)
         old = cache[0].clone(), cache[1].clone()
-        make_attention(cls).write(cache, *(part.clone() for part in new), step)
+        call = f"write(kv_cache, keys, values, {describe(step)})"
+        try:
+            make_attention(cls).write(cache, *(part.clone() for part in new), step)
+        except ValueError as error:
+            fits = f"every text fits into its row of {_MAX_LEN} slots: padding takes no slot, and the last slot may be used"
+            raise AssertionError(f"{call} raised {error!r}, but {fits}.") from None
         for name, part, before, entry in zip(("keys", "values"), cache, old, range(2), strict=True):
-            _compare_slots(f"write(kv_cache, keys, values, {describe(step)}), {name}", part, before, new, entry, step)
+            _compare_slots(f"{call}, {name}", part, before, new, entry, step)
     for step in (
         PaddedStep([3, 1], [0, _MAX_LEN - 2], [2, 3]),
         PaddedStep([1, 0], [_MAX_LEN, 4], [1, 1]),
@@ -205,14 +210,19 @@ def make_attention_case(
 
 
 def check_attend(cls: Any) -> None:
-    """`attend`: for each text what attention gives it when it is alone, whatever else is in the batch and in the cache."""
+    """`attend`: for each text what attention gives it when it is alone, whatever else is in the batch and in the cache.
+
+    An object has several steps, as a layer of the model has: what it keeps of one must not show in the next.
+    """
     made = isolate(cls, visible=visible)
+    layers: dict[float, Any] = {}
     for seed in range(_ROUNDS):
         rng, generator = random.Random(f"attend {seed}"), torch.Generator().manual_seed(seed)
         step, cache, query, scale = make_attention_case(rng, generator, decode=seed % 5 == 4)
         before = cache[0].clone(), cache[1].clone()
         call = f"attend(query, kv_cache, {describe(step)}) with 6 heads of queries, 2 of keys and values, and scale {scale}"
-        got = make_attention(made, 6, 2, 8, scale).attend(query.clone(), cache, step)
+        layer = layers.setdefault(scale, make_attention(made, 6, 2, 8, scale))
+        got = layer.attend(query.clone(), cache, step)
         assert isinstance(got, Tensor), f"{call} must return a tensor, but returned {got!r}."
         expect(call + ".", "shape", list(query.shape), list(got.shape), "the order of the dimensions: it is that of query")
         for part, old in zip(cache, before, strict=True):
@@ -228,12 +238,13 @@ def check_attend(cls: Any) -> None:
             assert not wrong, (
                 f"{call}.\nExpected for new token {wrong[0]} of text {i}: what it gets when its text is alone\n"
                 f"Got for new token {wrong[0]} of text {i}: numbers that differ by up to {difference.max():.2g}\n"
-                f"Look at {_find_reason(got, query, cache, step, scale)}."
+                f"Look at {_find_reason(made, got, query, cache, step, scale)}."
             )
 
 
-def _find_reason(got: Tensor, query: Tensor, cache: KVCache, step: PaddedStep, scale: float) -> str:
+def _find_reason(cls: Any, got: Tensor, query: Tensor, cache: KVCache, step: PaddedStep, scale: float) -> str:
     """What was done instead, if it can be told from the numbers."""
+    from_slot_0 = PaddedStep(step.rows, [0] * len(step.rows), step.counts)
     in_turns = query.unflatten(2, (3, 2)).transpose(2, 3).flatten(2, 3)
     tiled = attend_alone(in_turns, cache, step, scale).unflatten(2, (2, 3)).transpose(2, 3).flatten(2, 3)
     finite = cache[0].nan_to_num(0.0), cache[1].nan_to_num(0.0)
@@ -243,8 +254,18 @@ def _find_reason(got: Tensor, query: Tensor, cache: KVCache, step: PaddedStep, s
         (attend_alone(query, cache, step, query.shape[-1] ** -0.5), "the scale: it is self.scale"),
         (attend_alone(query, cache, step, scale, causal=False), "the mask: `visible` has to be passed on to the softmax"),
         (attend_alone(query, (cache[1], cache[0]), step, scale), "which of the two tensors are the keys"),
+        (attend_alone(query, cache, from_slot_0, scale), "the mask: `is_causal=True` takes the first query for the first token of its text; pass what `visible` says"),
     )  # fmt: skip
     for other, reason in reasons:
-        if all(torch.allclose(got[i, :new], other[i, :new], atol=1e-4) for i, new in enumerate(step.counts)):
+        if _are_same(got, other, step):
             return reason
+    if _are_same(
+        make_attention(cls, 6, 2, 8, scale).attend(query.clone(), cache, step), attend_alone(query, cache, step, scale), step
+    ):
+        return "what your object keeps from one step to the next: a new one gets this step right"
     return "the rows of the cache, the mask, the scale, and which heads belong together"
+
+
+def _are_same(some: Tensor, other: Tensor, step: PaddedStep) -> bool:
+    """Whether two outputs agree for all real tokens."""
+    return all(torch.allclose(some[i, :new], other[i, :new], atol=1e-4) for i, new in enumerate(step.counts))

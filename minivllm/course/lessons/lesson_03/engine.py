@@ -46,6 +46,8 @@ def _load(attention_class: type | None = None, **options: Any) -> LLM:
 
 def _generate(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(list(_PROMPTS), _params(), use_tqdm=False)
+    error = next((output.error for output in outputs if output.error), None)
+    assert error is None, f"The engine runs on your attention, and a step failed: {error}"
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
