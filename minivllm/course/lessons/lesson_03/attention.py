@@ -219,27 +219,34 @@ def check_attend(cls: Any) -> None:
     for seed in range(_ROUNDS):
         rng, generator = random.Random(f"attend {seed}"), torch.Generator().manual_seed(seed)
         step, cache, query, scale = make_attention_case(rng, generator, decode=seed % 5 == 4)
-        before = cache[0].clone(), cache[1].clone()
-        call = f"attend(query, kv_cache, {describe(step)}) with 6 heads of queries, 2 of keys and values, and scale {scale}"
         layer = layers.setdefault(scale, make_attention(made, 6, 2, 8, scale))
-        got = layer.attend(query.clone(), cache, step)
-        assert isinstance(got, Tensor), f"{call} must return a tensor, but returned {got!r}."
-        expect(call + ".", "shape", list(query.shape), list(got.shape), "the order of the dimensions: it is that of query")
-        for part, old in zip(cache, before, strict=True):
-            assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{call} must not change the cache, but did."
-        assert got.isfinite().all(), (
-            f"{call}.\nExpected: finite numbers\nGot: NaN or infinity\nLook at the slots from {num_slots_of(step)} on: no text of this step is that "
-            f"long, so they hold NaN here, and are not to be read, not even behind a mask."
+        _compare_attention(made, layer, step, cache, query, scale)
+        turned = PaddedStep(step.rows, step.starts[::-1], step.counts[::-1])  # as large, but other tokens see other slots
+        _compare_attention(made, layer, turned, cache, query, scale)
+
+
+def _compare_attention(cls: Any, layer: Any, step: PaddedStep, cache: KVCache, query: Tensor, scale: float) -> None:
+    """Raise an AssertionError unless a learner's object attends as each text would alone."""
+    before = cache[0].clone(), cache[1].clone()
+    call = f"attend(query, kv_cache, {describe(step)}) with 6 heads of queries, 2 of keys and values, and scale {scale}"
+    got = layer.attend(query.clone(), cache, step)
+    assert isinstance(got, Tensor), f"{call} must return a tensor, but returned {got!r}."
+    expect(call + ".", "shape", list(query.shape), list(got.shape), "the order of the dimensions: it is that of query")
+    for part, old in zip(cache, before, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{call} must not change the cache, but did."
+    assert got.isfinite().all(), (
+        f"{call}.\nExpected: finite numbers\nGot: NaN or infinity\nLook at the slots from {num_slots_of(step)} on: no text of this step is that "
+        f"long, so they hold NaN here, and are not to be read, not even behind a mask."
+    )
+    expected = attend_alone(query, cache, step, scale)
+    for i, new in enumerate(step.counts):
+        difference = (got[i, :new] - expected[i, :new]).abs().flatten(1).amax(dim=1)
+        wrong = (difference > 1e-4).nonzero().flatten().tolist()
+        assert not wrong, (
+            f"{call}.\nExpected for new token {wrong[0]} of text {i}: what it gets when its text is alone\n"
+            f"Got for new token {wrong[0]} of text {i}: numbers that differ by up to {difference.max():.2g}\n"
+            f"Look at {_find_reason(cls, got, query, cache, step, scale)}."
         )
-        expected = attend_alone(query, cache, step, scale)
-        for i, new in enumerate(step.counts):
-            difference = (got[i, :new] - expected[i, :new]).abs().flatten(1).amax(dim=1)
-            wrong = (difference > 1e-4).nonzero().flatten().tolist()
-            assert not wrong, (
-                f"{call}.\nExpected for new token {wrong[0]} of text {i}: what it gets when its text is alone\n"
-                f"Got for new token {wrong[0]} of text {i}: numbers that differ by up to {difference.max():.2g}\n"
-                f"Look at {_find_reason(made, got, query, cache, step, scale)}."
-            )
 
 
 def _find_reason(cls: Any, got: Tensor, query: Tensor, cache: KVCache, step: PaddedStep, scale: float) -> str:
