@@ -56,7 +56,8 @@ def escapes(solutions: Path, victim: Path) -> dict:
         "outlives_grading": case(5, own=libc + "import time\nif libc.fork() == 0:\n    libc.setsid()\n    os.environ.clear()\n    time.sleep(600)"),
         "plants_a_module": case(5, own=libc + "import sysconfig\nassert libc.creat((sysconfig.get_path('purelib') + '/planted.pth').encode(), 0o600) > 0, 'nothing'"),
         "changes_the_package": case(5, own=libc + f"assert libc.open({package + '/__init__.py'!r}.encode(), os.O_RDWR) > 0, 'nothing'"),
-        "poisons_kernels": case(5, own=f"import pathlib\nfor file in pathlib.Path({package!r}, 'kernels/cpu/__pycache__').glob('*'):\n    file.write_bytes(b'')"),
+        "poisons_kernels": case(5, own=f"import pathlib\nfor file in pathlib.Path({package!r}, 'kernels/cpu/__pycache__').rglob('*.nb?'):\n    file.write_bytes(b'')"),
+        "finds_compiled_kernels": case(5, own=f"from minivllm.kernels.cpu.rows import _norm\nassert _norm._cache.cache_path.startswith({package!r}), _norm._cache.cache_path"),
         "reads_the_solution": case(0, "Not written yet", answer=STUB, own=read),
         "calls_home": case(5, own="import socket\nsocket.create_connection(('192.0.2.1', 80), 5)"),
         "fills_the_memory": case(5, own="with open('/dev/shm/full', 'wb') as file:\n    for _ in range(30):\n        file.write(b'x' * 10**8)"),
@@ -80,7 +81,7 @@ def graded(tmp_path_factory):
         path.parent.mkdir(parents=True)
         path.write_text(made.content)
     compiled = PACKAGE / "kernels" / "cpu" / "__pycache__"
-    before = {file.name: file.stat().st_size for file in compiled.glob("*")}
+    before = {file: file.stat().st_size for file in compiled.rglob("*.nb?")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEACHERS_KEY", SECRET)
         patch.setattr(tempfile, "tempdir", str(temporary))  # its kernels are told from those of other tests by their folder
@@ -88,7 +89,7 @@ def graded(tmp_path_factory):
         assert main(["grade", str(handed_in), *map(str, options)]) == 0
     with (output / "grades.csv").open(newline="", encoding="utf-8") as file:
         rows = {row["learner"]: row for row in csv.DictReader(file)}
-    after = {file.name: file.stat().st_size for file in compiled.glob("*")}
+    after = {file: file.stat().st_size for file in compiled.rglob("*.nb?")}
     return SimpleNamespace(
         cases=submitted, rows=rows, output=output, handed_in=handed_in, temporary=temporary, kernels=(before, after)
     )
@@ -111,6 +112,11 @@ class TestTheSandbox:
         assert "nothing" in graded.rows["plants_a_module"]["reason"]
         assert "it stayed" in graded.rows["removes_a_file"]["reason"]
         assert "it is still read-only" in graded.rows["mounts_again"]["reason"]
+
+    def test_compiled_kernels_are_found(self, graded):
+        """Numba ignores a folder in which it may not write: each notebook would compile them for half a minute."""
+        assert graded.rows["finds_compiled_kernels"]["reason"] == ""
+        assert graded.kernels[0]
 
     def test_no_process_is_left(self, graded):
         commands = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]

@@ -19,6 +19,8 @@ from pathlib import Path
 from minivllm.models.gguf_files import cache_folder
 
 _PACKAGE = Path(__file__).resolve().parents[2]
+COMPILED = _PACKAGE / "kernels" / "cpu" / "__pycache__"
+"""Where Numba keeps the compiled CPU kernels. In the sandbox each kernel has a copy of its own there."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS = (
     "alternatives",
@@ -102,13 +104,12 @@ def _readable() -> list[str]:
 
 def _compiled_kernels(folder: Path) -> list[str]:
     """A copy of the compiled CPU kernels, in place of the original: Numba ignores what it cannot write to."""
-    compiled = _PACKAGE / "kernels" / "cpu" / "__pycache__"
-    if not compiled.is_dir():
+    if not COMPILED.is_dir():
         return []
     copy = folder / "compiled"
     if not copy.exists():
-        shutil.copytree(compiled, copy)
-    return ["--bind", str(copy), str(compiled)]
+        shutil.copytree(COMPILED, copy)
+    return ["--bind", str(copy), str(COMPILED)]
 
 
 def kernel_process(process_id: int) -> int:

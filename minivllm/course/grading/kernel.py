@@ -194,7 +194,7 @@ def main() -> None:
     LimitedOutStream.kept, LimitedOutStream.most = settings["kept_output"], settings["most_output"]
     kernel = app.kernel
     kernel.imports = settings["imports"]
-    kernel.fence = Fence(settings["workplace"], settings["unreadable"], settings["unwritable"])
+    kernel.fence = Fence(settings["workplace"], settings["unreadable"], settings["unwritable"], settings["writable"])
     kernel.pristine = Pristine()
     kernel.fence.close()
     app.start()

@@ -157,6 +157,7 @@ class Kernel:
             "imports": self._surroundings.imports,
             "unreadable": [str(path) for path in self._surroundings.unreadable],
             "unwritable": [str(path) for path in self._surroundings.unwritable],
+            "writable": [str(bubblewrap.COMPILED)] if self._surroundings.sandboxed else [],
             "kept_output": self._limits.kept_output,
             "most_output": self._limits.most_output,
             "most_file_bytes": self._limits.written_bytes,

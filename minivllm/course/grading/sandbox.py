@@ -48,16 +48,19 @@ class Fence:
         workplace: The submission's own folder, where everything is allowed.
         unreadable: Folders and files that it must not open, list or run.
         unwritable: Folders and files that it must not change, besides the unreadable ones.
+        writable: Folders in those that it may change, because it has a copy of its own in their place.
 
     Attributes:
         refused: What cells were refused since this list was last cleared, as predicates ("tried to open the solutions ...").
         guards_programs: Whether cells are currently kept from starting programs.
     """
 
-    def __init__(self, workplace: str, unreadable: Iterable[str], unwritable: Iterable[str]) -> None:
+    def __init__(
+        self, workplace: str, unreadable: Iterable[str], unwritable: Iterable[str], writable: Iterable[str] = ()
+    ) -> None:
         self.refused: list[str] = []
         self.guards_programs = True
-        self._workplace = os.path.realpath(workplace)
+        self._writable = (os.path.realpath(workplace), *map(os.path.realpath, writable))
         self._unreadable = tuple(map(os.path.realpath, unreadable))
         self._unwritable = (*map(os.path.realpath, unwritable), *self._unreadable)
 
@@ -86,7 +89,7 @@ class Fence:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # an open file descriptor
         real = os.path.realpath(os.fsdecode(path))
-        if _is_in(real, self._workplace):
+        if any(_is_in(real, folder) for folder in self._writable):
             return
         if any(_is_in(real, folder) for folder in self._unreadable):
             self._refuse("tried to open the solutions or what was handed in")
