@@ -26,6 +26,7 @@ LONG = (
     "test_lesson_02.py",
     "test_lesson_03.py",
     "test_lesson_04.py",
+    "test_lesson_05.py",
     "test_lesson_07.py",
     "test_nbgrader_export.py",
     "test_bench_engines.py",

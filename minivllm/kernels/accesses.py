@@ -16,11 +16,13 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
@@ -62,12 +64,13 @@ class TensorArgument:
     def find_elements(self, byte_offsets: np.ndarray) -> np.ndarray:
         """The elements that begin at these distances from the first one, counted in row-major order; -1 where none does."""
         offsets, remainder = np.divmod(byte_offsets, self.item_size)
-        places, numbers = self._places()
+        places, numbers = self._places
         if not len(places):
             return np.full(offsets.shape, -1)
         found = np.minimum(np.searchsorted(places, offsets), len(places) - 1)
         return np.where((places[found] == offsets) & (remainder == 0), numbers[found], -1)
 
+    @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the elements lie, in ascending order and counted in elements from the first; and their numbers."""
         places = np.zeros(self.shape, np.int64)
@@ -251,46 +254,29 @@ def record_accesses() -> Iterator[list[Launch]]:
         from triton.runtime import interpreter, jit
     except ImportError:
         raise KernelError("To record what a Triton kernel does, Triton must be installed: it exists for Linux only.") from None
-    if isinstance(interpreter._implicit_cvt, _Replacement):
+    if isinstance(interpreter._implicit_cvt, partial):
         raise KernelError("record_accesses() does not work inside record_accesses().")
     recorder = _Recorder(interpreter)
-    builder = interpreter.interpreter_builder
-    replaced = [
-        (interpreter, "_implicit_cvt", recorder.convert),
-        (interpreter.GridExecutor, "_init_args_hst", recorder.begin_launch),
-        (builder, "create_masked_load", recorder.load),
-        (builder, "create_masked_store", recorder.store),
-        (builder, "create_atomic_rmw", recorder.update),
-        (builder, "create_atomic_cas", recorder.compare_and_swap),
-        (jit.JITFunction, "run", recorder.run_compiled),
-        (jit.JITFunction, "__call__", recorder.call_compiled),
+    builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
+    replacements: list[tuple[Any, str, Any]] = [
+        (interpreter, "_implicit_cvt", partial(recorder.convert, interpreter._implicit_cvt)),
+        (builder, "create_masked_load", partial(recorder.load, builder.create_masked_load)),
+        (builder, "create_masked_store", partial(recorder.store, builder.create_masked_store)),
+        (builder, "create_atomic_rmw", partial(recorder.update, builder.create_atomic_rmw)),
+        (builder, "create_atomic_cas", partial(recorder.compare_and_swap, builder.create_atomic_cas)),
+        (executor, "_init_args_hst", _as_method(recorder.begin_launch, executor._init_args_hst)),
+        (jit.JITFunction, "run", _as_method(recorder.run_compiled)),
+        (jit.JITFunction, "__call__", _as_method(recorder.call_compiled)),
     ]
-    originals = [(owner, name, vars(owner).get(name), getattr(owner, name)) for owner, name, _ in replaced]
-    for (owner, name, replacement), (*_, original) in zip(replaced, originals, strict=True):
-        function = _Replacement(replacement, original)
-        # A class hands its instance on to plain functions only.
-        setattr(owner, name, function if not isinstance(owner, type) else function.as_method())
-    try:
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(patch.object(*replacement))
         yield recorder.launches
-    finally:
-        for owner, name, own, _ in originals:
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
 
 
-class _Replacement:
-    """Calls a method of the recorder with what it replaces as the first argument."""
-
-    def __init__(self, replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-        self.replacement, self.original = replacement, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.replacement(self.original, *args, **kwargs)
-
-    def as_method(self) -> Callable[..., Any]:
-        return lambda instance, *args, **kwargs: self(instance, *args, **kwargs)
+def _as_method(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A plain function, to which a class hands its instance."""
+    return lambda instance, *args, **kwargs: function(*first, instance, *args, **kwargs)
 
 
 class _Recorder:
@@ -335,13 +321,11 @@ class _Recorder:
             converted.handle.data = np.array([((number + 1) << _TAG_SHIFT) + _MIDDLE], np.uint64)
         return converted
 
-    def run_compiled(
-        self, original: Callable[..., Any], function: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
-    ) -> Any:
+    def run_compiled(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A launch of a kernel that was defined to be compiled."""
-        return self.interpreter.InterpretedFunction(function.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+        return self.interpreter.InterpretedFunction(function.fn).run(*args, **kwargs)
 
-    def call_compiled(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_compiled(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of such a function from within a kernel."""
         return self.interpreter.InterpretedFunction(function.fn)(*args, **kwargs)
 

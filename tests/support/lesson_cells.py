@@ -5,6 +5,7 @@ Used by the tests of each lesson and by `tests/support/mutate_lesson.py`.
 
 from __future__ import annotations
 
+import linecache
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +103,15 @@ def run_cells(cells: list[Cell], *, with_model: bool = False, stop_at_failure: b
         if cell.needs_a_model and not with_model:
             continue
         before = len(outcome.failed)
+        file = f"<{cell.name}>"
+        linecache.cache[file] = (
+            len(cell.source),
+            None,
+            cell.source.splitlines(keepends=True),
+            file,
+        )  # where Triton reads a kernel's source
         try:
-            exec(compile(cell.source, f"<{cell.name}>", "exec"), namespace)
+            exec(compile(cell.source, file, "exec"), namespace)
         except Exception as error:
             if len(outcome.failed) == before:  # not what follows a failed check in its cell
                 outcome.broken[cell.name] = error

@@ -1,0 +1,145 @@
+"""How the checks of lesson 05 launch a learner's kernel, and what they say about it.
+
+Every launch is interpreted and recorded, on a GPU too, so that what a program reads and writes outside of a tensor is found and does no harm.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.kernels.accesses import Launch, record_accesses
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+"""By how much a number may differ from the exact one, as a share of the largest in the result."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launch:
+    """Launch a kernel once.
+
+    Raises:
+        NotImplementedError: The kernel is not written yet.
+        AssertionError: It raises something else, or touches memory that it must not touch.
+    """
+    name = getattr(kernel, "__name__", str(kernel))
+    assert hasattr(kernel, "run"), (
+        f"{name} is a {type(kernel).__name__}, not a kernel: keep the line `@triton.jit` above `def {name}`."
+    )
+    call = describe_call(kernel, grid, *args, **constants)
+    with _explained(call), record_accesses() as launches:
+        kernel[grid](*args, **constants)
+    recorded = launches[-1]
+    problems = recorded.problems()
+    if problems:
+        first = problems[0]
+        look = {
+            "outside": "the mask: elements beyond the end must be masked off, in loads and in stores; and at the addresses",
+            "race": "the places that a program writes: no other program may write them",
+            "order": "what a program reads: no other program may write it",
+        }[first.kind]
+        raise AssertionError(
+            f"{call}\n{first.sentence}.\nLook at {look}. `show_accesses({getattr(kernel, '__name__', 'kernel')}[grid], ...)` draws it."
+        )
+    return recorded
+
+
+def describe_call(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> str:
+    """A launch in words: tensors by shape and dtype, numbers as they are."""
+    said = [_describe(value) for value in args] + [f"{name}={value}" for name, value in constants.items()]
+    return f"{getattr(kernel, '__name__', 'kernel')}[{grid}]({', '.join(said)})"
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    shape = ", ".join(map(str, value.shape))
+    apart = "" if value.is_contiguous() else ", rows apart"
+    return f"<{str(value.dtype).removeprefix('torch.')} [{shape}]{apart}>"
+
+
+@contextmanager
+def _explained(call: str) -> Iterator[None]:
+    """Errors of the kernel itself, not those of the interpreter that ran it."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, NotImplementedError):
+            raise cause from None
+        lines = [
+            frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and "triton/" not in frame.filename
+        ]
+        where = f" in the line `{lines[-1]}`" if lines else ""
+        raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None
+
+
+def make_output(shape: Sequence[int], dtype: torch.dtype, gap: int = 0) -> Tensor:
+    """A tensor to be written, full of NaN; its rows lie `gap` numbers apart."""
+    return torch.full((*shape[:-1], shape[-1] + gap), torch.nan, dtype=dtype)[..., : shape[-1]]
+
+
+def make_input(
+    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, scale: float = 1.0, gap: int = 0
+) -> Tensor:
+    """Random numbers; rows lie `gap` numbers apart, with NaN between them."""
+    x = make_output(shape, dtype, gap)
+    x.copy_(scale * torch.randn(*shape, generator=generator))
+    return x
+
+
+def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str) -> None:
+    """Raise an AssertionError about the first number that differs from the exact one, which is given in double precision."""
+    wanted = expected.double()
+    error = (got.double() - wanted).abs().nan_to_num(nan=torch.inf)
+    largest = float(wanted[wanted.isfinite()].abs().max()) if wanted.isfinite().any() else 1.0
+    bad = (error > TOLERANCE.get(got.dtype, 0.0) * max(largest, 1e-6)).nonzero()
+    if not len(bad):
+        return
+    place = tuple(bad[0].tolist())
+    index = f"{name}[{', '.join(map(str, place))}]"
+    number = float(got[place])
+    if number != number and not bool(wanted.isnan()[place]):
+        seen = "nan. It was nan before the launch: perhaps nobody wrote it"
+    else:
+        seen = f"{number:.6g}"
+    raise AssertionError(
+        f"{call}\nExpected {index}: {float(wanted[place]):.6g}\nGot {index}: {seen}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
+    )
+
+
+def check_reads(call: str, recorded: Launch, least: dict[str, int]) -> None:
+    """Raise an AssertionError if a launch reads more of a tensor than it must.
+
+    Args:
+        call: The launch in words.
+        recorded: What it did.
+        least: By parameter, how many of its elements have to be read, all programs together.
+    """
+    for number, tensor in enumerate(recorded.tensors):
+        if tensor.name not in least:
+            continue
+        read = recorded.num_bytes("load", number)
+        must = least[tensor.name] * tensor.item_size
+        if read > must:
+            times = read / must if must else 0
+            much = f"{times:.3g} times as much as it must" if must else "and nothing of it is needed"
+            raise AssertionError(
+                f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
+                f"Look at the loads: load a number once, keep it, and use it as often as you like. Memory is far away."
+            )
+
+
+def check_unchanged(call: str, names: Sequence[str], tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Raise an AssertionError if an input was written to."""
+    for name, tensor, old in zip(names, tensors, before, strict=True):
+        if not torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0)):
+            raise AssertionError(
+                f"{call}\nThe launch changed {name}, which is only to be read. Look at the pointers of your stores."
+            )
