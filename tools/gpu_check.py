@@ -5,7 +5,8 @@
    transformers in float32 as transformers' own bfloat16 logits are.
 3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
    graphs and without.
-4. All kernel tests, with the Triton kernels compiled.
+4. Lesson 05 from top to bottom, its kernels compiled; what it prints is saved.
+5. All kernel tests, with the Triton kernels compiled.
 
 The results are saved as JSON.
 """
@@ -57,6 +58,22 @@ def run_benchmark(out: Path, sweep: bool) -> tuple[bool, dict]:
     command = [sys.executable, "benchmarks/gpu_kernels.py", "--out", str(out), *(["--sweep"] if sweep else [])]
     passed = subprocess.call(command, cwd=ROOT, env=environment) == 0
     return passed, json.loads(out.read_text()) if passed else {}
+
+
+def run_lesson() -> tuple[bool, str]:
+    """The walkthrough of lesson 05, where nbclient is installed. Returns whether it ran, and what its cells printed."""
+    try:
+        import nbclient
+        import nbformat
+    except ImportError:
+        return True, "not run: nbclient is not installed"
+    notebook = nbformat.read(ROOT / "notebooks" / "05_triton.ipynb", as_version=4)
+    try:
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        return False, str(error)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return True, "".join(output.text for output in outputs if output.output_type == "stream")
 
 
 def make_model(folder: Path) -> None:
@@ -216,6 +233,9 @@ def main() -> int:
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
         note("tokens with and without graphs", equal, tokens_per_second=speeds)
+    passed, printed = run_lesson()
+    print(printed)
+    note("lesson 05", passed, lesson_05=printed)
     if not args.skip_tests:
         note("kernel tests", run_tests())
     checks = result["checks"]
