@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import linecache
 import re
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def anchors(text):
 def test_python_runs(code, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))  # a page registers a model of its own
+    linecache.cache["page.md"] = (
+        len(code),
+        None,
+        code.splitlines(keepends=True),
+        "page.md",
+    )  # where Triton reads a kernel's source
     exec(compile(code, "page.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
 
