@@ -6,7 +6,7 @@
 
 Triton's interpreter runs the programs one by one in NumPy. Here each of its loads and stores is noted down on the way. A tensor argument becomes a
 made-up address, so far from all others that whatever the kernel adds to it, one can tell which tensor was meant. An access outside the tensor is noted
-and not made: a load gives NaN (0 for whole numbers), a store is dropped.
+and not made: a load gives NaN (0 for whole numbers), a store is dropped. Elements that a mask leaves out without an `other` are undefined, and NaN here too.
 
 On a GPU, kernels that are launched while this records are interpreted too, on copies in host memory.
 """
@@ -334,11 +334,12 @@ class _Recorder:
     def load(self, original: Callable[..., Any], ptrs: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
         real, allowed, wanted = self._note("load", ptrs, mask)
         result = original(real, allowed, other, *options, **named)
-        outside = wanted & ~allowed.data
-        if outside.any():
+        has_other = other is not None or wanted.size == 1  # of a single element, the interpreter loses an `other` of 0
+        undefined = ~allowed.data & wanted if has_other else ~allowed.data
+        if undefined.any():
             kind = result.data.dtype.kind
             is_bfloat16 = str(ptrs.get_element_ty()) == "bf16"
-            result.data = np.where(outside, _BFLOAT16_NAN if is_bfloat16 else np.nan if kind == "f" else 0, result.data).astype(
+            result.data = np.where(undefined, _BFLOAT16_NAN if is_bfloat16 else np.nan if kind == "f" else 0, result.data).astype(
                 result.data.dtype
             )
         return result

@@ -166,6 +166,7 @@ def _legend(launch: Launch, colors: dict[Any, str], problems: Sequence[Problem])
     kinds = {access.kind for access in launch.accesses}
     if "load" in kinds:
         handles.append(Patch(facecolor=tint(some, _READ_WHITENESS), edgecolor=PALE, label="pale: read"))
+        handles.append(Patch(facecolor=tint(NEUTRAL, _READ_WHITENESS), edgecolor=PALE, label="grey: by several"))
     if kinds - {"load"}:
         handles.append(Patch(facecolor=some, edgecolor=PALE, label="full: written"))
     found = {problem.kind for problem in problems}

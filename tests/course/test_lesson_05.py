@@ -70,6 +70,7 @@ WRONG = {
     "reduce: exchanged": (REDUCE, "tl.store(sums_ptr + row, tl.sum(x, axis=0))", "tl.store(sums_ptr + row, tl.max(x, axis=0))", "Expected sums_ptr"),
     "reduce: read twice": (REDUCE, "tl.sum(x, axis=0)", "tl.sum(tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32), axis=0)", "2 times as much as it must"),
     "reduce: the sum of what was masked": (REDUCE, "mask=inside, other=0.0", "mask=columns < x_stride, other=0.0", ""),
+    "reduce: masked elements are anything": (REDUCE, "mask=inside, other=0.0)", "mask=inside)", "Got sums_ptr[0]: nan"),
     # softmax
     "softmax: nothing is subtracted": (SOFTMAX, "tl.exp(x - tl.max(x, axis=0))", "tl.exp(x)", "whether the maximum is subtracted"),
     "softmax: 0 for masked elements": (SOFTMAX, 'other=float("-inf")', "other=0.0", "what masked elements count as"),
@@ -103,6 +104,7 @@ WRONG = {
     "norm: rows are thought to touch": (NORM, "tl.program_id(0) * stride", "tl.program_id(0) * size", ""),
     "norm: the sum is read again": (NORM, "mean_square = tl.sum(residual * residual, axis=0) / size", "again = tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)\n    mean_square = tl.sum(again * again, axis=0) / size", "2 times as much as it must"),
     "norm: a weight for each token": (NORM, "weight_ptr + columns", "weight_ptr + places", ""),
+    "norm: masked elements are anything": (NORM, "residual = tl.load(residual_ptr + places, mask=inside, other=0.0)", "residual = tl.load(residual_ptr + places, mask=inside)", "Got out_ptr"),
     # gather
     "gather: -1 is read": (GATHER, "mask=inside & (row >= 0)", "mask=inside", "outside table_ptr"),
     "gather: rows in order": (GATHER, "row * table_stride", "i * table_stride", ""),
@@ -128,6 +130,7 @@ WRONG = {
     "matmul: always the first columns of a": (MATMUL, "inner = start + tl.arange(0, BLOCK)", "inner = tl.arange(0, BLOCK)", ""),
     "matmul: a stride of b": (MATMUL, "rows * a_stride", "rows * b_stride", ""),
     "matmul: sums in float16": (MATMUL, "total += tl.dot(a, b, input_precision=\"ieee\")", "total = (total + tl.dot(a, b, input_precision=\"ieee\")).to(tl.float16)", "the dtype of the sum"),
+    "matmul: masked elements are anything": (MATMUL, "mask=b_inside, other=0.0", "mask=b_inside", "masked elements must count as 0"),
     # running_max_and_sum
     "running: the maximum begins at 0": (RUNNING, 'float("-inf"), 0.0', "0.0, 0.0", "it begins below all numbers"),
     "running: not corrected": (RUNNING, "total * tl.exp(maximum - new_maximum) +", "total +", "it has to shrink"),

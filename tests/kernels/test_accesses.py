@@ -47,6 +47,18 @@ def store_modulo(out_ptr, modulus, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sum_masked(out_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(out_ptr, tl.sum(tl.load(x_ptr + places, mask=places < size), axis=0))
+
+
+@triton.jit
+def sum_masked_or_0(out_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(out_ptr, tl.sum(tl.load(x_ptr + places, mask=places < size, other=0.0), axis=0))
+
+
+@triton.jit
 def add_up(out_ptr, x_ptr, num_elements, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0)
@@ -188,6 +200,13 @@ def test_a_load_outside_gives_nan(dtype):
     launch = record(copy_rows[(1, 1)], out, x, 4, 4, 4, 0, 4, BLOCK=4)
     assert kinds(launch) == ["outside"]
     assert out[0, :3].tolist() == [1, 1, 1] and out[0, 3].isnan()
+
+
+def test_what_a_mask_leaves_out_is_undefined_without_an_other():
+    x, sums = torch.ones(6), torch.zeros(3)
+    for number, kernel in enumerate((sum_masked, sum_masked_or_0)):
+        assert record(kernel[(1,)], sums[number:], x, 6, BLOCK=8).problems() == []
+    assert sums[0].isnan() and sums[1] == 6
 
 
 def test_whole_numbers_outside_are_zero():

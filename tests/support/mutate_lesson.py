@@ -45,6 +45,7 @@ _SUM = "the two are added"
 _ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)"
 _ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 _ANY_ORDER = "the order of the two does not matter"
+_ONE_AXIS = "a block of one dimension has one axis"
 _SAME_SHAPE = "keys and values have the same shape"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "01": {
@@ -87,6 +88,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "attending: query.transpose(1, 2) → query.transpose(2, 1)": _ANY_ORDER,
         "attending: zip(step.starts, step.counts) → zip(step.counts, step.starts)": f"{_ANY_ORDER} for their sum",
         "generating: 0 → -1": "the logits of a step with one text have one row",
+    },
+    "05": {
+        "reduce: 0 → -1": _ONE_AXIS,
+        "norm: 0 → -1": _ONE_AXIS,
+        "running: 0 → -1": _ONE_AXIS,
+        "running: tl.maximum(maximum, tl.max(x, axis=0)) → tl.maximum(tl.max(x, axis=0), maximum)": _ANY_ORDER,
     },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",

@@ -65,7 +65,7 @@ def test_a_launch_has_a_panel_for_each_tensor():
     assert words(figure)[-1].startswith("No access outside the tensors")
     assert figure.get_suptitle() == "double, 3 programs"
     labels = [text.get_text() for text in out.get_legend().get_texts()]
-    assert labels == ["program 0", "program 1", "program 2", "pale: read", "full: written"]
+    assert labels == ["program 0", "program 1", "program 2", "pale: read", "grey: by several", "full: written"]
 
 
 def test_what_lies_outside_is_drawn_beside_the_tensor_and_said():

@@ -112,7 +112,13 @@ def make_row(
 def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tensor:
     """Call a learner's function, and assert that it returns a new tensor of the same shape and leaves its input alone."""
     name, before = getattr(function, "__name__", "it"), logits.clone()
-    result = function(logits, *arguments)
+    try:
+        result = function(logits, *arguments)
+    except (RuntimeError, IndexError) as error:  # torch's, which do not say for what
+        given = ", ".join(show(argument) for argument in arguments)
+        raise AssertionError(
+            f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}."
+        ) from error
     assert isinstance(result, Tensor), f"{name} must return a tensor, but returned {result!r}. Look at its last line."
     assert result.shape == logits.shape, (
         f"{name} was given logits of shape {list(logits.shape)} and must return the same shape, but returned {list(result.shape)}. "

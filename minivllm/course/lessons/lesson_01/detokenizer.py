@@ -143,7 +143,7 @@ def _stop_hint(shown: str, wanted: str, stop: str | None) -> str:
         return "where the text ends: right before the stop string, with nothing lost and nothing of it shown"
     if len(shown) > len(wanted):
         return "the end of the text: it may be the beginning of a stop string, and must wait"
-    return "what is held back: the longest end of the text with which a stop string can begin, and no more"
+    return "what is held back: the longest suffix of the text that is the beginning of a stop string, and no more"
 
 
 class StopFinder:

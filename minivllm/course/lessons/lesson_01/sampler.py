@@ -89,7 +89,9 @@ def check_sampler(sampler_class: type) -> None:
             assert got[i] == wanted[i], (
                 f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
                 f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at the order (forbidden stops, "
-                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random number of this row."
+                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random number of this row"
+                + _stops(row)
+                + "."
             )
         alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         assert alone == got, (
@@ -159,6 +161,14 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
         f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
     )
     return [token.token_id for token in sampled]
+
+
+def _stops(row: SamplingRow) -> str:
+    """What ends a row's request and when that is forbidden, for a message."""
+    if not row.params.min_tokens:
+        return ""
+    stops = list(row.seq.request.stop_reasons)
+    return f". Its stop tokens are {stops}: min_tokens forbids them as long as the position, {row.position} here, is below it"
 
 
 def describe(row: SamplingRow) -> str:

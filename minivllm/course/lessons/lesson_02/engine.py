@@ -155,7 +155,8 @@ def check_engine(cls: type) -> None:
                 else "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
                 "keys and values of earlier tokens come from the cache"
                 if first
-                else "forward, attends and load_weights of MyLlama"
+                else "forward, attends and load_weights of MyLlama: layer i attends with self.backends[i], which sees the cache, and not with your "
+                "causal_attention, which does not"
             )
             expect(said, "tokens", expected, got, look)
 

@@ -148,9 +148,11 @@ def _rotary_suspects(positions: Tensor, x: Tensor, table: Tensor) -> list[Suspec
     plus = torch.cat((first * cos + second * sin, second * cos + first * sin, rest), dim=-1)
     mixed = torch.cat((first * cos - second * sin, second * cos - first * sin, rest), dim=-1)
     back = torch.cat((first * cos + second * sin, second * cos - first * sin, rest), dim=-1)
+    sorted_out = torch.cat((even * cos - odd * sin, odd * cos + even * sin, rest), dim=-1)
     in_order, last = torch.arange(num_rows), len(table) - 1
     last_part = torch.cat((x[..., :-rotary_dim], reference.rotate(positions, x[..., -rotary_dim:], table)), dim=-1)
     return [
+        (sorted_out, "the pairs: channel i belongs with i + rotary_dim / 2, not with its neighbour"),
         (torch.cat((interleaved, rest), dim=-1), "the pairs: channel i belongs with i + rotary_dim / 2, not with its neighbour"),
         (reference.rotate(in_order, x, table), "the positions: each row has its own, in `positions`; rows are not in order"),
         (reference.rotate((positions + 1).clamp(max=last), x, table), "the positions: they are off by one"),
@@ -195,7 +197,10 @@ def _attend_suspects(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> list[Su
         (reference.causal_attention(q, k, v, everything), "query_start_loc: one prompt must not see the other"),
         (reference.causal_attention(q * head_dim**0.5, k, v, starts), f"{unscaled}, and yours are not"),
         (reference.causal_attention(q * num_heads**-0.5, k, v, starts), f"{unscaled}, the width of one head, not of all"),
-        (reference.causal_attention(q * head_dim**-0.5, k, v, starts), f"{unscaled}, not by 1 / head_dim"),
+        (
+            reference.causal_attention(q * head_dim**-0.5, k, v, starts),
+            f"{unscaled}, not by 1 / head_dim (nor by a fixed 1 / 8, which is right for heads of 64 only)",
+        ),
         (_masked(q, k, v, starts, len(q)), "the mask: a token must not see what comes after it"),
         (_masked(q, k, v, starts, 1), "the mask: it is off by one, and a token sees the next one"),
         (_masked(q, k, v, starts, -1), "the mask: it is off by one, and a token does not see itself"),

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from minivllm.course.lessons.lesson_05.launches import explained
 from minivllm.course.lessons.lesson_05.rows import power_of_2
 from minivllm.course.lessons.padded_steps import model_of
 from minivllm.kernels import reference
+from minivllm.kernels.accesses import record_accesses
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops
 
@@ -53,6 +55,7 @@ class KernelOps(Ops):
 
 def write_with(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any, prompts: list[str], max_tokens: int) -> tuple[list[str], int]:
     """Texts that the model writes with a learner's kernels in all of its layers, and how often they were launched."""
+    _try_out(add_rms_norm_kernel, silu_and_mul_kernel)
     llm = _load(_is_interpreted(add_rms_norm_kernel))
     ops = _plug_in(llm, add_rms_norm_kernel, silu_and_mul_kernel)
     outputs = llm.generate(prompts, _greedy(max_tokens), use_tqdm=False)
@@ -62,6 +65,7 @@ def write_with(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any, prompts: list
 
 def check_engine(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
     """The engine with a learner's kernels in every layer writes what it writes with its own."""
+    _try_out(add_rms_norm_kernel, silu_and_mul_kernel)
     llm = _load(_is_interpreted(add_rms_norm_kernel))
     expected = _tokens(llm)
     _plug_in(llm, add_rms_norm_kernel, silu_and_mul_kernel)
@@ -71,6 +75,17 @@ def check_engine(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
             f"Your kernels in all layers of SmolLM2, {prompt!r}, greedy.\nExpected tokens: {theirs}\nGot tokens: {mine}\n"
             f"Look at add_rms_norm and silu_and_mul: the checks above test them one by one."
         )
+
+
+def _try_out(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
+    """Launch each kernel once, so that one that is not written yet or raises is told before the model is loaded."""
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with record_accesses():
+        ops = KernelOps(add_rms_norm_kernel, silu_and_mul_kernel)
+        with explained("add_rms_norm", add_rms_norm_kernel):
+            ops.add_rms_norm(x, x, weight, 1e-5)
+        with explained("silu_and_mul", silu_and_mul_kernel):
+            ops.silu_and_mul(x)
 
 
 def _is_interpreted(kernel: Any) -> bool:

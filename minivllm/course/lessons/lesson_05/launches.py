@@ -31,7 +31,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         f"{name} is a {type(kernel).__name__}, not a kernel: keep the line `@triton.jit` above `def {name}`."
     )
     call = describe_call(kernel, grid, *args, **constants)
-    with _explained(call), record_accesses() as launches:
+    with explained(call, kernel), record_accesses() as launches:
         kernel[grid](*args, **constants)
     recorded = launches[-1]
     problems = recorded.problems()
@@ -63,8 +63,8 @@ def _describe(value: Any) -> str:
 
 
 @contextmanager
-def _explained(call: str) -> Iterator[None]:
-    """Errors of the kernel itself, not those of the interpreter that ran it."""
+def explained(call: str, kernel: Any) -> Iterator[None]:
+    """Errors of the kernel itself, with its line, not those of the interpreter that ran it."""
     try:
         yield
     except Exception as error:
@@ -73,9 +73,8 @@ def _explained(call: str) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, NotImplementedError):
             raise cause from None
-        lines = [
-            frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and "triton/" not in frame.filename
-        ]
+        file = kernel.fn.__code__.co_filename
+        lines = [frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and frame.filename == file]
         where = f" in the line `{lines[-1]}`" if lines else ""
         raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None
 
