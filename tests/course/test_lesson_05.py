@@ -45,7 +45,7 @@ WRONG = {
     "add: no mask in the store": (ADD, "x + y, mask=inside", "x + y", "writes outside out_ptr"),
     "add: all programs the same": (ADD, _PLACES, "tl.arange(0, BLOCK)", "Programs 0"),
     "add: one too many": (ADD, "places < size", "places <= size", "outside"),
-    "add: one too few": (ADD, "places < size", "places < size - 1", "perhaps nobody wrote it"),
+    "add: one too few": (ADD, "places < size", "places < size - 1", "nobody wrote it"),
     "add: subtracted": (ADD, "x + y, mask", "x - y, mask", "Expected out_ptr[0]"),
     "add: x twice": (ADD, "tl.load(y_ptr", "tl.load(x_ptr", "Expected out_ptr[0]"),
     "add: shifted by one": (ADD, _PLACES, f"{_PLACES} + 1", "BLOCK of them, from program_id"),

@@ -105,7 +105,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str) -> N
     index = f"{name}[{', '.join(map(str, place))}]"
     number = float(got[place])
     if number != number and not bool(wanted.isnan()[place]):
-        seen = "nan. It was nan before the launch: perhaps nobody wrote it"
+        seen = "nan. So nobody wrote it; or what was computed with was masked off and had no `other`"
     else:
         seen = f"{number:.6g}"
     raise AssertionError(
