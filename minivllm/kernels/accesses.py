@@ -9,6 +9,9 @@ made-up address, so far from all others that whatever the kernel adds to it, one
 and not made: a load gives NaN (0 for whole numbers), a store is dropped. Elements that a mask leaves out without an `other` are undefined, and NaN here too.
 
 On a GPU, kernels that are launched while this records are interpreted too, on copies in host memory.
+
+What it does not know: locks and flags (programs that wait for one another look like a conflict), whether two programs write the same number (it names
+that, too), pointers that are cast to another width or come out of memory, and the order of the threads within a program.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ Program = tuple[int, int, int]
 _TAG_SHIFT = 52
 """The number of a tensor argument, counted from 1, stands in an address above this bit: real addresses are smaller."""
 _MIDDLE = 1 << (_TAG_SHIFT - 1)
+_LOWEST, _HIGHEST = 1 << 12, 1 << 47
+"""Real addresses of programs lie in between."""
 _BFLOAT16_NAN = 0x7FC0
 _MOST_NAMED = 3
 """Places that a sentence names."""
@@ -64,11 +69,18 @@ class TensorArgument:
     def find_elements(self, byte_offsets: np.ndarray) -> np.ndarray:
         """The elements that begin at these distances from the first one, counted in row-major order; -1 where none does."""
         offsets, remainder = np.divmod(byte_offsets, self.item_size)
+        if self._is_contiguous:
+            return np.where((offsets >= 0) & (offsets < self.num_elements) & (remainder == 0), offsets, -1)
         places, numbers = self._places
         if not len(places):
             return np.full(offsets.shape, -1)
         found = np.minimum(np.searchsorted(places, offsets), len(places) - 1)
         return np.where((places[found] == offsets) & (remainder == 0), numbers[found], -1)
+
+    @property
+    def _is_contiguous(self) -> bool:
+        steps = np.cumprod([1, *self.shape[:0:-1]])[: len(self.shape)][::-1]
+        return all(size == 1 or stride == step for size, stride, step in zip(self.shape, self.stride, steps, strict=True))
 
     @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +154,7 @@ class Launch:
     grid: Program
     tensors: list[TensorArgument]
     accesses: list[Access] = field(default_factory=list)
+    _known: tuple[int, list[Problem]] = field(default=(-1, []), repr=False)
 
     def num_bytes(self, kind: str, tensor: int | None = None) -> int:
         """Bytes that all programs moved by accesses of this kind. Elements that one access touches several times count once."""
@@ -153,7 +166,9 @@ class Launch:
 
     def problems(self) -> list[Problem]:
         """What is wrong with it: accesses outside the tensors, and places where the order of the programs decides."""
-        return [*self._find_outside(), *self._find_conflicts()]
+        if self._known[0] != len(self.accesses):
+            self._known = (len(self.accesses), [*self._find_outside(), *self._find_conflicts()])
+        return self._known[1]
 
     def _find_outside(self) -> Iterator[Problem]:
         for number, tensor in enumerate(self.tensors):
@@ -178,15 +193,16 @@ class Launch:
         seen: dict[int, dict[str, set[Program]]] = {}  # by address: programs by kind of access
         twice: dict[int, set[Program]] = {}
         element_at: dict[int, tuple[int, int]] = {}
-        for access in self.accesses:
+        suspicious = self._find_suspicious()
+        for access in self.accesses if len(suspicious) else ():
             inside = access.elements >= 0
-            addresses = self.tensors[access.tensor].address + access.byte_offsets[inside]
-            unique, first, counts = np.unique(addresses, return_index=True, return_counts=True)
-            for address, index, count in zip(unique.tolist(), first, counts, strict=True):
+            unique, first, counts = np.unique(self._addresses(access), return_index=True, return_counts=True)
+            for index in np.isin(unique, suspicious).nonzero()[0].tolist():
+                address = int(unique[index])
                 seen.setdefault(address, {}).setdefault(access.kind, set()).add(access.program)
                 if access.kind != "load" or address not in element_at:
-                    element_at[address] = (access.tensor, int(access.elements[inside][index]))
-                if count > 1 and access.kind == "store":
+                    element_at[address] = (access.tensor, int(access.elements[inside][first[index]]))
+                if counts[index] > 1 and access.kind == "store":
                     twice.setdefault(address, set()).add(access.program)
         found: dict[tuple[str, int], dict[int, set[Program]]] = {}
         for address, by_kind in seen.items():
@@ -196,8 +212,8 @@ class Launch:
                 found.setdefault(("race", tensor), {})[element] = stores | atomics
             elif address in twice:
                 found.setdefault(("race", tensor), {})[element] = twice[address]
-            elif stores and loads - stores:
-                found.setdefault(("order", tensor), {})[element] = loads | stores
+            elif len(loads | stores | atomics) > 1 and loads:
+                found.setdefault(("order", tensor), {})[element] = loads | stores | atomics
         for (kind, number), by_element in sorted(found.items()):
             elements = tuple(sorted(by_element))
             programs = tuple(sorted(set().union(*by_element.values())))
@@ -212,9 +228,41 @@ class Launch:
                 what = f"{name_programs(sorted(example), self.grid)} writes {where} several times in one store: which of them comes last is not known"
             yield Problem(kind, number, elements, programs, what + more)
 
+    def _addresses(self, access: Access) -> np.ndarray:
+        """Where the elements of an access are that lie inside the tensor."""
+        return self.tensors[access.tensor].address + access.byte_offsets[access.elements >= 0]
+
+    def _find_suspicious(self) -> np.ndarray:
+        """Addresses that somebody writes and several programs touch, or that one store writes several times."""
+        programs = {program: number for number, program in enumerate(dict.fromkeys(access.program for access in self.accesses))}
+        places, owners, written, twice = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
+        for access in self.accesses:
+            unique, counts = np.unique(self._addresses(access), return_counts=True)
+            places.append(unique)
+            owners.append(np.full(len(unique), programs[access.program]))
+            if access.kind != "load":
+                written.append(unique)
+                twice.append(unique[counts > 1] if access.kind == "store" else unique[:0])
+        place, owner = np.concatenate(places), np.concatenate(owners)
+        kept = np.isin(place, np.unique(np.concatenate(written)))
+        place, owner = place[kept], owner[kept]
+        order = np.argsort(place, kind="stable")
+        place, owner = place[order], owner[order]
+        starts = np.flatnonzero(np.diff(place, prepend=-1)) if len(place) else np.zeros(0, np.int64)
+        if not len(starts):
+            return starts
+        shared = np.minimum.reduceat(owner, starts) != np.maximum.reduceat(owner, starts)
+        return np.union1d(place[starts][shared], np.concatenate(twice))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
 
 def _describe(tensor: TensorArgument) -> str:
-    return f"is [{', '.join(map(str, tensor.shape))}]" if len(tensor.shape) > 1 else f"has {tensor.num_elements} elements"
+    return (
+        f"is [{', '.join(map(str, tensor.shape))}]" if len(tensor.shape) > 1 else f"has {_count(tensor.num_elements, 'element')}"
+    )
 
 
 def _index(tensor: TensorArgument, element: int) -> str:
@@ -260,17 +308,24 @@ def record_accesses() -> Iterator[list[Launch]]:
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
     replacements: list[tuple[Any, str, Any]] = [
         (interpreter, "_implicit_cvt", partial(recorder.convert, interpreter._implicit_cvt)),
+        (builder, "set_grid_dim", partial(recorder.set_grid, builder.set_grid_dim)),
         (builder, "create_masked_load", partial(recorder.load, builder.create_masked_load)),
         (builder, "create_masked_store", partial(recorder.store, builder.create_masked_store)),
         (builder, "create_atomic_rmw", partial(recorder.update, builder.create_atomic_rmw)),
         (builder, "create_atomic_cas", partial(recorder.compare_and_swap, builder.create_atomic_cas)),
         (executor, "_init_args_hst", _as_method(recorder.begin_launch, executor._init_args_hst)),
         (jit.JITFunction, "run", _as_method(recorder.run_compiled)),
+        # So that `x.sum(axis=0)` finds x: compiled functions are no methods of a tensor otherwise.
+        (
+            jit.JITFunction,
+            "__get__",
+            lambda function, tensor, owner=None: function if tensor is None else partial(function, tensor),
+        ),
         (jit.JITFunction, "__call__", _as_method(recorder.call_compiled)),
     ]
     with ExitStack() as stack:
         for replacement in replacements:
-            stack.enter_context(patch.object(*replacement))
+            stack.enter_context(patch.object(*replacement, create=True))
         yield recorder.launches
 
 
@@ -301,17 +356,29 @@ class _Recorder:
         launch = Launch(executor.fn.__name__, (0, 0, 0), [])
         self.launches.append(launch)
         self.arguments = {}
-        named = [*zip(executor.arg_names, args, strict=False), *kwargs.items()]
-        for name, value in named:
-            tensor = self.interpreter._unwrap_tensor(value)
-            if not isinstance(tensor, Tensor):
-                continue
-            self.arguments[id(value)] = len(launch.tensors)
-            self.kept.append(value)
-            launch.tensors.append(
-                TensorArgument(name, tuple(tensor.shape), tensor.stride(), tensor.element_size(), tensor.data_ptr())
-            )
+        for name, value in [*zip(executor.arg_names, args, strict=False), *kwargs.items()]:
+            self._note_argument(name, value)
         return args, kwargs
+
+    def _note_argument(self, name: str, value: Any) -> None:
+        """Give a tensor a number; those in a tuple, and that of a descriptor, have names like `parts[0]` and `descriptor.base`."""
+        if isinstance(value, tuple):
+            for number, part in enumerate(value):
+                self._note_argument(f"{name}[{number}]", part)
+            return
+        if hasattr(value, "block_shape"):
+            self._note_argument(f"{name}.base", value.base)
+            return
+        tensor, tensors = self.interpreter._unwrap_tensor(value), self.launches[-1].tensors
+        if isinstance(tensor, Tensor):
+            self.arguments[id(value)] = len(tensors)
+            self.kept.append(value)
+            tensors.append(TensorArgument(name, tuple(tensor.shape), tensor.stride(), tensor.element_size(), tensor.data_ptr()))
+
+    def set_grid(self, original: Callable[..., Any], *grid: int) -> None:
+        """Note how many programs there are."""
+        original(*grid)
+        self.launches[-1].grid = self.builder.grid_dim
 
     def convert(self, original: Callable[..., Any], value: Any) -> Any:
         """An argument as the kernel sees it: a tensor of the launch gets its made-up address."""
@@ -327,7 +394,12 @@ class _Recorder:
 
     def call_compiled(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of such a function from within a kernel."""
-        return self.interpreter.InterpretedFunction(function.fn)(*args, **kwargs)
+        rewritten = self.interpreter.InterpretedFunction(function.fn).rewrite()
+        scope = self.interpreter._patch_lang(function.fn)  # which the interpreter itself would not take back
+        try:
+            return rewritten(*args, **kwargs)
+        finally:
+            scope.restore()
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
@@ -363,13 +435,15 @@ class _Recorder:
         addresses = ptrs.data
         wanted = np.ones(addresses.shape, bool) if mask is None else np.broadcast_to(mask.data, addresses.shape).astype(bool)
         launch, program = self.launches[-1], self.builder.grid_idx
-        launch.grid = self.builder.grid_dim
         tags = (addresses >> np.uint64(_TAG_SHIFT)).astype(np.int64) - 1
         real, allowed = addresses.copy(), wanted.copy()
         place = _find_place(sys._getframe(2), self.folder)
         for number in np.unique(tags[wanted]).tolist():
-            if not 0 <= number < len(launch.tensors):
-                continue  # an address that the kernel has from elsewhere
+            if not 0 <= number < len(launch.tensors):  # the kernel has the address from elsewhere
+                unknown = addresses[wanted & (tags == number)]
+                if number >= 0 or unknown.min() < _LOWEST or unknown.max() >= _HIGHEST:
+                    raise KernelError(f"Program {program} of {launch.kernel} asks for an address that belongs to no tensor.")
+                continue
             tensor, here = launch.tensors[number], wanted & (tags == number)
             start = np.uint64(((number + 1) << _TAG_SHIFT) + _MIDDLE)
             byte_offsets = (addresses[here] - start).astype(np.int64)

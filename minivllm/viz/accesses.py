@@ -105,7 +105,7 @@ def draw_accesses(launch: Launch, step: int | None = None, title: str = "") -> F
     below = 0.12 + _LINE_HEIGHT * len(sentences)
     heights = [_PANEL_MARGIN + _ROW_HEIGHT * panel.height for panel in panels]
     above = 0.55 if step is None else 0.75
-    total = sum(heights) + below + above
+    total = max(sum(heights), 0.3) + below + above
     figure = new_figure(total, title or _describe(launch, step), left=_LEFT, right=0.15, top=0.55, bottom=below)
     programs = list(dict.fromkeys(access.program for access in accesses))
     colors = {program: request_color(number) for number, program in enumerate(programs)}
@@ -140,7 +140,8 @@ def _describe(launch: Launch, step: int | None) -> str:
     tensor, count = launch.tensors[access.tensor].name, len(access.elements)
     who = name_programs([access.program], launch.grid)
     number = step % len(launch.accesses) + 1
-    return f"{name}: access {number} of {len(launch.accesses)}\n{who} {_VERBS[access.kind]} {count} of {tensor}{masked}: {access.source}"
+    line = textwrap.shorten(access.source, 90, placeholder=" …")
+    return f"{name}: access {number} of {len(launch.accesses)}\n{who} {_VERBS[access.kind]} {count} of {tensor}{masked}: {line}"
 
 
 def _wrap(problems: Sequence[Problem]) -> list[str]:
@@ -161,6 +162,7 @@ def _legend(launch: Launch, colors: dict[Any, str], problems: Sequence[Problem])
         for program, color in list(colors.items())[:most]
     ]
     if len(colors) > most:
+        del handles[3:]
         handles.append(Patch(facecolor="none", edgecolor="none", label="…"))
     some = request_color(0)
     kinds = {access.kind for access in launch.accesses}
@@ -214,7 +216,12 @@ class _Panel:
             np.concatenate([access.elements[access.elements >= 0] // self.columns for access in self.accesses] or [[0]])
         )
         rows = [*touched.astype(int).tolist(), *(row for row in range(_MOST_ROWS) if row not in touched)]
-        first = 0
+        beyond = [
+            row
+            for row in np.unique(np.concatenate([self._outside_places(access)[:, 0] for access in self.accesses] or [[0]]))
+            if row in touched
+        ]
+        first = rows.index(int(beyond[0])) if beyond else 0
         if current is not None and current.tensor == self.number and (current.elements >= 0).any():
             first = rows.index(int(current.elements[current.elements >= 0].min()) // self.columns)
         first = max(0, min(first, len(touched) - _MOST_ROWS))
@@ -322,7 +329,8 @@ class _Panel:
         tidy(axes, "", "")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xticks([])
-        every = next(step for step in (1, 2, 4, 8, 16, 32, 64) if self.cells / step <= 32)
+        letters = len(str(self.cells * self.group))
+        every = next(step for step in (1, 2, 4, 8, 16, 32, 64) if self.cells / step * (letters + 1) <= 100)
         label_places(axes, "x", [(cell + 0.5, str(cell * self.group)) for cell in range(0, self.cells, every)], 6.5)
         names = [(place + 0.5, self._row_name(row)) for row, place in self.places.items()] if self.rows > 1 else []
         label_places(axes, "y", names, 6.5)

@@ -147,7 +147,7 @@ WRONG = {
 RIGHT = {
     "add: what is outside is 0": (ADD, "y = tl.load(y_ptr + places, mask=inside)", "y = tl.load(y_ptr + places, mask=inside, other=0.0)"),
     "add: in float32": (ADD, "x + y, mask", "x.to(tl.float32) + y.to(tl.float32), mask"),
-    "reduce: a second variable": (REDUCE, 'tl.where(inside, x, float("-inf"))', "tl.where(columns >= num_columns, -1e30, x)"),
+    "reduce: a second variable": (REDUCE, 'tl.where(inside, x, float("-inf"))', "tl.where(columns >= num_columns, -3e38, x)"),
     "softmax: multiplied by the inverse": (SOFTMAX, "weights / tl.sum(weights, axis=0)", "weights * (1.0 / tl.sum(weights, axis=0))"),
     "softmax: by tl.softmax's steps": (SOFTMAX, "tl.exp(x - tl.max(x, axis=0))", "tl.exp2((x - tl.max(x, axis=0)) * 1.4426950408889634)"),
     "silu: tl.sigmoid": (SILU, "gate / (1.0 + tl.exp(-gate)) * up", "gate * tl.sigmoid(gate) * up"),

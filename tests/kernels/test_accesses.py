@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -73,6 +74,33 @@ def through_a_block_pointer(out_ptr, x_ptr, rows, columns, CHECK: tl.constexpr, 
         tl.store(out, tl.load(x, boundary_check=(0, 1)), boundary_check=(0, 1))
     else:
         tl.store(out, tl.load(x, boundary_check=(0,)), boundary_check=(0, 1))
+
+
+@triton.jit
+def from_a_tuple(ptrs, size, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(ptrs[1] + places, tl.load(ptrs[0] + places), mask=places < size)
+
+
+@triton.jit
+def through_a_descriptor(descriptor, BLOCK: tl.constexpr):
+    descriptor.store([0, 0], tl.zeros([BLOCK, BLOCK], tl.float32))
+
+
+@triton.jit
+def at_any_address(x_ptr, far):
+    tl.load(x_ptr + far.to(tl.int64))
+
+
+@triton.jit
+def nothing_at_all(x_ptr):
+    pass
+
+
+@triton.jit
+def add_and_read(out_ptr, total_ptr):
+    tl.atomic_add(total_ptr, 1.0)
+    tl.store(out_ptr + tl.program_id(0), tl.load(total_ptr))
 
 
 @triton.jit
@@ -233,6 +261,69 @@ def test_block_pointers(check):
     outside = [problem.elements for problem in launch.problems()]
     assert outside == ([] if check else [(15, 16, 17)])  # past the ends of the rows are other rows, or nothing
     assert torch.equal(out, x)
+
+
+def test_tensors_in_a_tuple():
+    launch = record(from_a_tuple[(2,)], (torch.ones(6), torch.zeros(6)), 6, BLOCK=4)
+    assert [tensor.name for tensor in launch.tensors] == ["ptrs[0]", "ptrs[1]"]
+    assert [problem.sentence.split(":")[0] for problem in launch.problems()] == [
+        "Program 1 reads outside ptrs[0], which has 6 elements"
+    ]
+
+
+def test_descriptors():
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = torch.ones(8, 4)
+    launch = record(through_a_descriptor[(2,)], TensorDescriptor(x, (8, 4), (4, 1), [4, 4]), BLOCK=4)
+    assert [(problem.kind, len(problem.elements)) for problem in launch.problems()] == [("race", 16)]
+    x.fill_(1)
+    launch = record(through_a_descriptor[(1,)], TensorDescriptor(x[:3], (4, 4), (4, 1), [4, 4]), BLOCK=4)
+    assert [problem.elements for problem in launch.problems()] == [(12, 13, 14, 15)]
+    assert x[3].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("far", [2**59, -(2**60)])
+def test_an_address_of_nobody_is_refused_before_it_is_read(far):
+    with pytest.raises(interpreter.InterpreterError, match="belongs to no tensor"):
+        record(at_any_address[(1,)], torch.zeros(4), far)
+
+
+def test_a_kernel_that_touches_nothing():
+    launch = record(nothing_at_all[(3, 2)], torch.zeros(4))
+    assert launch.grid == (3, 2, 1) and launch.accesses == launch.problems() == []
+
+
+def test_reading_what_others_add_to_depends_on_the_order():
+    assert kinds(record(add_and_read[(3,)], torch.zeros(3), torch.zeros(1))) == ["order"]
+    assert kinds(record(add_and_read[(1,)], torch.zeros(3), torch.zeros(1))) == []
+
+
+def test_large_launches_are_judged_quickly():
+    x = torch.zeros(300_000)
+    launch = record(overlap[(5,)], torch.zeros(300_000), x, 2**16, 300_000, BLOCK=2**16)
+    assert launch.problems() == [] and launch.problems() is launch.problems()
+
+
+def test_recording_leaves_the_language_as_it_was(tmp_path):
+    """Compiled kernels call helpers of Triton's own library, which the interpreter would leave changed."""
+    script = tmp_path / "kernel.py"
+    script.write_text(
+        "import torch, triton, triton.language as tl\n"
+        "from minivllm.kernels.accesses import record_accesses\n"
+        "@triton.jit\n"
+        "def add_up(out_ptr, x_ptr, BLOCK: tl.constexpr):\n"
+        "    tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, BLOCK)), axis=0) + tl.zeros([8], tl.float32).max(axis=0))\n"
+        "places = (tl, tl.core, tl.math, tl.tensor, tl.dtype)\n"
+        "before = [dict(vars(place)) for place in places]\n"
+        "with record_accesses() as launches:\n"
+        "    add_up[(1,)](torch.zeros(1), torch.ones(8), BLOCK=8)\n"
+        "same = [vars(place).get(name) is value for place, names in zip(places, before) for name, value in names.items()]\n"
+        "print(launches[0].problems(), all(same))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment).stdout
+    assert said == "[] True\n"
 
 
 def test_helpers_and_their_lines():

@@ -27,6 +27,11 @@ def double(out_ptr, x_ptr, num_elements, BLOCK: tl.constexpr, STEP: tl.constexpr
     tl.store(out_ptr + places, 2 * tl.load(x_ptr + places), mask=places < num_elements)
 
 
+@triton.jit
+def idle(number):
+    pass
+
+
 def record(size=20, grid=3, block=8, step=8, shape=None):
     x, out = torch.ones(size), torch.zeros(size)
     if shape:
@@ -125,6 +130,18 @@ def test_of_many_rows_those_that_are_touched_are_drawn():
         double[(1,)](x, x, 0, BLOCK=4, STEP=4)
     far = draw_accesses(launches[1])
     assert "12 of 100 rows" in far.axes[0].texts[0].get_text()
+
+
+def test_rows_with_mistakes_are_drawn_first():
+    figure = draw_accesses(record(1000, 8, 128, 128))
+    dotted = [collection for axes in figure.axes for collection in axes.collections if collection.get_zorder() == 6]
+    assert dotted and "12 of 16 rows" in figure.axes[1].texts[0].get_text()
+
+
+def test_a_kernel_without_tensors_can_be_drawn():
+    with record_accesses() as launches:
+        idle[(2,)](1)
+    assert to_png(draw_accesses(launches[0])) and draw_accesses(launches[0]).get_suptitle() == "idle, 2 programs"
 
 
 def test_the_player_begins_with_the_whole_launch():

@@ -93,8 +93,22 @@ def make_input(
     return x
 
 
-def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str) -> None:
-    """Raise an AssertionError about the first number that differs from the exact one, which is given in double precision."""
+def find_stored(recorded: Launch, number: int) -> set[int]:
+    """The elements of a tensor that the launch has stored, counted in row-major order."""
+    stores = [access.elements for access in recorded.accesses if access.tensor == number and access.kind != "load"]
+    return {element for elements in stores for element in elements.tolist()}
+
+
+def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stored: set[int]) -> None:
+    """Raise an AssertionError about the first number that differs from the exact one, which is given in double precision.
+
+    Args:
+        call: The launch in words.
+        name: The output's.
+        got, expected: What it holds, and what it has to.
+        look: Where to look.
+        stored: The elements that were written.
+    """
     wanted = expected.double()
     error = (got.double() - wanted).abs().nan_to_num(nan=torch.inf)
     largest = float(wanted[wanted.isfinite()].abs().max()) if wanted.isfinite().any() else 1.0
@@ -103,32 +117,30 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str) -> N
         return
     place = tuple(bad[0].tolist())
     index = f"{name}[{', '.join(map(str, place))}]"
-    number = float(got[place])
-    if number != number and not bool(wanted.isnan()[place]):
-        seen = "nan. So nobody wrote it; or what was computed with was masked off and had no `other`"
-    else:
-        seen = f"{number:.6g}"
+    number = int(torch.arange(got.numel()).view(got.shape)[place])
+    seen = f"{float(got[place]):.6g}"
+    if number not in stored:
+        seen += ", as before the launch: nobody wrote it"
+    elif seen == "nan":
+        seen += ", which is what the kernel stored. Did it compute with elements that were masked off and had no `other`, or with infinity?"
     raise AssertionError(
         f"{call}\nExpected {index}: {float(wanted[place]):.6g}\nGot {index}: {seen}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
     )
 
 
-def check_reads(call: str, recorded: Launch, least: dict[str, int]) -> None:
+def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
     """Raise an AssertionError if a launch reads more of a tensor than it must.
 
     Args:
         call: The launch in words.
         recorded: What it did.
-        least: By parameter, how many of its elements have to be read, all programs together.
+        least: By the tensor's number, how many of its elements have to be read, all programs together.
     """
-    for number, tensor in enumerate(recorded.tensors):
-        if tensor.name not in least:
-            continue
-        read = recorded.num_bytes("load", number)
-        must = least[tensor.name] * tensor.item_size
+    for number, elements in least.items():
+        tensor = recorded.tensors[number]
+        read, must = recorded.num_bytes("load", number), elements * tensor.item_size
         if read > must:
-            times = read / must if must else 0
-            much = f"{times:.3g} times as much as it must" if must else "and nothing of it is needed"
+            much = f"{read / must:.3g} times as much as it must" if must else "and nothing of it is needed"
             raise AssertionError(
                 f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
                 f"Look at the loads: load a number once, keep it, and use it as often as you like. Memory is far away."

@@ -15,6 +15,7 @@ from minivllm.course.lessons.lesson_05.launches import (
     check_unchanged,
     compare,
     describe_call,
+    find_stored,
     launch,
     make_input,
     make_output,
@@ -50,10 +51,18 @@ def run_case(kernel: Any, case: Case, look: dict[str, str]) -> None:
     call = describe_call(kernel, case.grid, *arguments, **case.constants)
     before = [case.arguments[name].clone() for name in case.inputs]
     recorded = launch(kernel, case.grid, *arguments, **case.constants)
+    tensors = [name for name, value in case.arguments.items() if isinstance(value, Tensor)]
     check_unchanged(call, case.inputs, [case.arguments[name] for name in case.inputs], before)
     for name, expected in case.outputs.items():
-        compare(call, name, case.arguments[name], expected, look.get(name, look.get("", "")))
-    check_reads(call, recorded, case.least)
+        compare(
+            call,
+            name,
+            case.arguments[name],
+            expected,
+            look.get(name, look.get("", "")),
+            find_stored(recorded, tensors.index(name)),
+        )
+    check_reads(call, recorded, {tensors.index(name): least for name, least in case.least.items()})
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -103,7 +112,7 @@ def check_add(kernel: Any) -> None:
 
 def make_scale_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
     """Matrices whose rows lie apart, by different distances."""
-    rows, columns = rng.randint(1, 5), rng.randint(1, 40)
+    rows, columns = rng.randint(1, 5), rng.choice((rng.randint(1, 40), 150))
     x = make_input((rows, columns), dtype, generator, gap=rng.choice((0, 3, 8)))
     out, factors = make_output((rows, columns), dtype, rng.choice((0, 1, 5))), make_input((rows,), dtype, generator)
     arguments = {
@@ -132,12 +141,15 @@ def make_reduction_case(rng: random.Random, generator: torch.Generator, dtype: t
     sign = rng.choice((-1, 0, 1, -1))
     if sign:
         x.copy_(sign * (x.abs() + (100 if columns == 700 else 0.5)))
+    if rng.random() < 0.3 and dtype == torch.float32:
+        x.copy_(-1e30 * (x.abs() + 0.5))
     arguments = {
         "maxima_ptr": make_output((rows,), torch.float32), "sums_ptr": make_output((rows,), torch.float32), "x_ptr": x,
         "num_columns": columns, "x_stride": x.stride(0),
     }  # fmt: skip
     outputs = {"maxima_ptr": x.double().amax(dim=1), "sums_ptr": x.double().sum(dim=1)}
-    return Case((rows,), arguments, {"BLOCK": power_of_2(columns)}, outputs, ("x_ptr",), {"x_ptr": rows * columns})
+    least = {"x_ptr": rows * columns, "maxima_ptr": 0, "sums_ptr": 0}
+    return Case((rows,), arguments, {"BLOCK": power_of_2(columns)}, outputs, ("x_ptr",), least)
 
 
 def check_max_and_sum(kernel: Any) -> None:
@@ -155,10 +167,12 @@ def check_max_and_sum(kernel: Any) -> None:
 
 def make_softmax_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
     """Rows of numbers that are small, large or very large."""
-    rows, columns, scale = rng.randint(1, 4), rng.choice((1, rng.randint(2, 60))), rng.choice((1.0, 30.0, 1e4))
+    rows, columns, scale = rng.randint(1, 4), rng.choice((1, rng.randint(2, 60), 200)), rng.choice((1.0, 30.0, 1e4))
     x = make_input((rows, columns), dtype, generator, scale=scale, gap=rng.choice((0, 2)))
     if rng.random() < 0.4 and scale < 1e4:
         x -= 5 * scale  # all of them far below 0
+    elif rng.random() < 0.3 and dtype == torch.float32:
+        x.copy_(-1e30 * (x.abs() + 0.5))
     out = make_output((rows, columns), dtype, rng.choice((0, 4)))
     arguments = {"out_ptr": out, "x_ptr": x, "num_columns": columns, "out_stride": out.stride(0), "x_stride": x.stride(0)}
     return Case(
@@ -207,7 +221,7 @@ def check_silu_and_mul(kernel: Any) -> None:
 
 def make_norm_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
     """A residual stream, what is added to it, and a weight; large numbers whose squares float16 cannot hold."""
-    rows, size, scale = rng.randint(1, 4), rng.choice((1, rng.randint(2, 60))), rng.choice((1e-3, 1.0, 300.0))
+    rows, size, scale = rng.randint(1, 4), rng.choice((1, rng.randint(2, 60), 300)), rng.choice((1e-3, 1.0, 300.0))
     stride = size + rng.choice((0, 3))
     x, residual = (make_input((rows, size), dtype, generator, scale=scale, gap=stride - size) for _ in range(2))
     weight, eps = make_input((size,), dtype, generator), rng.choice((1e-5, 1e-2))

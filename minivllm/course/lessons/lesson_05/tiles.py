@@ -19,7 +19,7 @@ _ROUNDS = 12
 
 def make_gather_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
     """A table of which some rows are taken, some several times, and some never."""
-    num_rows, columns, count = rng.randint(1, 9), rng.randint(1, 30), rng.randint(1, 8)
+    num_rows, columns, count = rng.randint(1, 9), rng.choice((rng.randint(1, 30), 130)), rng.randint(1, 8)
     table = make_input((num_rows, columns), dtype, generator, gap=rng.choice((0, 3)))
     numbers = [rng.randrange(num_rows) if rng.random() < 0.8 else -1 for _ in range(count)]
     rows = torch.tensor(numbers, dtype=rng.choice((torch.int64, torch.int32)))
@@ -84,11 +84,13 @@ def make_matmul_case(rng: random.Random, generator: torch.Generator, dtype: torc
     arguments = {
         "out_ptr": out, "a_ptr": a, "b_ptr": b, "m": m, "n": n, "k": k, "out_stride": out.stride(0), "a_stride": a.stride(0), "b_stride": b.stride(0),
     }  # fmt: skip
-    least = {"a_ptr": m * k * ceil_div(n, 16), "b_ptr": k * n * ceil_div(m, 16), "out_ptr": 0}
+    block = rng.choice((16, 32))
+    tiles_m, tiles_n = ceil_div(m, block), ceil_div(n, block)  # a tile may wrap around: then it is read whole
+    least = {"a_ptr": tiles_m * block * k * tiles_n, "b_ptr": k * tiles_n * block * tiles_m, "out_ptr": 0}
     return Case(
-        (ceil_div(m, 16), ceil_div(n, 16)),
+        (tiles_m, tiles_n),
         arguments,
-        {"BLOCK": 16},
+        {"BLOCK": block},
         {"out_ptr": a.double() @ b.double()},
         ("a_ptr", "b_ptr"),
         least,
@@ -108,13 +110,15 @@ def check_matmul(kernel: Any) -> None:
 def make_running_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
     """Rows that are longer than a piece, with their largest number anywhere."""
     rows, block = rng.randint(1, 3), rng.choice((4, 8, 16))
-    columns = rng.choice((1, block, 3 * block, rng.randint(2, 70)))
+    columns = rng.choice((1, block, 3 * block, rng.randint(2, 70), 500))
     x = make_input((rows, columns), dtype, generator, scale=rng.choice((1.0, 30.0, 3e3)), gap=rng.choice((0, 3)))
     order = rng.choice(("any", "ascending", "descending"))
     if order != "any":
         x.copy_(x.sort(dim=1, descending=order == "descending").values)
     if rng.random() < 0.5:
         x -= 2 * x.abs().max()
+    elif dtype == torch.float32:
+        x.copy_(x / x.abs().max() - 1e30 if rng.random() < 0.5 else x)
     exact = x.double()
     maxima = exact.amax(dim=1)
     arguments = {
@@ -122,7 +126,8 @@ def make_running_case(rng: random.Random, generator: torch.Generator, dtype: tor
         "num_columns": columns, "x_stride": x.stride(0),
     }  # fmt: skip
     outputs = {"maxima_ptr": maxima, "sums_ptr": (exact - maxima[:, None]).exp().sum(dim=1)}
-    return Case((rows,), arguments, {"BLOCK": block}, outputs, ("x_ptr",), {"x_ptr": rows * columns})
+    least = {"x_ptr": rows * columns, "maxima_ptr": 0, "sums_ptr": 0}
+    return Case((rows,), arguments, {"BLOCK": block}, outputs, ("x_ptr",), least)
 
 
 def check_running(kernel: Any) -> None:

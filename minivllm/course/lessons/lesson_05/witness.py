@@ -38,9 +38,9 @@ def _observe(name: str) -> _Observe:
             case = _MAKERS[name](rng, generator, (torch.float32, torch.float16)[number % 2])
             with record_accesses() as launches:
                 kernel[case.grid](*case.arguments.values(), **case.constants)
-            reads = {tensor.name: launches[-1].num_bytes("load", index) for index, tensor in enumerate(launches[-1].tensors)}
-            sizes = {tensor.name: tensor.item_size for tensor in launches[-1].tensors}
-            much = [key for key, least in case.least.items() if reads[key] > least * sizes[key]]
+            tensors = [key for key, value in case.arguments.items() if isinstance(value, Tensor)]
+            reads = {key: launches[-1].num_bytes("load", index) for index, key in enumerate(tensors)}
+            much = [key for key, least in case.least.items() if reads[key] > least * case.arguments[key].element_size()]
             left = [_report(case.arguments[key], expected) for key, expected in case.outputs.items()]
             facts.append([left, much, [problem.kind for problem in launches[-1].problems()]])
         return facts
