@@ -114,10 +114,12 @@ def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tenso
     name, before = getattr(function, "__name__", "it"), logits.clone()
     try:
         result = function(logits, *arguments)
+    except NotImplementedError:
+        raise
     except (RuntimeError, IndexError) as error:  # torch's, which do not say for what
         given = ", ".join(show(argument) for argument in arguments)
         raise AssertionError(
-            f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}."
+            f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}. Look at which of these values it cannot take yet."
         ) from error
     assert isinstance(result, Tensor), f"{name} must return a tensor, but returned {result!r}. Look at its last line."
     assert result.shape == logits.shape, (
