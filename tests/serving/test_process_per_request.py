@@ -39,7 +39,10 @@ def test_it_answers_the_same_one_request_at_a_time(llm):
         tasks[2].cancel()
         outputs = await asyncio.gather(*tasks[:2])
         assert [output[-1].outputs[0].text for output in outputs] == [expected, expected]
-        assert outputs[0][-1].metrics.finished_time < outputs[1][0].metrics.first_token_time
+        first, second = sorted(
+            outputs, key=lambda output: output[-1].metrics.finished_time
+        )  # on a busy machine either may start first
+        assert first[-1].metrics.finished_time < second[0].metrics.first_token_time
         assert engine.num_unfinished_requests() == 0
         with pytest.raises(RequestError, match="empty"):
             await collect(engine, "", params)
