@@ -18,6 +18,7 @@ import datetime
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,12 @@ from minivllm.worker.worker import Worker  # noqa: E402
 
 TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
 NOT_HERE = "not smollm2"
+LESSONS = [
+    "notebooks/05_triton.ipynb",
+    "notebooks/06_paged_attention.ipynb",
+    "solutions/05_triton.ipynb",
+    "solutions/06_paged_attention.ipynb",
+]
 """The default model comes from a package that may not be installed here."""
 QWEN3 = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -60,16 +67,18 @@ def run_benchmark(out: Path, sweep: bool) -> tuple[bool, dict]:
     return passed, json.loads(out.read_text()) if passed else {}
 
 
-def run_lesson() -> tuple[bool, str]:
-    """The walkthrough of lesson 05, where nbclient is installed. Returns whether it ran, and what its cells printed."""
+def run_lesson(file: str) -> tuple[bool, str]:
+    """A notebook about kernels, where nbclient is installed. Returns whether it ran, and what its cells printed."""
     try:
         import nbclient
         import nbformat
     except ImportError:
         return True, "not run: nbclient is not installed"
-    notebook = nbformat.read(ROOT / "notebooks" / "05_triton.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / file, as_version=4)
+    for cell in notebook.cells:  # what can be solved in two languages is checked in Triton
+        cell.source = re.sub(r"written\((\w+)_loops, \w+_kernel\)", r"written(\1_kernel, \1_loops)", cell.source)
     try:
-        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str((ROOT / file).parent)}}).execute()
     except nbclient.exceptions.CellExecutionError as error:
         return False, str(error)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
@@ -233,9 +242,10 @@ def main() -> int:
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
         note("tokens with and without graphs", equal, tokens_per_second=speeds)
-    passed, printed = run_lesson()
-    print(printed)
-    note("lesson 05", passed, lesson_05=printed)
+    for file in LESSONS:
+        passed, printed = run_lesson(file)
+        print(printed)
+        note(file, passed, **{file: printed})
     if not args.skip_tests:
         note("kernel tests", run_tests())
     checks = result["checks"]

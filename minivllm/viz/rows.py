@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from minivllm.viz.drawing import add_boxes, add_legend, new_figure, tidy
@@ -67,6 +69,8 @@ def draw_rows(
 def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, title: str = "") -> Figure:
     """How full the rows of a contiguous cache are, step by step. A row with a single token shows a line.
 
+    Where a row's length is neither what it was nor one more, another text has the row: a dark line marks that.
+
     Args:
         steps: For each step, the tokens in the cache by row; free rows are missing.
         num_rows: Rows of the cache.
@@ -83,13 +87,16 @@ def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, 
         ]
         add_boxes(axes, [(0, len(steps), row + 0.1, row + 0.9)], LOOKS["reserved"][0], edge=PALE, line_width=0.5, hatch="/////", label="reserved")  # fmt: skip
         add_boxes(axes, boxes, LOOKS["in use"][0], label="in use", zorder=3)
+        for number, (before, lengths) in enumerate(itertools.pairwise(steps), 1):
+            if before.get(row) and lengths.get(row, before[row]) - before[row] not in (0, 1):
+                axes.vlines(number, row + 0.1, row + 0.9, color=INK, linewidth=1.5, zorder=4)
     axes.set(xlim=(0, max(len(steps), 1)), ylim=(num_rows, 0), yticks=[row + 0.5 for row in range(num_rows)])
     axes.set_yticklabels([str(row) for row in range(num_rows)])
     tidy(axes, "step", f"row of the cache ({max_len} slots each)")
-    _add_legend(axes, ["in use", "reserved"])
+    _add_legend(axes, ["in use", "reserved"], Line2D([], [], color=INK, linewidth=1.5, label="handed on"))
     return figure
 
 
-def _add_legend(axes: Axes, kinds: Sequence[str]) -> None:
+def _add_legend(axes: Axes, kinds: Sequence[str], *others: Line2D) -> None:
     patches = [Patch(facecolor=LOOKS[kind][0], hatch=LOOKS[kind][1], edgecolor=INK, linewidth=0.5, label=kind) for kind in kinds]
-    add_legend(axes, patches)
+    add_legend(axes, [*patches, *others])

@@ -31,6 +31,7 @@ LESSONS = {
     "03": "03_the_kv_cache.ipynb",
     "04": "04_paged_kv_cache.ipynb",
     "05": "05_triton.ipynb",
+    "06": "06_paged_attention.ipynb",
     "07": "07_the_scheduler.ipynb",
 }
 KEPT = {"check-pool", "check-engine"}
@@ -41,16 +42,16 @@ def sources(folder: str, number: str) -> dict[str, str]:
     """The code of a notebook's cells, except checks, by their ids."""
     cells = nbformat.read(ROOT / folder / LESSONS[number], 4).cells
     return {
-        cell.metadata.nbgrader.grade_id: cell.source
-        for cell in cells
-        if cell.cell_type == "code" and "nbgrader" in cell.metadata and not cell.metadata.nbgrader.grade
+        cell.id: cell.source for cell in cells if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade")
     }
 
 
 def make_classes(number: str, *edits: tuple[str, str]) -> dict:
     """The namespace of a solution, with edits."""
     code = "\n".join(
-        source for name, source in sources("solutions", number).items() if name.split("-")[0] not in ("look", "results", "write")
+        source
+        for name, source in sources("solutions", number).items()
+        if not name.startswith("look") and name not in ("results", "write", "write-text")
     )
     code = "\n".join(line for line in code.splitlines() if not line.startswith("%"))
     for old, new in edits:
@@ -132,6 +133,14 @@ ALSO_RIGHT = {
         ("residual * tl.rsqrt(mean_square + eps) * weight", "residual * weight / tl.sqrt(mean_square + eps)"),
         ('total += tl.dot(a, b, input_precision="ieee")', 'total = tl.dot(a, b, total, input_precision="ieee")'),
     ],
+    "06": [
+        ("written(decode_loops, decode_kernel)", "written(decode_kernel, decode_loops)"),
+        ("written(prefill_loops, prefill_kernel)", "written(prefill_kernel, prefill_loops)"),
+        ("scores = keys @ query * scale", "scores = (keys * query * scale).sum(axis=1)"),
+        ("(maxima - maximum).exp()", "maxima.sub(maximum).exp()"),
+        ("score = (query[seq, head] * key_cache[block, offset, head // group]).sum() * scale", "score = ((query[seq, head] * scale) * key_cache[block, offset, head // group]).sum()"),
+        ("part_len = -(-64 // block_size) * block_size", "part_len = block_size"),
+    ],
     "07": [
         ("self.numbers = itertools.count()", "self.numbers = itertools.count(10)"),
         ("        del self.requests[seq.request.request_id]", "        self.requests.pop(seq.request.request_id)"),
@@ -200,6 +209,14 @@ WRONG = {
         ("columns * out_stride + rows", "rows * out_stride + columns", "check-transpose"),
         ("total += tl.dot", "total = tl.dot", "check-matmul"),
         ("total * tl.exp(maximum - new_maximum) +", "total +", "check-running"),
+    ],
+    "06": [
+        ("output * correction + weights @ values", "output + weights @ values", "check-pieces"),
+        ("(maxima - maximum).exp()", "maxima.exp().clamp(max=1e30)", "check-merge"),
+        ("if slots[token] >= 0:", "if slots[token] > 0:", "check-write"),
+        ("min(first + part_len, context_lens[seq])", "min(first + part_len, context_lens[seq] - 1)", "check-decode"),
+        ("range(own + 1)", "range(context_lens[seq])", "check-prefill"),
+        ("        launch_write(write, key, value, *kv_cache, metadata.slot_mapping)\n", "", "check-forward"),
     ],
     "07": [
         ("seq.order = (request.priority, request.metrics.arrival_time, number)", "seq.order = (request.priority, number)", "check-1"),

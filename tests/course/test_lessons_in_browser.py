@@ -1,4 +1,4 @@
-"""The lessons in JupyterLab, in a real browser: they run from top to bottom, and their widgets answer.
+"""The lessons in JupyterLab, in a real browser: they run, and their widgets answer. What comes after a lesson's last widget is left to nbval.
 
 Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
 """
@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import time
 
+import nbformat
 import pytest
 from browser import ROOT, SCREENSHOTS, launch, needs_chromium, serve, sync_api
 
@@ -23,6 +24,8 @@ def pages(tmp_path_factory):
     """Opens lessons in one browser."""
     folder = tmp_path_factory.mktemp("lessons")
     shutil.copytree(ROOT / "notebooks", folder / "root", ignore=shutil.ignore_patterns(".*"))
+    for path in (folder / "root").glob("*.ipynb"):
+        cut_after_last_widget(path)
     with serve(folder) as address, sync_api.sync_playwright() as playwright:
         browser = launch(playwright.chromium)
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
@@ -40,6 +43,13 @@ def pages(tmp_path_factory):
             yield visit
         finally:
             browser.close()
+
+
+def cut_after_last_widget(path):
+    notebook = nbformat.read(path, as_version=4)
+    shows = ["application/vnd.jupyter.widget-view+json" in str(cell.get("outputs")) for cell in notebook.cells]
+    del notebook.cells[len(shows) - shows[::-1].index(True) :]
+    nbformat.write(notebook, path)
 
 
 def accept(dialog):

@@ -55,6 +55,13 @@ def test_the_same_number_is_the_same_topic():
     assert [names for names in topics.values() if len(names) > 1] == []
 
 
+@notebooks_of("solutions")
+def test_a_solution_has_all_points(path):
+    """And still has them: nbval runs it and compares."""
+    assert "20 of 20 points. All checks passed." in str(code_cells(path)[-1].outputs)
+    assert sum(cell.metadata.nbgrader.get("points", 0) for cell in code_cells(path) if "nbgrader" in cell.metadata) == 20
+
+
 @notebooks_of("notebooks", "solutions")
 def test_it_was_run_from_top_to_bottom(path):
     cells = code_cells(path)

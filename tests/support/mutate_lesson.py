@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from lesson_cells import Cell, read_cells, run_cells
+from lesson_cells import Cell, in_language, read_cells, run_cells
 
 LIMIT = 20.0
 """Seconds for a mutant: one that takes longer is caught, as a check that never ends would be."""
@@ -188,7 +188,11 @@ def _run(cells: list[Cell], mutant: Mutant) -> None:
     """In a process of its own: end with 0 if all checks pass."""
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of this process
     torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait for them
-    mutated = [mutant.cell if cell.name == mutant.cell.name else cell for cell in cells]
+    number = next(i for i, cell in enumerate(cells) if cell.name == mutant.cell.name)
+    before = [cell for cell in cells[:number] if cell.kind != "check"]  # those passed, and know nothing of the mutant
+    mutated = in_language(
+        [*before, mutant.cell, *cells[number + 1 :]], "triton" if mutant.cell.name.endswith("-kernel") else "numba"
+    )
     outcome = run_cells(mutated, stop_at_failure=True)
     os._exit(1 if outcome.failed or outcome.broken else 0)
 

@@ -8,9 +8,15 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 
 from minivllm.viz.rows import LOOKS, draw_rows, draw_slots
+
+
+def lines_of(axes):
+    found = [collection for collection in axes.collections if isinstance(collection, LineCollection)]
+    return [segment.tolist() for collection in found for segment in collection.get_segments()]
 
 
 def boxes_of(axes, label):
@@ -58,6 +64,12 @@ def test_slots_fill_up_step_by_step():
     assert [(left, right) for left, right, _ in boxes_of(axes, "in use")] == [(0, 1), (1, 2), (1, 2), (2, 3)]
     assert len(boxes_of(axes, "reserved")) == 2
     assert axes.get_xlim() == (0, 3)
+    assert not lines_of(axes)
+
+
+def test_a_line_shows_where_a_row_was_handed_on():
+    figure = draw_slots([{0: 4, 1: 4}, {0: 5, 1: 4}, {0: 2}, {0: 3, 1: 3}], num_rows=2, max_len=10)
+    assert lines_of(figure.axes[0]) == [[[2, 0.1], [2, 0.9]]]
 
 
 def test_a_run_without_steps_is_drawn_too():

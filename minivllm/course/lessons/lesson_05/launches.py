@@ -34,6 +34,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     with explained(call, kernel), record_accesses() as launches:
         kernel[grid](*args, **constants)
     recorded = launches[-1]
+    refuse_problems(call, kernel, recorded)
+    return recorded
+
+
+def refuse_problems(call: str, kernel: Any, recorded: Launch) -> None:
+    """Raise an AssertionError about the first access outside of a tensor, or conflict of programs, if a launch has any."""
     problems = recorded.problems()
     if problems:
         first = problems[0]
@@ -45,7 +51,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         raise AssertionError(
             f"{call}\n{first.sentence}.\nLook at {look}. `show_accesses({getattr(kernel, '__name__', 'kernel')}[grid], ...)` draws it."
         )
-    return recorded
 
 
 def describe_call(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> str:
@@ -73,7 +78,8 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, NotImplementedError):
             raise cause from None
-        file = kernel.fn.__code__.co_filename
+        function = getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)  # Triton's, Numba's, or plain Python
+        file = function.__code__.co_filename
         lines = [frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and frame.filename == file]
         where = f" in the line `{lines[-1]}`" if lines else ""
         raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None

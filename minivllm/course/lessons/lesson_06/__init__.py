@@ -1,0 +1,16 @@
+"""The checks of lesson 06: attention in pieces, a learner's kernels over a paged cache, and their backend in the engine."""
+
+from minivllm.course.lessons.lesson_06.engine import check_engine, check_forward, write_with
+from minivllm.course.lessons.lesson_06.kernels import check_decode, check_prefill, check_write
+from minivllm.course.lessons.lesson_06.softmax import check_attend_in_pieces, check_merge
+
+__all__ = [
+    "check_attend_in_pieces",
+    "check_decode",
+    "check_engine",
+    "check_forward",
+    "check_merge",
+    "check_prefill",
+    "check_write",
+    "write_with",
+]

@@ -1,0 +1,203 @@
+"""Paged caches for the checks of lesson 06: shuffled and shared blocks, lengths around a block's end, and NaN wherever nobody may look."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.course.lessons.lesson_05.launches import check_reads, explained, refuse_problems
+from minivllm.course.lessons.paged_kernels import is_triton
+from minivllm.kernels.accesses import Launch, record_accesses
+
+_BLOCK_SIZES = (1, 2, 4, 8)
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-4, torch.float16: 4e-3}
+"""By how much a number may differ from the exact one, as a share of the largest in the result."""
+
+
+@dataclass
+class PagedCase:
+    """A step over a paged cache.
+
+    Attributes:
+        query: `[num_tokens, num_heads, head_dim]`; in a decode, one for each sequence.
+        key_cache, value_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`; NaN in slots that no sequence of the step has.
+        block_tables: `[num_seqs, max_blocks]` int32.
+        context_lens: `[num_seqs]` int32.
+        query_start_loc: `[num_seqs + 1]` int32.
+        scale: What scores are multiplied by.
+    """
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    query_start_loc: Tensor
+    scale: float
+
+    @property
+    def num_new(self) -> list[int]:
+        """New tokens of each sequence."""
+        return self.query_start_loc.diff().tolist()
+
+    def describe(self, decode: bool) -> str:
+        """The step in words."""
+        _, block_size, num_kv_heads, head_dim = self.key_cache.shape
+        new = "" if decode else f", new tokens {self.num_new}"
+        return (
+            f"{'Decode' if decode else 'Prefill'}: context_lens {self.context_lens.tolist()}{new}, block_size {block_size}, block_tables "
+            f"{self.block_tables.tolist()}, {self.query.shape[1]} heads of queries, {num_kv_heads} of keys and values, head_dim {head_dim}, "
+            f"{str(self.query.dtype).removeprefix('torch.')}."
+        )
+
+    def gather(self, seq: int) -> tuple[Tensor, Tensor]:
+        """A sequence's keys and values side by side, in double precision, repeated for each head of queries: `[num_heads, context_len, head_dim]`."""
+        block_size, num_kv_heads = self.key_cache.shape[1:3]
+        positions = torch.arange(int(self.context_lens[seq]))
+        blocks, offsets = self.block_tables[seq].long()[positions // block_size], positions % block_size
+        group = self.query.shape[1] // num_kv_heads
+        parts = (cache[blocks, offsets].double().transpose(0, 1) for cache in (self.key_cache, self.value_cache))
+        keys, values = (part.repeat_interleave(group, dim=0) for part in parts)
+        return keys, values
+
+    def attend(self) -> Tensor:
+        """What attention gives, computed the plain way in double precision; zeros for padding."""
+        output = torch.zeros(self.query.shape, dtype=torch.float64)
+        for seq, (context_len, count) in enumerate(zip(self.context_lens.tolist(), self.num_new, strict=True)):
+            begin = int(self.query_start_loc[seq])
+            keys, values = self.gather(seq)
+            for i in range(count if context_len else 0):
+                visible = context_len - count + i + 1
+                scores = (keys[:, :visible] @ self.query[begin + i].double()[:, :, None]) * self.scale
+                output[begin + i] = (scores.softmax(dim=1) * values[:, :visible]).sum(dim=1)
+        return output
+
+
+def make_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype, decode: bool) -> PagedCase:
+    """A random step. Lengths lie around the ends of blocks, blocks in any order, and some sequences share their first blocks."""
+    block_size, num_kv_heads, group = rng.choice(_BLOCK_SIZES), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
+    head_dim, num_seqs = rng.choice((2, 4, 8)), rng.randint(1, 4)
+    context_lens = [
+        max(1, rng.randint(0, 4) * block_size + rng.choice((-1, 0, 1, rng.randint(0, block_size)))) for _ in range(num_seqs)
+    ]
+    if rng.random() < 0.2:
+        context_lens[0] = 1
+    new = [1] * num_seqs if decode else [rng.choice((1, length, rng.randint(1, length))) for length in context_lens]
+    if decode and rng.random() < 0.3:
+        context_lens.append(0)  # padding
+        new.append(1)
+    needed = [-(-length // block_size) for length in context_lens]
+    num_blocks = sum(needed) + rng.randint(1, 3)
+    blocks = list(range(num_blocks))
+    rng.shuffle(blocks)
+    tables = [[blocks.pop() for _ in range(count)] for count in needed]
+    if num_seqs > 1 and rng.random() < 0.4:  # a common beginning that was computed before
+        shared = min((length - count) // block_size for length, count in zip(context_lens[:2], new[:2], strict=True))
+        tables[1][:shared] = tables[0][:shared]
+    width = max(needed) + rng.randint(0, 2)
+    padded = [table + [rng.randrange(num_blocks) for _ in range(width - len(table))] for table in tables]
+    num_heads, num_tokens = num_kv_heads * group, sum(new) + (rng.randint(0, 2) if not decode else 0)
+    case = PagedCase(
+        torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype),
+        torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype),
+        torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype),
+        torch.tensor(padded, dtype=torch.int32), torch.tensor(context_lens, dtype=torch.int32),
+        torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32), rng.choice((head_dim**-0.5, 0.3, 1.0)),
+    )  # fmt: skip
+    _fill(case, rng, generator)
+    return case
+
+
+def _fill(case: PagedCase, rng: random.Random, generator: torch.Generator) -> None:
+    """Put keys and values into the slots of the step's sequences: of ordinary size, or such that scores are very small or very large."""
+    block_size = case.key_cache.shape[1]
+    size = rng.choice((1.0, 1.0, 8.0, 30.0))
+    shift = rng.choice((0.0, 0.0, -20.0)) if size == 1.0 else 0.0
+    for table, context_len in zip(case.block_tables.tolist(), case.context_lens.tolist(), strict=True):
+        for position in range(context_len):
+            slot = table[position // block_size], position % block_size
+            shape = case.key_cache.shape[2:]
+            key = size * torch.randn(shape, generator=generator)
+            case.key_cache[slot] = key.to(case.key_cache.dtype)
+            case.value_cache[slot] = torch.randn(shape, generator=generator).to(case.value_cache.dtype)
+    if shift:  # all scores far below 0: a maximum that begins with 0 loses them
+        case.query.copy_(case.query.abs())
+        case.key_cache.copy_(shift - case.key_cache.abs())
+
+
+def seeds(
+    name: str, rounds: int, dtypes: tuple[torch.dtype, ...]
+) -> Iterator[tuple[random.Random, torch.Generator, torch.dtype]]:
+    """Random situations, the same for everybody."""
+    for number in range(rounds):
+        rng = random.Random(f"{name} {number}")
+        yield rng, torch.Generator().manual_seed(rng.getrandbits(32)), dtypes[number % len(dtypes)]
+
+
+def dtypes_of(kernel: Any) -> tuple[torch.dtype, ...]:
+    """What a kernel is tried with: loops get float32 only."""
+    return (torch.float32, torch.float16) if is_triton(kernel) else (torch.float32,)
+
+
+@contextmanager
+def watched(call: str, kernel: Any) -> Iterator[list[Launch]]:
+    """Launch a kernel inside: its errors are told with the line, and so are Triton's accesses outside of tensors, and races."""
+    assert callable(kernel) or is_triton(kernel), f"{kernel!r} is no kernel: keep the line with `def`, and the one above it."
+    with explained(call, kernel):
+        if is_triton(kernel):
+            with record_accesses() as launches:
+                yield launches
+        else:
+            launches = []
+            yield launches
+    for recorded in launches:
+        refuse_problems(call, kernel, recorded)
+
+
+def interpreted() -> AbstractContextManager[Any]:
+    """For calls that may launch Triton kernels on tensors in host memory: on a GPU too, they are interpreted."""
+    return record_accesses() if torch.cuda.is_available() and find_spec("triton") else nullcontext()
+
+
+def check_cache_reads(call: str, launches: list[Launch], least: int) -> None:
+    """Raise an AssertionError if a Triton kernel has read more numbers of the cache than it must; of loops nothing is known."""
+    for recorded in launches:
+        numbers = {tensor.name: i for i, tensor in enumerate(recorded.tensors)}
+        check_reads(call, recorded, {numbers[name]: least for name in ("key_cache_ptr", "value_cache_ptr") if name in numbers})
+
+
+def compare(call: str, name: str, got: Tensor, expected: Tensor, places: tuple[str, ...], look: str) -> None:
+    """Raise an AssertionError about the first number that differs from the exact one.
+
+    Args:
+        call: The launch in words.
+        name: Of what was computed.
+        got, expected: What the kernel gave, and the exact numbers in double precision.
+        places: What the dimensions count, such as ("sequence", "head").
+        look: Where to look.
+    """
+    assert got.shape == expected.shape, f"{call}\nExpected {name} of shape {list(expected.shape)}\nGot {list(got.shape)}"
+    difference = (got.double() - expected).abs().nan_to_num(nan=torch.inf)
+    difference[(got.double() == expected)] = 0  # infinity less infinity is NaN
+    finite = expected[expected.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    bad = (difference > TOLERANCE.get(got.dtype, 2e-4) * max(largest, 1e-3)).nonzero()
+    if len(bad):
+        place = tuple(bad[0].tolist())
+        where = ", ".join(f"{what} {number}" for what, number in zip(places, place, strict=False))
+        wrong, right = float(got[place]), float(expected[place])
+        nan = (
+            " That is not a number: was something read that belongs to nobody, or was infinity taken from infinity?"
+            if wrong != wrong
+            else ""
+        )
+        raise AssertionError(
+            f"{call}\nExpected {name} at {where}: {right:.6g}\nGot: {wrong:.6g}.{nan}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
+        )
