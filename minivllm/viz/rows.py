@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -66,16 +65,17 @@ def draw_rows(
     return figure
 
 
-def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, title: str = "") -> Figure:
+def draw_slots(
+    steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, title: str = "", begun: Sequence[Collection[int]] = ()
+) -> Figure:
     """How full the rows of a contiguous cache are, step by step. A row with a single token shows a line.
-
-    Where a row's length is neither what it was nor one more, another text has the row: a dark line marks that.
 
     Args:
         steps: For each step, the tokens in the cache by row; free rows are missing.
         num_rows: Rows of the cache.
         max_len: Slots of a row.
         title: Above the figure.
+        begun: For each step, the rows in which a new text began: a dark line marks where a row was handed on.
     """
     figure = new_figure(0.8 + 0.62 * num_rows, title, left=0.75, top=0.35)
     axes = figure.subplots()
@@ -87,13 +87,13 @@ def draw_slots(steps: Sequence[Mapping[int, int]], num_rows: int, max_len: int, 
         ]
         add_boxes(axes, [(0, len(steps), row + 0.1, row + 0.9)], LOOKS["reserved"][0], edge=PALE, line_width=0.5, hatch="/////", label="reserved")  # fmt: skip
         add_boxes(axes, boxes, LOOKS["in use"][0], label="in use", zorder=3)
-        for number, (before, lengths) in enumerate(itertools.pairwise(steps), 1):
-            if before.get(row) and lengths.get(row, before[row]) - before[row] not in (0, 1):
-                axes.vlines(number, row + 0.1, row + 0.9, color=INK, linewidth=1.5, zorder=4)
+        handed_on = [number for number, rows in enumerate(begun) if number and row in rows]
+        axes.vlines(handed_on, row + 0.1, row + 0.9, color=INK, linewidth=1.5, zorder=4)
     axes.set(xlim=(0, max(len(steps), 1)), ylim=(num_rows, 0), yticks=[row + 0.5 for row in range(num_rows)])
     axes.set_yticklabels([str(row) for row in range(num_rows)])
     tidy(axes, "step", f"row of the cache ({max_len} slots each)")
-    _add_legend(axes, ["in use", "reserved"], Line2D([], [], color=INK, linewidth=1.5, label="handed on"))
+    lines = [Line2D([], [], color=INK, linewidth=1.5, label="handed on")] if begun else []
+    _add_legend(axes, ["in use", "reserved"], *lines)
     return figure
 
 

@@ -68,8 +68,10 @@ def test_slots_fill_up_step_by_step():
 
 
 def test_a_line_shows_where_a_row_was_handed_on():
-    figure = draw_slots([{0: 4, 1: 4}, {0: 5, 1: 4}, {0: 2}, {0: 3, 1: 3}], num_rows=2, max_len=10)
-    assert lines_of(figure.axes[0]) == [[[2, 0.1], [2, 0.9]]]
+    figure = draw_slots(
+        [{0: 4, 1: 4}, {0: 5, 1: 5}, {0: 5}, {0: 6, 1: 3}], num_rows=2, max_len=10, begun=[{0, 1}, set(), {0}, {1}]
+    )
+    assert lines_of(figure.axes[0]) == [[[2, 0.1], [2, 0.9]], [[3, 1.1], [3, 1.9]]]
 
 
 def test_a_run_without_steps_is_drawn_too():

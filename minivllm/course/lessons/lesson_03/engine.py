@@ -105,10 +105,12 @@ class CacheRun(NamedTuple):
     Attributes:
         steps: For each step, the tokens in the cache by row; free rows are missing.
         used: The share of all slots that held a token, on average over the steps.
+        begun: For each step, the rows in which a new text began.
     """
 
     steps: list[dict[int, int]]
     used: float
+    begun: list[set[int]]
 
 
 @torch.inference_mode()
@@ -124,9 +126,11 @@ def serve_watched(llm: LLM, cache_class: Any, runner_class: Any, serve: Any, que
     from minivllm import SamplingParams
 
     steps: list[dict[int, int]] = []
+    begun: list[set[int]] = []
 
     class Watched(runner_class):  # type: ignore[misc]
         def step(self, rows: Any, token_lists: Any) -> Any:
+            begun.append({row for row in rows if self.cache.lengths[row] == 0})
             logits = super().step(rows, token_lists)
             steps.append(dict(self.cache.lengths))
             return logits
@@ -135,4 +139,4 @@ def serve_watched(llm: LLM, cache_class: Any, runner_class: Any, serve: Any, que
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=_MAX_LEN - 32, stop_token_ids=newline)
     serve(_make_runner(llm, cache_class, Watched, num_rows), make_requests(llm, questions, params))
     used = sum(sum(lengths.values()) for lengths in steps) / (len(steps) * num_rows * _MAX_LEN)
-    return CacheRun(steps, used)
+    return CacheRun(steps, used, begun)
