@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from minivllm.errors import ConfigError
-from minivllm.kernels.accesses import Launch, Program, record_accesses
+from minivllm.kernels.accesses import Launch, Program, name_programs, record_accesses
 from minivllm.viz.drawing import add_boxes, add_legend, new_figure, say, tidy
 from minivllm.viz.notebook import import_widgets, to_png
 from minivllm.viz.palette import INK, PALE, ink_on, request_color, tint
@@ -92,8 +92,9 @@ def draw_walk(
     )
     if current is not None:
         who, block, slots = visits[current]
-        heading += f"\nvisit {current + 1}: program {who} reads {len(slots)} slots of block {block}"
-    figure = new_figure(0.75 + _ROW_HEIGHT * num_rows + (0.2 if current is not None else 0), heading, left=0.2, top=0.72 if current is not None else 0.5, bottom=0.1)  # fmt: skip
+        heading += f"\nvisit {current + 1}: {name_programs([who], launch.grid).lower()} reads {len(slots)} of {block_size} slots of block {block}"
+    above = 0.3 if current is None else 0.5
+    figure = new_figure(above + 0.4 + _ROW_HEIGHT * num_rows, heading, left=0.2, top=above, bottom=0.1)
     axes = figure.subplots()
     width = block_size + _GAP * max(1, block_size / 4)
     axes.set(xlim=(-0.3, _BLOCKS_IN_ROW * width), ylim=(num_rows, -0.05))

@@ -134,7 +134,7 @@ WRONG_KERNELS = {
     "prefill: one position too few": (PREFILL, "(tile + 1) * TILE), 0)", "(tile + 1) * TILE - 1), 0)", ""),
     "prefill: stored beyond the sequence": (PREFILL, "tl.store(output_ptr + own, output / total[:, None], mask=mine[:, None])", "tl.store(output_ptr + own, output / total[:, None])", ""),
     "prefill: not divided": (PREFILL, "output / total[:, None], mask", "output, mask", "Expected output"),
-    "prefill: the wrong group": (PREFILL, "(NUM_HEADS // GROUP) + head // GROUP)", "(NUM_HEADS // GROUP) + head % (NUM_HEADS // GROUP))", "Expected output"),
+    "prefill: the wrong group": (PREFILL, "kv_head = head // GROUP", "kv_head = head % (NUM_HEADS // GROUP)", "Expected output"),
     "prefill: the output is not corrected": (PREFILL, "output * correction[:, None]", "output", "Expected output"),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ _ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)
 _ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 _ANY_ORDER = "the order of the two does not matter"
 _ONE_AXIS = "a block of one dimension has one axis"
+_GIVEN = "given: whether Numba checks indices"
 _SAME_SHAPE = "keys and values have the same shape"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "01": {
@@ -94,6 +95,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "norm: 0 → -1": _ONE_AXIS,
         "running: 0 → -1": _ONE_AXIS,
         "running: tl.maximum(maximum, tl.max(x, axis=0)) → tl.maximum(tl.max(x, axis=0), maximum)": _ANY_ORDER,
+    },
+    "06": {
+        "merge: 0 → -1": "the total of parts that are all empty is NaN, which is greater than nothing",
+        "write-loops: True → False": _GIVEN,
+        "decode-loops: True → False": _GIVEN,
+        "prefill-loops: True → False": _GIVEN,
+        "decode-loops: max(maximum, score) → max(score, maximum)": _ANY_ORDER,
+        "prefill-loops: max(maximum, score) → max(score, maximum)": _ANY_ORDER,
+        "pieces: max(maximum, scores.max()) → max(scores.max(), maximum)": _ANY_ORDER,
+        "decode-kernel: tl.maximum(maximum, tl.max(scores, axis=1)) → tl.maximum(tl.max(scores, axis=1), maximum)": _ANY_ORDER,
+        "prefill-kernel: tl.maximum(maximum, tl.max(scores, axis=1)) → tl.maximum(tl.max(scores, axis=1), maximum)": _ANY_ORDER,
+        "backend: 64 → 65": "a part may have any length",
+        "backend: 64 → 63": "a part may have any length",
+        "backend: 0 → 1": _SAME_SHAPE,
+        "backend: 0 → -1": _SAME_SHAPE,
     },
     "07": {
         "floor-2: 0 → -1": f"request.sequences: {_ONE}",

@@ -92,7 +92,7 @@ def test_what_is_read_is_drawn_and_what_is_not_stays_white():
 def test_a_step_frames_one_visit_and_hides_later_ones():
     figure = draw_walk(decode(TABLES, LENGTHS), 1, tensor="key_ptr")
     assert boxes(figure, "sequence 0") == 8 and boxes(figure, "sequence 1") == 0 and boxes(figure, "now") == 1
-    assert "visit 2: program (0, 0, 0) reads 4 slots of block 2" in figure.get_suptitle()
+    assert "visit 2: program 0 reads 4 of 4 slots of block 2" in figure.get_suptitle()
     with pytest.raises(ConfigError, match="no step 5: the walk has 5"):
         draw_walk(decode(TABLES, LENGTHS), 5, tensor="key_ptr")
 
