@@ -34,7 +34,7 @@ _MOST_PROGRAMS, _MOST_TUPLES = 5, 3
 _ROW_HEIGHT, _PANEL_MARGIN, _LINE_HEIGHT = 0.26, 0.42, 0.16
 _LEFT = 1.55
 _READ_WHITENESS, _PAST_WHITENESS = 0.6, 0.8
-_SENTENCE_WIDTH = 140
+_SENTENCE_WIDTH = 125
 _VERBS = {"load": "reads", "store": "writes", "atomic": "updates"}
 
 
@@ -123,7 +123,8 @@ def draw_accesses(launch: Launch, step: int | None = None, title: str = "") -> F
         panel.paint(axes, colors, current, None if step is None else step % len(accesses), problems)
         top -= height
     if panels:
-        add_legend(figure.axes[0], _legend(launch, colors, problems), y=1.0 + 0.03 / (_ROW_HEIGHT * panels[0].height))
+        beside = -(_LEFT - 0.1) / (WIDTH - _LEFT - 0.15)  # from the edge of the figure on: it is long
+        add_legend(figure.axes[0], _legend(launch, colors, problems), y=1.0 + 0.03 / (_ROW_HEIGHT * panels[0].height), x=beside)
     for number, sentence in enumerate(sentences):
         y = (below - 0.1 - _LINE_HEIGHT * (number + 0.5)) / total
         figure.text(0.02, y, sentence, fontsize=8.5, color=INK, va="center")

@@ -155,14 +155,14 @@ def look_patch(look: Look, color: str = NEUTRAL) -> Patch:
     return Patch(facecolor=tint(color, look.whiteness), edgecolor=edge, linewidth=0.6, hatch=look.hatch, label=look.label)
 
 
-def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float = 1.0) -> None:
-    """Add a legend in a row above the axes, aligned left."""
+def add_legend(axes: Axes, handles: Sequence[Artist], columns: int = 0, y: float = 1.0, x: float = 0.0) -> None:
+    """Add a legend in a row above the axes. It begins at `x`, in widths of the axes: 0 is where they begin."""
     if not handles:
         return
     axes.legend(
         handles=list(handles),
         loc="lower left",
-        bbox_to_anchor=(0.0, y),
+        bbox_to_anchor=(x, y),
         ncols=columns or len(handles),
         fontsize=8,
         frameon=False,

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from minivllm.errors import ConfigError
 from minivllm.kernels.accesses import Launch, Program, name_programs, record_accesses
@@ -30,7 +31,7 @@ _BLOCKS_IN_ROW = 8
 _ROW_HEIGHT, _GAP = 0.62, 0.6
 _PAST_WHITENESS = 0.62
 _TILE_LOOKS: dict[int, tuple[str, str | None]] = {1: ("#0072B2", None), 2: ("#F3D9A4", "xxxxx"), 0: ("#FFFFFF", None)}
-_TILE_NAMES = {1: "a score that counts", 2: "computed and masked", 0: "not read"}
+_TILE_NAMES = {1: "a score that counts", 2: "read, but masked", 0: "not read"}
 
 
 def find_walk(
@@ -69,7 +70,7 @@ def draw_walk(
 ) -> Figure:
     """Draw the blocks of a cache, and in which order a kernel's programs read them. Slots that nobody reads stay white.
 
-    Colours are sequences (axis 0 of the grid). Where several programs of a sequence read a block, the first one's number is shown.
+    Colours are sequences (axis 0 of the grid). Numbers say which block of its sequence it is, from 0 on, in the order in which they are read.
 
     Args:
         launch: Of a kernel with a sequence for each place on axis 0 of its grid.
@@ -162,7 +163,7 @@ def _paint_visits(
     for number, (program, block, _) in enumerate(visits):
         first.setdefault((program[0], block), number)
         order = orders.setdefault(program[0], {})
-        order.setdefault(block, len(order) + 1)
+        order.setdefault(block, len(order))
     for number, (program, block, slots) in enumerate(visits):
         left, top = _place(block, width)
         color = request_color(program[0])
@@ -260,7 +261,7 @@ def draw_tiles(
     """
     grids, first_rows = find_tiles(launch, block_tables, context_lens, query_start_loc, tensor, output)
     seen, masked = (sum(int((grid == state).sum()) for grid in grids) for state in (1, 2))
-    heading = title or f"{launch.kernel}: {seen} scores count, {masked} more are computed and masked"
+    heading = title or f"{launch.kernel}: {seen} scores count, {masked} more are of keys that were read, and masked"
     tallest = max((len(grid) for grid in grids), default=1)
     figure = new_figure(1.4 + max(1.0, 0.13 * tallest), heading, left=0.6, top=0.75, bottom=0.5)
     if not grids:
@@ -275,6 +276,7 @@ def draw_tiles(
         axes.hlines([row - start for row in first_rows if start < row < start + count], 0, length, color=INK, linewidth=1.6)
         axes.set(xlim=(0, max(length, 1)), ylim=(tallest, 0))
         axes.set_title(f"sequence {seq}: {count} new of {length}", fontsize=8.5, color=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_yticks([0.5, count - 0.5] if count > 1 else [0.5])
         axes.set_yticklabels([str(start), str(start + count - 1)] if count > 1 else [str(start)])
         tidy(axes, "position", "row of the batch" if seq == 0 else "")

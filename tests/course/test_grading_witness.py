@@ -139,7 +139,7 @@ ALSO_RIGHT = {
         ("scores = keys @ query * scale", "scores = (keys * query * scale).sum(axis=1)"),
         ("(maxima - maximum).exp()", "maxima.sub(maximum).exp()"),
         ("score = (query[seq, head] * key_cache[block, offset, head // group]).sum() * scale", "score = ((query[seq, head] * scale) * key_cache[block, offset, head // group]).sum()"),
-        ("part_len = -(-64 // block_size) * block_size", "part_len = block_size"),
+        ("part_len = max(64, kv_cache[0].shape[1])", "part_len = kv_cache[0].shape[1]"),
     ],
     "07": [
         ("self.numbers = itertools.count()", "self.numbers = itertools.count(10)"),

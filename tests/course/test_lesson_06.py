@@ -67,8 +67,8 @@ WRONG_PIECES = {
 }  # fmt: skip
 
 WRONG_LOOPS = {
-    "write: padding too": (WRITE, "if slots[token] >= 0:", "if True:", "it does not"),
-    "write: slot 0 is taken for padding": (WRITE, "slots[token] >= 0", "slots[token] > 0", "it does not"),
+    "write: padding too": (WRITE, "if slots[token] >= 0:", "if True:", "what was there before"),
+    "write: slot 0 is taken for padding": (WRITE, "slots[token] >= 0", "slots[token] > 0", "slot 0 of key_cache"),
     "write: block and offset swapped": (WRITE, "slots[token] // block_size, slots[token] % block_size", "slots[token] % block_size, slots[token] // block_size", ""),
     "write: the key twice": (WRITE, "value_cache[block, offset] = value[token]", "value_cache[block, offset] = key[token]", "value_cache"),
     "write: no values": (WRITE, "value_cache[block, offset] = value[token]", "pass", "value_cache"),
@@ -145,6 +145,8 @@ WRONG_BACKENDS = {
     "key and value swapped": ("launch_write(write, key, value,", "launch_write(write, value, key,", "does not hold"),
     "not merged": ("return merge(*launch_decode(decode, query, *context, self.scale, part_len)).to(query.dtype)", "return launch_decode(decode, query, *context, self.scale, part_len)[2][:, :, 0]", "Expected output"),
     "another dtype": (".to(query.dtype)", ".double()", "dtype"),
+    "always float32": (".to(query.dtype)", "", "dtype"),
+    "parts shorter than a block": ("max(64, kv_cache[0].shape[1])", "64", "must be a multiple of the block size, 128"),
     "prefill is thrown away": ("return launch_prefill(", "launch_prefill(", ""),
 }  # fmt: skip
 
@@ -162,7 +164,7 @@ RIGHT = {
     "decode: scaled before": (KERNEL, DECODE, "other=0.0).to(tl.float32)\n\n    first", "other=0.0).to(tl.float32) * 1.0\n\n    first"),
     "prefill: a mask of both": (KERNEL, PREFILL, "tl.where(start + offsets[None, :] <= positions[:, None], scores", "tl.where((start + offsets[None, :] <= positions[:, None]) & inside[None, :], scores"),
     "prefill: early return": (KERNEL, PREFILL, "    rows = tile * TILE + tl.arange(0, TILE)", "    if tile * TILE >= end - begin:\n        return\n    rows = tile * TILE + tl.arange(0, TILE)"),
-    "backend: parts as long as a block": (LOOPS, BACKEND, "part_len = -(-64 // block_size) * block_size", "part_len = 128 * block_size"),
+    "backend: parts as long as a block": (LOOPS, BACKEND, "part_len = max(64, kv_cache[0].shape[1])", "part_len = kv_cache[0].shape[1]"),
 }  # fmt: skip
 
 

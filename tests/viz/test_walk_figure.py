@@ -83,7 +83,7 @@ def test_what_is_read_is_drawn_and_what_is_not_stays_white():
     assert boxes(figure, "slots") == 12 * 4
     assert boxes(figure, "sequence 0") == 10 and boxes(figure, "sequence 1") == 5
     numbers = [text.get_text() for text in figure.axes[0].texts if text.get_zorder() == 5]
-    assert numbers == ["1", "2", "3", "1", "2"]
+    assert numbers == ["0", "1", "2", "0", "1"]
     assert figure.get_suptitle() == "_decode: 5 of 12 blocks are read, 5 visits"
     [first] = [collection for collection in figure.axes[0].collections if collection.get_label() == "sequence 0"][:1]
     assert to_hex(first.get_facecolor()[0]) == request_color(0).lower()

@@ -97,11 +97,16 @@ def launch_decode(
         query, key_cache, value_cache, block_tables, context_lens, scale: See `reference.paged_decode_attention`.
         part_len: Tokens of a part, a multiple of the block size.
 
+    Raises:
+        KernelError: `part_len` is no such multiple.
+
     Returns:
         `maxima`, `totals` `[num_seqs, num_heads, num_parts]` and `outputs` `[num_seqs, num_heads, num_parts, head_dim]`, all float32.
     """
     num_seqs, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
+    if part_len < 1 or part_len % block_size:
+        raise KernelError(f"part_len is {part_len}, but must be a multiple of the block size, {block_size}.")
     num_parts = max(1, -(-block_tables.shape[1] * block_size // part_len))
     maxima = torch.full((num_seqs, num_heads, num_parts), torch.nan, dtype=torch.float32, device=query.device)
     totals, outputs = maxima.clone(), maxima[..., None].repeat(1, 1, 1, head_dim)

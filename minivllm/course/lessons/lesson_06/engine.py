@@ -13,7 +13,7 @@ from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
 
-_ROUNDS = 16
+_ROUNDS = 20
 _BLOCK_SIZE = 8
 _BEGINNING = "Here is a question that many people ask:"  # 9 tokens: a block and one more
 _PROMPTS = (
@@ -50,7 +50,7 @@ def split_new(case: PagedCase, metadata: AttentionMetadata) -> tuple[torch.Tenso
     new = []
     for cache in (case.key_cache, case.value_cache):
         flat, real = cache.flatten(0, 1), metadata.slot_mapping >= 0
-        taken = torch.zeros(len(case.query), *cache.shape[2:])
+        taken = torch.zeros(len(case.query), *cache.shape[2:], dtype=cache.dtype)
         taken[real] = flat[metadata.slot_mapping[real]].clone()
         flat[metadata.slot_mapping[real]] = torch.nan
         new.append(taken)
@@ -64,8 +64,9 @@ def make_backend(cls: type[AttentionBackend], case: PagedCase) -> AttentionBacke
 
 def make_forward_case(rng: random.Random) -> tuple[PagedCase, bool]:
     """A step, and whether it is a pure decode."""
-    decode = rng.random() < 0.5
-    return make_case(rng, torch.Generator().manual_seed(rng.getrandbits(32)), torch.float32, decode), decode
+    decode, dtype = rng.random() < 0.5, torch.float16 if rng.random() < 0.3 else torch.float32
+    sizes = (128,) if rng.random() < 0.2 else (1, 2, 4, 8)
+    return make_case(rng, torch.Generator().manual_seed(rng.getrandbits(32)), dtype, decode, sizes), decode
 
 
 def check_forward(cls: Any) -> None:
@@ -84,9 +85,9 @@ def check_forward(cls: Any) -> None:
                 f"{call}\nAfter forward, {name} does not hold what it must: the new keys and values in their slots, and everything else as it was."
             )
         assert isinstance(output, torch.Tensor), f"{call}\nExpected a tensor\nGot: {output!r}"
+        assert output.dtype == case.query.dtype, f"{call}\nExpected dtype: {case.query.dtype}\nGot dtype: {output.dtype}"
         look = "the order (write, then attend), which kernel a step needs (metadata.is_decode), and self.scale"
         compare(call, "output", output, expected, ("token", "head", "channel"), look)
-        assert output.dtype == case.query.dtype, f"{call}\nExpected dtype: {case.query.dtype}\nGot dtype: {output.dtype}"
 
 
 def _load(backend: type | None = None, num_layers: int | None = None, **options: Any) -> LLM:

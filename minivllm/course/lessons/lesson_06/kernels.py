@@ -74,10 +74,11 @@ def check_write(kernel: Any) -> None:
                 bad = (got != wanted).flatten(2).any(dim=2).flatten()
                 slot = int(bad.nonzero()[0])
                 owner = case["slot_mapping"].tolist().index(slot) if slot in case["slot_mapping"].tolist() else None
-                should = "be as it was" if owner is None else f"have the {name.removesuffix('_cache')} of token {owner}"
+                should = "what was there before" if owner is None else f"the {name.removesuffix('_cache')} of token {owner}"
+                count = int(bad.sum())
                 raise AssertionError(
-                    f"{call}\nExpected: slot {slot} of {name} (block {slot // shape[1]}, offset {slot % shape[1]}) must {should}\n"
-                    f"Got: it does not; {int(bad.sum())} slots are wrong.\nLook at where a slot begins, and at the tokens whose slot is negative."
+                    f"{call}\nExpected in slot {slot} of {name} (block {slot // shape[1]}, offset {slot % shape[1]}): {should}\n"
+                    f"Got: something else. {count} {'slot is' if count == 1 else 'slots are'} wrong.\nLook at where a slot begins, and at the tokens whose slot is negative."
                 )
         for name in ("key", "value", "slot_mapping"):
             assert torch.equal(case[name], before[name]), f"{call}\nThe kernel changed {name}, which it is only to read."

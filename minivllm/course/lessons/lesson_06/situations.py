@@ -80,9 +80,11 @@ class PagedCase:
         return output
 
 
-def make_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype, decode: bool) -> PagedCase:
+def make_case(
+    rng: random.Random, generator: torch.Generator, dtype: torch.dtype, decode: bool, block_sizes: tuple[int, ...] = _BLOCK_SIZES
+) -> PagedCase:
     """A random step. Lengths lie around the ends of blocks, blocks in any order, and some sequences share their first blocks."""
-    block_size, num_kv_heads, group = rng.choice(_BLOCK_SIZES), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
+    block_size, num_kv_heads, group = rng.choice(block_sizes), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
     head_dim, num_seqs = rng.choice((2, 4, 8)), rng.randint(1, 4)
     context_lens = [
         max(1, rng.randint(0, 4) * block_size + rng.choice((-1, 0, 1, rng.randint(0, block_size)))) for _ in range(num_seqs)

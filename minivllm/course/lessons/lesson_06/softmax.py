@@ -82,9 +82,12 @@ def check_attend_in_pieces(attend_in_pieces: Any) -> None:
             "total": "the correction: when the maximum grows, what was added up so far must shrink by exp(old maximum - new maximum)",
             "output": "the correction, which the output needs as the total does; and do not divide yet",
         }
+        kept = any(bool(np.isnan(np.asarray(part, dtype=np.float64)).any()) for part in got)
         for (name, where), mine, exact in zip(look.items(), got, exact_state(query, keys, values, scale), strict=True):
             wanted = torch.as_tensor(exact, dtype=torch.float64).reshape(-1)
             given_number = torch.as_tensor(np.asarray(mine, dtype=np.float64)).reshape(-1)
+            if kept:
+                where += ". A piece is NaN as soon as the next one is taken: did you keep it?"
             compare(call, name, given_number, wanted, ("index",), where)
 
 
