@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _BLOCKS_IN_ROW = 8
 _ROW_HEIGHT, _GAP = 0.62, 0.6
 _PAST_WHITENESS = 0.62
+_MOST_TITLES = 4
+"""Sequences of a prefill whose panels have whole titles."""
+_HATCHES = (None, "/////", ".....", "xxxxx")
+"""Of the sequences, so that they differ in grey, too."""
 _TILE_LOOKS: dict[int, tuple[str, str | None]] = {1: ("#0072B2", None), 2: ("#F3D9A4", "xxxxx"), 0: ("#FFFFFF", None)}
 _TILE_NAMES = {1: "a score that counts", 2: "read, but masked", 0: "not read"}
 
@@ -70,7 +74,8 @@ def draw_walk(
 ) -> Figure:
     """Draw the blocks of a cache, and in which order a kernel's programs read them. Slots that nobody reads stay white.
 
-    Colours are sequences (axis 0 of the grid). Numbers say which block of its sequence it is, from 0 on, in the order in which they are read.
+    Colours are sequences (axis 0 of the grid). Numbers say which block of its sequence it is, from 0 on, in the order in which they are read. A block that
+    several sequences share has a stripe for each.
 
     Args:
         launch: Of a kernel with a sequence for each place on axis 0 of its grid.
@@ -83,9 +88,9 @@ def draw_walk(
     """
     visits = find_walk(launch, tensor, program)
     if step is not None and not -len(visits) <= step < len(visits):
-        raise ConfigError(f"There is no step {step}: the walk has {len(visits)}.")
+        raise ConfigError(f"There is no step {step}: the walk has {len(visits)}." if visits else f"Nothing was read of {tensor}.")
     num_blocks, block_size = next(argument.shape for argument in launch.tensors if argument.name == tensor)[:2]
-    num_rows = -(-num_blocks // _BLOCKS_IN_ROW)
+    num_rows = max(1, -(-num_blocks // _BLOCKS_IN_ROW))
     current = None if step is None else step % len(visits)
     heading = (
         title
@@ -158,33 +163,44 @@ def _paint_blocks(axes: Axes, num_blocks: int, block_size: int, width: float) ->
 def _paint_visits(
     axes: Axes, visits: Sequence[tuple[Program, int, list[int]]], current: int | None, block_size: int, width: float
 ) -> None:
-    first: dict[tuple[int, int], int] = {}
-    orders: dict[int, dict[int, int]] = {}
-    for number, (program, block, _) in enumerate(visits):
-        first.setdefault((program[0], block), number)
-        order = orders.setdefault(program[0], {})
+    """Each block has a stripe for every sequence that reads it, with the block's place in the sequence."""
+    places: dict[int, dict[int, int]] = {}
+    readers: dict[int, list[int]] = {}
+    for program, block, _ in visits:
+        order = places.setdefault(program[0], {})
         order.setdefault(block, len(order))
+        if program[0] not in readers.setdefault(block, []):
+            readers[block].append(program[0])
+    named: set[tuple[int, int]] = set()
     for number, (program, block, slots) in enumerate(visits):
+        seq, stripe = program[0], 0.6 / len(readers[block])
         left, top = _place(block, width)
-        color = request_color(program[0])
+        top += 0.3 + stripe * readers[block].index(seq)
+        color = request_color(seq)
         if current is not None and number != current:
             color = tint(color, _PAST_WHITENESS)
-        add_boxes(axes, [(left + slot, left + slot + 1, top + 0.3, top + 0.9) for slot in slots], color, edge="white", line_width=0.6, label=f"sequence {program[0]}", zorder=3)  # fmt: skip
-        if first[program[0], block] == number or number == current:
-            axes.text(
-                left + slots[0] + 0.5, top + 0.6, f"{orders[program[0]][block]}", fontsize=8, ha="center", va="center", color=ink_on(color), zorder=5
-            )  # fmt: skip
+        boxes = [(left + slot, left + slot + 1, top, top + stripe) for slot in slots]
+        hatch = _HATCHES[seq % len(_HATCHES)]
+        add_boxes(axes, boxes, color, edge="white", line_width=0.6, hatch=hatch, label=f"sequence {seq}", zorder=3)
+        if (seq, block) not in named or number == current:
+            named.add((seq, block))
+            box = {"facecolor": color, "edgecolor": "none", "pad": 0.8}
+            x, size = left + (slots[0] + slots[-1] + 1) / 2, 8 if stripe > 0.25 else 6
+            text = f"{places[seq][block]}"
+            axes.text(x, top + stripe / 2, text, fontsize=size, ha="center", va="center", color=ink_on(color), bbox=box, zorder=5)
         if number == current:
-            add_boxes(
-                axes, [(left, left + block_size, top + 0.3, top + 0.9)], "none", edge=INK, line_width=2.0, label="now", zorder=6
-            )
+            frame = [(left, left + block_size, top, top + stripe)]
+            add_boxes(axes, frame, "none", edge=INK, line_width=2.0, label="now", zorder=6)
 
 
 def _walk_legend(visits: Sequence[tuple[Program, int, list[int]]], moving: bool) -> list[Artist]:
     sequences = sorted({program[0] for program, _, _ in visits})
     handles: list[Artist] = [
-        Patch(facecolor=request_color(seq), edgecolor=PALE, label=f"sequence {seq}") for seq in sequences[:6]
+        Patch(facecolor=request_color(seq), edgecolor="white", hatch=_HATCHES[seq % len(_HATCHES)], label=f"sequence {seq}")
+        for seq in sequences[:6]
     ]
+    if len(sequences) > 6:
+        handles.append(Patch(facecolor="none", edgecolor="none", label=f"and {len(sequences) - 6} more"))
     handles.append(Patch(facecolor="white", edgecolor=PALE, label="not read"))
     if moving:
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=2.0, label="now"))
@@ -265,9 +281,12 @@ def draw_tiles(
     tallest = max((len(grid) for grid in grids), default=1)
     figure = new_figure(1.4 + max(1.0, 0.13 * tallest), heading, left=0.6, top=0.75, bottom=0.5)
     if not grids:
-        say(figure.subplots(), "No sequences.")
+        axes = figure.subplots()
+        axes.axis("off")
+        say(axes, "No sequences.")
         return figure
-    panels = figure.subplots(1, len(grids), squeeze=False, width_ratios=[max(grid.shape[1], 8) for grid in grids])[0]
+    widest = max(grid.shape[1] for grid in grids)
+    panels = figure.subplots(1, len(grids), squeeze=False, width_ratios=[max(grid.shape[1], widest // 3, 8) for grid in grids])[0]
     for seq, (axes, grid) in enumerate(zip(panels, grids, strict=True)):
         start, (count, length) = int(query_start_loc[seq]), grid.shape
         for state, (color, hatch) in _TILE_LOOKS.items():
@@ -275,10 +294,12 @@ def draw_tiles(
             add_boxes(axes, boxes, color, edge=PALE, line_width=0.4, hatch=hatch, label=_TILE_NAMES[state])
         axes.hlines([row - start for row in first_rows if start < row < start + count], 0, length, color=INK, linewidth=1.6)
         axes.set(xlim=(0, max(length, 1)), ylim=(tallest, 0))
-        axes.set_title(f"sequence {seq}: {count} new of {length}", fontsize=8.5, color=INK)
+        few = len(grids) <= _MOST_TITLES
+        axes.set_title(f"sequence {seq}: {count} new of {length}" if few else f"{seq}", fontsize=8.5, color=INK)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.set_yticks([0.5, count - 0.5] if count > 1 else [0.5])
-        axes.set_yticklabels([str(start), str(start + count - 1)] if count > 1 else [str(start)])
+        rows = sorted({start, start + count - 1}) if count else []
+        axes.set_yticks([row - start + 0.5 for row in rows])
+        axes.set_yticklabels([str(row) for row in rows])
         tidy(axes, "position", "row of the batch" if seq == 0 else "")
     handles: list[Artist] = [
         Patch(facecolor=color, edgecolor=INK, linewidth=0.5, hatch=hatch, label=_TILE_NAMES[state])

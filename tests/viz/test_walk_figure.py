@@ -114,6 +114,25 @@ def test_a_batch_without_sequences_is_drawn_too():
     assert draw_tiles(launch, [], [], [0], "key_ptr", "out_ptr").axes
 
 
+def test_a_block_that_two_sequences_share_has_a_stripe_for_each():
+    figure = draw_walk(decode([[1, 2], [1, 3]], [8, 6]), tensor="key_ptr")
+    numbers = [text.get_text() for text in figure.axes[0].texts if text.get_zorder() == 5]
+    assert numbers == ["0", "1", "0", "1"]
+    heights = {round(text.get_position()[1] % 1, 2) for text in figure.axes[0].texts if text.get_zorder() == 5}
+    assert heights == {0.45, 0.6, 0.75}
+
+
+@pytest.mark.parametrize("count", [1, 7, 12])
+def test_many_sequences_and_none_that_is_read_are_drawn(count):
+    tables, lengths, starts = [[i, 0] for i in range(count)], [4] * count, list(range(0, 2 * count + 1, 2))
+    assert draw_walk(decode(tables, lengths), tensor="key_ptr").axes
+    assert len(draw_tiles(prefill(tables, lengths, starts), tables, lengths, starts, "key_ptr", "out_ptr").axes) == count
+    nothing = decode([[1]], [0])
+    assert draw_walk(nothing, tensor="key_ptr").axes
+    with pytest.raises(ConfigError, match="Nothing was read of key_ptr"):
+        draw_walk(nothing, 0, tensor="key_ptr")
+
+
 def test_what_is_no_paged_cache_is_refused():
     launch = decode(TABLES, LENGTHS)
     with pytest.raises(ConfigError, match="no tensor 'cache', only out_ptr, "):

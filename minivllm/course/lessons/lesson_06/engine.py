@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minivllm.course.lessons.lesson_05.launches import explained, refuse_problems
 from minivllm.course.lessons.lesson_06.situations import PagedCase, compare, interpreted, make_case
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 
@@ -14,19 +15,19 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
 
 _ROUNDS = 20
-_BLOCK_SIZE = 8
-_BEGINNING = "Here is a question that many people ask:"  # 9 tokens: a block and one more
+_BLOCK_SIZE = 16  # `tl.dot` on a GPU adds up at least 16 numbers
+_BEGINNING = "Here is a question that a great many people have asked before you, and here is"  # 17 tokens: a block and one more
 _PROMPTS = (
-    f"{_BEGINNING} what is the capital of France",
-    "Once upon a time, there was",
-    f"{_BEGINNING} why is the sea salty and",
+    f"{_BEGINNING} what is the capital",
+    "Once upon a time, there was a king who had three daughters, and",
+    f"{_BEGINNING} why the sea is salty: the",
 )
 _NUM_TOKENS = 4
 _FEW_LAYERS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "all in one batch": {},
-    "prompts in chunks of 9 tokens, beginnings from the prefix cache, and so few blocks that a request is preempted": {
-        "enable_chunked_prefill": True, "max_num_batched_tokens": 9, "max_num_seqs": 3, "enable_prefix_caching": True, "num_gpu_blocks_override": 5,
+    "prompts in chunks of 17 tokens, beginnings from the prefix cache, and so few blocks that a request is preempted": {
+        "enable_chunked_prefill": True, "max_num_batched_tokens": 17, "max_num_seqs": 3, "enable_prefix_caching": True, "num_gpu_blocks_override": 4,
     },
 }  # fmt: skip
 """By how it is told, the options of an engine in which a backend must write what it writes in any other."""
@@ -66,7 +67,10 @@ def make_forward_case(rng: random.Random) -> tuple[PagedCase, bool]:
     """A step, and whether it is a pure decode."""
     decode, dtype = rng.random() < 0.5, torch.float16 if rng.random() < 0.3 else torch.float32
     sizes = (128,) if rng.random() < 0.2 else (1, 2, 4, 8)
-    return make_case(rng, torch.Generator().manual_seed(rng.getrandbits(32)), dtype, decode, sizes), decode
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    long = rng.random() < 0.25  # several parts
+    lengths = ((rng.randint(65, 150), 1), (rng.randint(1, 9), 1)) if long and decode else ()
+    return make_case(rng, generator, dtype, decode, (8,) if lengths else sizes, lengths), decode
 
 
 def check_forward(cls: Any) -> None:
@@ -78,8 +82,12 @@ def check_forward(cls: Any) -> None:
         metadata = make_metadata(case, decode)
         key, value = split_new(case, metadata)
         call = f"forward with is_decode={decode}. {case.describe(decode)}"
-        with interpreted():
+        query = case.query.clone()
+        with explained(call, cls.forward), interpreted() as launches:
             output = make_backend(cls, case).forward(case.query, key, value, (case.key_cache, case.value_cache), metadata)
+        for launch in launches:
+            refuse_problems(call, launch.kernel, launch)
+        assert torch.equal(query, case.query), f"{call}\nforward changed the query, which it is only to read."
         for name, got, wanted in zip(("key_cache", "value_cache"), (case.key_cache, case.value_cache), caches, strict=True):
             assert torch.equal(got.nan_to_num(7e7), wanted.nan_to_num(7e7)), (
                 f"{call}\nAfter forward, {name} does not hold what it must: the new keys and values in their slots, and everything else as it was."
@@ -97,7 +105,7 @@ def _load(backend: type | None = None, num_layers: int | None = None, **options:
     limits = {
         "max_model_len": 64,
         "block_size": _BLOCK_SIZE,
-        "num_gpu_blocks_override": 24,
+        "num_gpu_blocks_override": 16,
         "enforce_eager": True,
         "dtype": "float32",
     }
@@ -141,6 +149,8 @@ def check_engine(cls: Any, kernel: Any) -> None:
 def write_with(cls: Any, prompt: str, max_tokens: int) -> str:
     """The text that the model writes on a learner's backend."""
     from minivllm import SamplingParams
+
+    check_forward(cls)  # a kernel that reads what it must not would end the notebook
 
     [output] = _load(cls).generate([prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     assert output.error is None, f"The engine runs on your backend, and a step failed: {output.error}"

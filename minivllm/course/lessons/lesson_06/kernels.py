@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -11,15 +12,20 @@ from torch import Tensor
 from minivllm.course.lessons.lesson_06.situations import (
     PagedCase,
     check_cache_reads,
+    check_inputs,
     compare,
     dtypes_of,
     make_case,
+    make_large_case,
+    plain,
     seeds,
     watched,
 )
 from minivllm.course.lessons.paged_kernels import TILE, is_triton, launch_decode, launch_prefill, launch_write
 
 _ROUNDS = 24
+_PLAIN = 3
+"""Steps that loops are tried on as plain Python, before they are compiled."""
 
 
 def _rounds(kernel: Any) -> int:
@@ -33,7 +39,7 @@ def _rounds(kernel: Any) -> int:
 def make_write_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """New tokens for random slots, some of them padding."""
     num_blocks, block_size, num_kv_heads, head_dim = (
-        rng.randint(1, 5),
+        rng.choice((40, *range(1, 6))),
         rng.choice((1, 3, 4, 8)),
         rng.randint(1, 3),
         rng.choice((1, 3, 4, 8)),
@@ -41,7 +47,7 @@ def make_write_case(rng: random.Random, generator: torch.Generator, dtype: torch
     num_slots = num_blocks * block_size
     slots = torch.randperm(num_slots, generator=generator)[: rng.randint(1, num_slots)]
     if rng.random() < 0.6:
-        slots[torch.rand(len(slots), generator=generator) < 0.4] = -1
+        slots[torch.rand(len(slots), generator=generator) < 0.4] = rng.choice((-1, -2, -1_000_000))
     new = (len(slots), num_kv_heads, head_dim)
     old = (num_blocks, block_size, num_kv_heads, head_dim)
     names = {"key": new, "value": new, "key_cache": old, "value_cache": old}
@@ -61,13 +67,13 @@ def written(case: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def check_write(kernel: Any) -> None:
     """New keys and values are in their slots, padding is not written, and nothing else is touched."""
-    for rng, generator, dtype in seeds("write", _ROUNDS, dtypes_of(kernel)):
+    for number, (rng, generator, dtype) in enumerate(seeds("write", _ROUNDS, dtypes_of(kernel))):
         case = make_write_case(rng, generator, dtype)
         expected, before = written(case), {name: x.clone() for name, x in case.items()}
         shape = list(case["key_cache"].shape)
         call = f"Write: caches of shape {shape} ([num_blocks, block_size, num_kv_heads, head_dim]), slots {case['slot_mapping'].tolist()}."
         with watched(call, kernel):
-            launch_write(kernel, **case)
+            launch_write(plain(kernel) if number < _PLAIN else kernel, **case)
         for name, wanted in zip(("key_cache", "value_cache"), expected, strict=True):
             got = case[name]
             if not torch.equal(got, wanted):
@@ -113,16 +119,25 @@ def check_decode(kernel: Any) -> None:
         "totals": "the correction by exp(old maximum - new maximum), and what lies beyond the end of the context in its last block",
         "outputs": "the correction, which the output needs too; the values (not the keys); and do not divide by the total yet",
     }
-    for rng, generator, dtype in seeds("decode", _rounds(kernel), dtypes_of(kernel)):
-        case = make_case(rng, generator, dtype, decode=True)
+    for number, (rng, generator, dtype) in enumerate(seeds("decode", _rounds(kernel), dtypes_of(kernel))):
+        case = (make_large_case if number == _PLAIN else make_case)(rng, generator, dtype, decode=True)
         block_size = case.key_cache.shape[1]
         part_len = block_size * rng.choice((1, 2, 3, 100))
         call = f"{case.describe(decode=True)} Parts of {part_len} tokens."
+        exact = exact_parts(case, part_len, -(-case.block_tables.shape[1] * block_size // part_len))
+        before = copy.deepcopy(case)
         with watched(call, kernel) as launches:
             states = launch_decode(
-                kernel, case.query, case.key_cache, case.value_cache, case.block_tables, case.context_lens, case.scale, part_len
+                plain(kernel) if number < _PLAIN else kernel,
+                case.query,
+                case.key_cache,
+                case.value_cache,
+                case.block_tables,
+                case.context_lens,
+                case.scale,
+                part_len,
             )
-        exact = exact_parts(case, part_len, states[0].shape[2])
+        check_inputs(call, before, case)
         for (name, look), got, expected in zip(looks.items(), states, exact, strict=True):
             tolerant = got if dtype == torch.float32 else _as_coarse(got, expected)
             compare(call, name, tolerant, expected, ("sequence", "head", "part", "channel"), look)
@@ -140,7 +155,12 @@ def _as_coarse(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def make_prefill_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> PagedCase:
-    """A ragged batch; now and then a prompt that is longer than a tile."""
+    """A ragged batch; now and then a prompt that is longer than a tile, and one that is just as long."""
+    if rng.random() < 0.15:
+        counts = TILE, TILE + rng.randint(1, 4)
+        return make_case(
+            rng, generator, dtype, decode=False, lengths=tuple((count + rng.randint(0, 5), count) for count in counts)
+        )
     case = make_case(rng, generator, dtype, decode=False)
     if rng.random() < 0.25:
         for _ in range(50):  # until one is long
@@ -165,12 +185,13 @@ def check_prefill(kernel: Any) -> None:
         "the position of a new token, context_len - (new tokens of its sequence) + its place among them: it sees positions up to that one, "
         "its own included; at the block table's row; at head // group; and at the division by the total, at the end"
     )
-    for rng, generator, dtype in seeds("prefill", _rounds(kernel), dtypes_of(kernel)):
-        case = make_prefill_case(rng, generator, dtype)
+    for number, (rng, generator, dtype) in enumerate(seeds("prefill", _rounds(kernel), dtypes_of(kernel))):
+        case = make_large_case(rng, generator, dtype, False) if number == _PLAIN else make_prefill_case(rng, generator, dtype)
         call = case.describe(decode=False)
+        expected, before = case.attend(), copy.deepcopy(case)
         with watched(call, kernel) as launches:
             got = launch_prefill(
-                kernel,
+                plain(kernel) if number < _PLAIN else kernel,
                 case.query,
                 case.key_cache,
                 case.value_cache,
@@ -179,5 +200,6 @@ def check_prefill(kernel: Any) -> None:
                 case.query_start_loc,
                 case.scale,
             )
-        compare(call, "output", got, case.attend(), ("token", "head", "channel"), look)
+        check_inputs(call, before, case)
+        compare(call, "output", got, expected, ("token", "head", "channel"), look)
         check_cache_reads(call, launches, least_prefill_reads(case))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,12 @@ def make_pieces(rng: random.Random) -> tuple[np.ndarray, list[Piece], float]:
         keys = size * numbers.normal(size=(length, head_dim))
         pieces.append(((sign * np.abs(keys) if sign else keys), numbers.normal(size=(length, head_dim))))
     order = rng.choice(("up", "down", "any"))
+    if rng.random() < 0.15:  # all scores near -10,000
+        query, pieces = (
+            np.ones(1),
+            [(-9000.0 + 1000 * numbers.random((length, 1)), numbers.normal(size=(length, 1))) for length in lengths],
+        )
+        return query, pieces, 1.0
     if order != "any":  # the largest score comes last, or first
         pieces.sort(key=lambda piece: float((piece[0] @ query).max()), reverse=order == "down")
     return query, pieces, rng.choice((1.0, head_dim**-0.5, 0.25))
@@ -72,9 +79,11 @@ def check_attend_in_pieces(attend_in_pieces: Any) -> None:
         given = OnceOnly(pieces)
         with np.errstate(all="ignore"):
             got = attend_in_pieces(query.copy(), given, scale)
-        assert isinstance(got, tuple) and len(got) == 3, (
-            f"{call}\nExpected a tuple of three: maximum, total, output\nGot: {got!r}"
+        assert isinstance(got, (tuple, list)) and len(got) == 3, (
+            f"{call}\nExpected three things: maximum, total, output\nGot: {got!r}"
         )
+        shape = np.shape(got[2])
+        assert shape == query.shape, f"{call}\nExpected output of shape {list(query.shape)}\nGot shape: {list(shape)}"
         assert given.num_taken == len(pieces), f"{call}\nExpected to see {len(pieces)} pieces\nGot: {given.num_taken} were taken"
         keys, values = (np.concatenate([piece[i] for piece in pieces]) if pieces else np.zeros((0, len(query))) for i in range(2))
         look = {
@@ -89,6 +98,23 @@ def check_attend_in_pieces(attend_in_pieces: Any) -> None:
             if kept:
                 where += ". A piece is NaN as soon as the next one is taken: did you keep it?"
             compare(call, name, given_number, wanted, ("index",), where)
+    _check_memory(attend_in_pieces)
+
+
+def _check_memory(attend_in_pieces: Any) -> None:
+    """Going over many pieces takes no more memory than a few of them."""
+    numbers = np.random.default_rng(0)
+    piece = numbers.normal(size=(200, 32)), numbers.normal(size=(200, 32))
+    tracemalloc.start()
+    try:
+        attend_in_pieces(np.ones(32), iter([piece] * 100), 0.1)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    held = most / (2 * piece[0].nbytes)
+    assert held < 20, (
+        f"attend_in_pieces, 100 pieces.\nExpected: memory for a few of them\nGot: memory for {held:.0f}\nKeep the state, not the pieces."
+    )
 
 
 def make_parts(rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
