@@ -17,7 +17,7 @@ SUPPORT = ROOT / "tests" / "support"
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this system")
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
-    """Attention on the matrix units (wgmma) of a Hopper GPU, nothing beyond its shared memory."""
+    """Attention on the matrix units (wgmma) of a Hopper GPU, nothing beyond its shared memory; and the kernels of lesson 06."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(SUPPORT / "compile_triton_kernels.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -31,6 +31,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_rms_norm",
         "_rotary",
         "_silu_and_mul",
+        "write_kernel",
+        "prefill_kernel",
     ):
         assert kernel in result.stdout
     prefill = [line for line in result.stdout.splitlines() if line.startswith("_prefill") and "bfloat16" in line]

@@ -9,6 +9,7 @@ driver that pretends stands in for the real one, and each launch ends after comp
 from __future__ import annotations
 
 import itertools
+import linecache
 import os
 import re
 import subprocess
@@ -24,10 +25,12 @@ torch.cuda.is_available = lambda: True  # so that minivllm does not turn on the 
 
 import triton
 from kernel_cases import HEADS, make_attention_case
+from lesson_cells import read_cells
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from minivllm.course.lessons import paged_kernels
 from minivllm.kernels import triton as kernels
 from minivllm.kernels.triton import activation, cache, decode_attention, norm, prefill_attention, rotary
 
@@ -121,5 +124,28 @@ for CASE in ALL if "--all" in sys.argv else FEW:
     compile_others(*CASE[:2])
 CASE = (*FEW[0], "one sequence")
 compile_attention(*FEW[0], num_seqs=1)
+
+
+def compile_lesson():
+    """The kernels of lesson 06's solution, as its engine launches them."""
+    space = {}
+    for cell in read_cells("06"):
+        if cell.name in ("setup", "write-kernel", "decode-kernel", "prefill-kernel"):
+            linecache.cache[cell.name] = len(cell.source), None, cell.source.splitlines(keepends=True), cell.name
+            exec(compile(cell.source, cell.name, "exec"), space)
+    query, key, cache = torch.zeros(3, 9, 64), torch.zeros(3, 3, 64), torch.zeros(4, 16, 3, 64)
+    tables, lengths, starts = (
+        torch.zeros(3, 4, dtype=torch.int32),
+        torch.ones(3, dtype=torch.int32),
+        torch.arange(4, dtype=torch.int32),
+    )
+    paged_kernels.launch_write(space["write_kernel"], key, key, cache, cache, torch.arange(3))
+    paged_kernels.launch_decode(space["decode_kernel"], query, cache, cache, tables, lengths, 0.125, 64)
+    paged_kernels.launch_prefill(space["prefill_kernel"], query, cache, cache, tables, lengths, starts, 0.125)
+
+
+CASE = "lesson 06"
+compile_lesson()
+
 names = {kernel.name for kernel in compiled.values()}
 print(f"{len(compiled)} kernels compiled: {', '.join(sorted(names))}")
