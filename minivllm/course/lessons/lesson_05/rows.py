@@ -20,6 +20,7 @@ from minivllm.course.lessons.lesson_05.launches import (
     make_input,
     make_output,
 )
+from minivllm.course.lessons.paged_kernels import power_of_2
 
 _ROUNDS = 12
 _DTYPES = (torch.float32, torch.float16)
@@ -68,11 +69,6 @@ def run_case(kernel: Any, case: Case, look: dict[str, str]) -> None:
 def ceil_div(a: int, b: int) -> int:
     """Programs that it takes for `a` elements, `b` each."""
     return -(-a // b)
-
-
-def power_of_2(number: int) -> int:
-    """The smallest power of 2 that is at least the number."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def seeds(name: str, rounds: int = _ROUNDS) -> Iterator[tuple[int, random.Random, torch.Generator, torch.dtype]]:
