@@ -254,15 +254,9 @@ def test_loops_need_not_be_compiled(answer):
     assert (outcome.failed, outcome.broken) == ([], {})
 
 
-def test_the_solution_in_triton_passes_too():
-    outcome = run_cells(in_language(CELLS, KERNEL))
-    assert (outcome.failed, outcome.broken) == ([], {})
-    assert outcome.points == outcome.most_points == 18
-
-
 @pytest.mark.slow
 def test_the_engine_writes_the_same_on_triton():
-    [outcome] = [run_cells(in_language([cell for cell in CELLS if cell.name != "write-text"], KERNEL), with_model=True)]
+    outcome = run_cells(in_language([cell for cell in CELLS if cell.name != "write-text"], KERNEL), with_model=True)
     assert (outcome.failed, outcome.broken, outcome.points) == ([], {}, 20)
 
 
@@ -281,7 +275,7 @@ def test_small_mistakes_are_caught():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language", [LOOPS, KERNEL])
-@settings(max_examples=settings().max_examples // 3, deadline=None)
+@settings(max_examples=settings().max_examples // 10, deadline=None)
 @given(data=st.data())
 def test_the_kernels_pass_the_cases_of_the_packages_own(language, data):
     """Block sizes, shared blocks, dtypes and groups as the package's kernels are tested with."""

@@ -41,7 +41,7 @@ class _CompilationNotice(event.Listener):
     given = False
 
     def on_start(self, event: event.Event) -> None:
-        if not self.given and event.data["dispatcher"].py_func.__module__.startswith(__name__):
+        if not self.given and (event.data["dispatcher"].py_func.__module__ or "").startswith(__name__):
             self.given = True
             logging.getLogger(__name__).warning("Compiling the CPU kernels for this model, once; it takes some seconds.")
 

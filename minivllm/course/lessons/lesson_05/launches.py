@@ -149,7 +149,7 @@ def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
             much = f"{read / must:.3g} times as much as it must" if must else "and nothing of it is needed"
             raise AssertionError(
                 f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
-                f"Look at the loads: load a number once, keep it, and use it as often as you like. Memory is far away."
+                f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none that you do not need. Memory is far away."
             )
 
 

@@ -116,7 +116,8 @@ def check_decode(kernel: Any) -> None:
     looks = {
         "maxima": "which block a token is in (block_tables[sequence, position // block_size]), which heads share its keys (head // group), the scale, the "
         "end of the context, and what the maximum begins with",
-        "totals": "the correction by exp(old maximum - new maximum), and what lies beyond the end of the context in its last block",
+        "totals": "the correction by exp(old maximum - new maximum), where the part ends (at its own end or that of the context, whichever comes first), and what lies "
+        "after the context in its last block",
         "outputs": "the correction, which the output needs too; the values (not the keys); and do not divide by the total yet",
     }
     for number, (rng, generator, dtype) in enumerate(seeds("decode", _rounds(kernel), dtypes_of(kernel))):
