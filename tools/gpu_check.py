@@ -5,7 +5,7 @@
    transformers in float32 as transformers' own bfloat16 logits are.
 3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
    graphs and without.
-4. Lesson 05 from top to bottom, its kernels compiled; what it prints is saved.
+4. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
 5. All kernel tests, with the Triton kernels compiled.
 
 The results are saved as JSON.
@@ -38,13 +38,9 @@ from minivllm.worker.worker import Worker  # noqa: E402
 
 TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
 NOT_HERE = "not smollm2"
-LESSONS = [
-    "notebooks/05_triton.ipynb",
-    "notebooks/06_paged_attention.ipynb",
-    "solutions/05_triton.ipynb",
-    "solutions/06_paged_attention.ipynb",
-]
 """The default model comes from a package that may not be installed here."""
+LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
+"""Notebooks about kernels."""
 QWEN3 = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,

@@ -11,7 +11,7 @@ import time
 
 import nbformat
 import pytest
-from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, serve, sync_api
+from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
 
 CELLS = (
     "from minivllm.bench.what_if import what_if\n"
@@ -63,8 +63,7 @@ def page(server):
     """The notebook in a browser, all cells run."""
     with sync_api.sync_playwright() as playwright:
         browser = launch(playwright.chromium)
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
-        page.set_default_timeout(PATIENCE * 1000)
+        page = open_page(browser)
         try:
             page.goto(f"{server}/lab/tree/widgets.ipynb?reset")
             page.wait_for_selector(".jp-Notebook .jp-CodeCell")

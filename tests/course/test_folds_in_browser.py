@@ -12,7 +12,7 @@ import time
 
 import nbformat
 import pytest
-from browser import PATIENCE, ROOT, SCREENSHOTS, launch, needs_chromium, serve, sync_api
+from browser import PATIENCE, ROOT, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
 from course_notebooks import solved_notebook
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -68,10 +68,7 @@ def jupyterlab(tmp_path_factory):
 
 @pytest.fixture
 def open_notebook(browser, jupyterlab):
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    page.set_default_timeout(PATIENCE * 1000)
-    # On a busy machine JupyterLab asks which kernel to take when a cell is run before the one it has started is connected.
-    page.add_locator_handler(page.locator(".jp-Dialog"), lambda dialog: dialog.first.locator(".jp-mod-accept").click())
+    page = open_page(browser)
 
     def visit(name):
         page.goto(f"{jupyterlab}/lab/tree/{name}.ipynb?reset")

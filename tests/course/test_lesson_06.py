@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import linecache
 import subprocess
 import sys
 import textwrap
@@ -307,8 +308,6 @@ def namespace_of(language):
         space = {"__name__": "__main__"}
         for cell in in_language(CELLS, language):
             if cell.kind == "answer" or cell.name == "setup" or cell.name.startswith("choose"):
-                import linecache
-
                 file = f"<06 {language} {cell.name}>"
                 linecache.cache[file] = (len(cell.source), None, cell.source.splitlines(keepends=True), file)
                 exec(compile(cell.source, file, "exec"), space)

@@ -11,7 +11,7 @@ import time
 
 import nbformat
 import pytest
-from browser import ROOT, SCREENSHOTS, launch, needs_chromium, serve, sync_api
+from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -28,10 +28,8 @@ def pages(tmp_path_factory):
         cut_after_last_widget(path)
     with serve(folder) as address, sync_api.sync_playwright() as playwright:
         browser = launch(playwright.chromium)
-        page = browser.new_page(viewport={"width": 1280, "height": 1100})
+        page = open_page(browser, height=1100)
         page.set_default_timeout(PATIENCE * 1000)
-        # On a busy machine JupyterLab asks which kernel to take when a cell is run before the one it has started is connected.
-        page.add_locator_handler(page.locator(".jp-Dialog"), accept)
 
         def visit(lesson):
             page.goto(f"{address}/lab/tree/{lesson}.ipynb?reset")
@@ -50,11 +48,6 @@ def cut_after_last_widget(path):
     shows = ["application/vnd.jupyter.widget-view+json" in str(cell.get("outputs")) for cell in notebook.cells]
     del notebook.cells[len(shows) - shows[::-1].index(True) :]
     nbformat.write(notebook, path)
-
-
-def accept(dialog):
-    print("JupyterLab asked:", dialog.first.inner_text())
-    dialog.first.locator(".jp-mod-accept").click()
 
 
 def run_all_cells(page):

@@ -66,6 +66,22 @@ def serve(folder):
         log.close()
 
 
+def open_page(browser, height=1000):
+    """An empty page that answers JupyterLab's questions with their default.
+
+    On a busy machine it asks which kernel to take when a cell is run before the one it has started is connected.
+    """
+    page = browser.new_page(viewport={"width": 1280, "height": height})
+    page.set_default_timeout(PATIENCE * 1000)
+    page.add_locator_handler(page.locator(".jp-Dialog"), accept)
+    return page
+
+
+def accept(dialog):
+    print("JupyterLab asked:", dialog.first.inner_text())
+    dialog.first.locator(".jp-mod-accept").click()
+
+
 def wait_for_server(process, address, log):
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and process.poll() is None:

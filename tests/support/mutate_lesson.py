@@ -108,7 +108,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "prefill-kernel: tl.maximum(maximum, tl.max(scores, axis=1)) → tl.maximum(tl.max(scores, axis=1), maximum)": _ANY_ORDER,
         "merge: total[..., None] > 0 → total[..., None] >= 0": "the total of parts that are all empty is NaN, which is greater than nothing",
         "decode-loops: min(first + part_len, context_lens[seq]) → min(context_lens[seq], first + part_len)": _ANY_ORDER,
-        "prefill-kernel: 0 → -1": "a loop to 0 and one to -1 have no round",
         "prefill-kernel: tl.minimum(context_len, context_len - (end - begin) + (tile + 1) * TILE) → tl.minimum(context_len - (end - begin) + (tile + 1) * TILE, context_len)": _ANY_ORDER,
         "backend: max(64, kv_cache[0].shape[1]) → max(kv_cache[0].shape[1], 64)": _ANY_ORDER,
         "backend: 0 → 1": _SAME_SHAPE,

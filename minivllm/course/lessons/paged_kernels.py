@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.course.lessons.lesson_05.launches import function_of
 from minivllm.errors import KernelError
 
 TILE = 16
@@ -56,8 +57,7 @@ def written(*kernels: Any) -> Any:
 
 
 def _is_stub(kernel: Any) -> bool:
-    function = getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)  # Triton's, Numba's, or plain Python
-    code = getattr(function, "__code__", None)
+    code = getattr(function_of(kernel), "__code__", None)
     return code is not None and "NotImplementedError" in code.co_names and "write this" in code.co_consts
 
 
@@ -97,11 +97,11 @@ def launch_decode(
         query, key_cache, value_cache, block_tables, context_lens, scale: See `reference.paged_decode_attention`.
         part_len: Tokens of a part, a multiple of the block size.
 
-    Raises:
-        KernelError: `part_len` is no such multiple.
-
     Returns:
         `maxima`, `totals` `[num_seqs, num_heads, num_parts]` and `outputs` `[num_seqs, num_heads, num_parts, head_dim]`, all float32.
+
+    Raises:
+        KernelError: `part_len` is no such multiple.
     """
     num_seqs, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape

@@ -78,11 +78,15 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, NotImplementedError) and str(cause) == "write this":
             raise cause from None
-        function = getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)  # Triton's, Numba's, or plain Python
-        file = function.__code__.co_filename
+        file = function_of(kernel).__code__.co_filename
         lines = [frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and frame.filename == file]
         where = f" in the line `{lines[-1]}`" if lines else ""
         raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None
+
+
+def function_of(kernel: Any) -> Any:
+    """The Python function that a kernel was made of: by Triton, by Numba, or by nobody."""
+    return getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)
 
 
 def make_output(shape: Sequence[int], dtype: torch.dtype, gap: int = 0) -> Tensor:

@@ -131,10 +131,7 @@ def check_decode(kernel: Any) -> None:
             states = launch_decode(
                 plain(kernel) if number < _PLAIN else kernel,
                 case.query,
-                case.key_cache,
-                case.value_cache,
-                case.block_tables,
-                case.context_lens,
+                *case.context,
                 case.scale,
                 part_len,
             )
@@ -194,10 +191,7 @@ def check_prefill(kernel: Any) -> None:
             got = launch_prefill(
                 plain(kernel) if number < _PLAIN else kernel,
                 case.query,
-                case.key_cache,
-                case.value_cache,
-                case.block_tables,
-                case.context_lens,
+                *case.context,
                 case.query_start_loc,
                 case.scale,
             )

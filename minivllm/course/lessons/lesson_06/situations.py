@@ -43,6 +43,11 @@ class PagedCase:
     scale: float
 
     @property
+    def context(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What every attention kernel is given of the cache, in the order of its arguments."""
+        return self.key_cache, self.value_cache, self.block_tables, self.context_lens
+
+    @property
     def num_new(self) -> list[int]:
         """New tokens of each sequence."""
         return self.query_start_loc.diff().tolist()

@@ -71,9 +71,8 @@ def _observe_decode(decode: Any, rng: random.Random) -> list[Any]:
     for _ in range(_ROUNDS):
         case = make_case(rng, _generator(rng), torch.float32, decode=True)
         part_len = case.key_cache.shape[1] * rng.choice((1, 2, 3))
-        context = case.key_cache, case.value_cache, case.block_tables, case.context_lens
         with interpreted():
-            states = launch_decode(decode, case.query, *context, case.scale, part_len)
+            states = launch_decode(decode, case.query, *case.context, case.scale, part_len)
         exact = exact_parts(case, part_len, states[0].shape[2])
         facts.append([_report(mine, wanted) for mine, wanted in zip(states, exact, strict=True)])
     return facts
@@ -83,9 +82,8 @@ def _observe_prefill(prefill: Any, rng: random.Random) -> list[Any]:
     facts: list[Any] = []
     for _ in range(_ROUNDS):
         case = make_prefill_case(rng, _generator(rng), torch.float32)
-        context = case.key_cache, case.value_cache, case.block_tables, case.context_lens, case.query_start_loc
         with interpreted():
-            output = launch_prefill(prefill, case.query, *context, case.scale)
+            output = launch_prefill(prefill, case.query, *case.context, case.query_start_loc, case.scale)
         facts.append(_report(output, case.attend()))
     return facts
 
