@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.course.lessons.lesson_05.launches import function_of
 from minivllm.errors import KernelError
 
 TILE = 16
@@ -54,6 +53,11 @@ def is_triton(kernel: Any) -> bool:
 def written(*kernels: Any) -> Any:
     """The first of these that is no longer a stub; the first if all of them are."""
     return next((kernel for kernel in kernels if not _is_stub(kernel)), kernels[0])
+
+
+def function_of(kernel: Any) -> Any:
+    """The Python function that a kernel was made of: by Triton, by Numba, or by nobody."""
+    return getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)
 
 
 def _is_stub(kernel: Any) -> bool:

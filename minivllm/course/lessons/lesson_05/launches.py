@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.course.lessons.paged_kernels import function_of
 from minivllm.kernels.accesses import Launch, record_accesses
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -82,11 +83,6 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
         lines = [frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and frame.filename == file]
         where = f" in the line `{lines[-1]}`" if lines else ""
         raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None
-
-
-def function_of(kernel: Any) -> Any:
-    """The Python function that a kernel was made of: by Triton, by Numba, or by nobody."""
-    return getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)
 
 
 def make_output(shape: Sequence[int], dtype: torch.dtype, gap: int = 0) -> Tensor:
