@@ -59,7 +59,7 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
         lesson, exercise = read_notebook(path), exercises / path.name
         cells = [cell for cell in read_notebook(exercise)["cells"] if is_check(cell)] if exercise.is_file() else []
         checks = [graded_cell(cell) for cell in cells]
-        points = sum(check.points for cell, check in zip(cells, checks, strict=True) if _passed(cell))
+        points = sum(check.points for cell, check in zip(cells, checks, strict=True) if has_passed(cell))
         was_run = any(cell["outputs"] for cell in cells)
         found.append(
             Progress(
@@ -93,7 +93,7 @@ def _points(lesson: Progress) -> str:
     return f"{lesson.points:g} of {lesson.most:g}" + ("" if lesson.was_run else ", not begun")
 
 
-def _passed(cell: Any) -> bool:
+def has_passed(cell: Any) -> bool:
     """Whether a check printed its tick when its cell was last run."""
     if not graded_cell(cell).is_intact or any(output["output_type"] == "error" for output in cell["outputs"]):
         return False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+
+from minivllm.viz.palette import INK
 
 LAYERS = {
     "talks to you": "#009E73",
@@ -90,12 +94,20 @@ _PROCESSES = 4.95
 """Where the line between two processes is drawn."""
 
 
-def draw_engine_map(lesson: int | None = None) -> Figure:
+def draw_engine_map(
+    lesson: int | None = None, *, mine: Collection[str] | None = None, seconds: Mapping[str, float] | None = None
+) -> Figure:
     """The engine on one page.
 
     Args:
         lesson: Highlight the parts that this lesson builds and grey out the others. None highlights all.
+        mine: Names of the parts that a learner wrote: they are filled, and marked as theirs.
+        seconds: What each part took: those that took any time are highlighted, the more of it the darker, with its number.
     """
+    unknown = {*(mine or ()), *(seconds or {})} - {part.name for part in PARTS}
+    if unknown:
+        raise ValueError(f"The map has no part {', '.join(sorted(unknown))}; it has {', '.join(part.name for part in PARTS)}.")
+    total = sum((seconds or {}).values())
     figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(0.05, 11.95)
@@ -112,21 +124,42 @@ def draw_engine_map(lesson: int | None = None) -> Figure:
     axes.text(11.9, _PROCESSES + 0.08, "the server's process", **_NOTE, ha="right", va="bottom")
     axes.text(11.9, _PROCESSES - 0.08, "the core's process", **_NOTE, ha="right", va="top")
     for part in PARTS:
-        _box(axes, part, lit=lesson is None or lesson in part.lessons)
+        if seconds is not None:
+            taken = seconds.get(part.name)
+            share = taken / total if taken is not None and total else 0.0
+            _box(axes, part, lit=taken is not None, filled=share, note="" if taken is None else _milliseconds(taken))
+        elif mine is not None:
+            _box(axes, part, lit=True, filled=0.35 if part.name in mine else 0.0, note="yours" if part.name in mine else "")
+        else:
+            _box(axes, part, lit=lesson is None or lesson in part.lessons)
     for i, (layer, color) in enumerate(LAYERS.items()):
         axes.text(0.1, 10.3 - 0.33 * i, f"■ {layer}", fontsize=9, color=color, va="center", weight="bold")
     axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")
     axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 1), "numbers: lessons", **_NOTE, va="center")
+    if seconds is not None:
+        axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 2), "top right: time in the room itself", **_NOTE, va="center")
     return figure
 
 
-def _box(axes: Axes, part: Part, lit: bool) -> None:
+def _milliseconds(seconds: float) -> str:
+    """Two digits that mean something: "0.05 ms", "1.3 ms", "120 ms"."""
+    number = 1000 * seconds
+    return f"{number:,.0f} ms" if number >= 9.95 else f"{number:.1f} ms" if number >= 0.095 else f"{number:.2f} ms"
+
+
+def _box(axes: Axes, part: Part, lit: bool, filled: float = 0.0, note: str = "") -> None:
+    """Draw a part; `filled` is how much of its colour is inside, from 0 to 1, and `note` stands in its corner."""
     color = LAYERS[part.layer] if lit else "#CFCFCF"
     corner = (part.x - _WIDTH / 2, part.y - _HEIGHT / 2)
     style = "round,pad=0,rounding_size=0.12"
     axes.add_patch(
-        FancyBboxPatch(corner, _WIDTH, _HEIGHT, boxstyle=style, facecolor="white", edgecolor=color, linewidth=2, zorder=2)
+        FancyBboxPatch(
+            corner, _WIDTH, _HEIGHT, boxstyle=style, facecolor=_tint(color, filled), edgecolor=color, linewidth=2, zorder=2
+        )
     )
+    if note:
+        corner = (part.x + _WIDTH / 2 - 0.08, part.y + _HEIGHT / 2 - 0.05)
+        axes.text(*corner, note, ha="right", va="top", fontsize=8, weight="bold", color=INK, zorder=3)
     ink = "black" if lit else "#9A9A9A"
     axes.text(
         part.x,
@@ -143,6 +176,12 @@ def _box(axes: Axes, part: Part, lit: bool) -> None:
     lessons = ", ".join(f"{number:02}" for number in part.lessons)
     text = f"{part.file}  ·  {lessons}"
     axes.text(part.x, part.y - 0.29, text, ha="center", va="center", fontsize=6.5, color=ink, family="monospace", zorder=3)
+
+
+def _tint(color: str, share: float) -> str:
+    """White with so much of a colour in it that black text on it stays legible."""
+    strength = 0.5 * min(1.0, share) ** 0.5
+    return to_hex([1 - strength * (1 - channel) for channel in to_rgb(color)])
 
 
 def _arrow(axes: Axes, source: Part, target: Part) -> None:

@@ -1,0 +1,125 @@
+"""The checks of lesson 08 for an engine core: a step from the scheduler's decision to new tokens, and a step that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.course.lessons.assembly import CoreOutput
+from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet
+from minivllm.engine.core_messages import EngineCoreOutput
+from minivllm.engine.engine_core import EngineCore
+
+_MOST_STEPS = 600
+_LOOKS = {
+    "outputs": "what `compute` makes of scheduler.update(output, results): for each sequence with a new token its request's id, the token, and its finish_reason",
+    "unfinished requests": "scheduler.update: it appends the tokens, and lets those go that have ended",
+    "free blocks": "scheduler.update: a sequence that has ended gives its blocks back",
+}
+
+
+def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[tuple[str, int | None, str | None]]:
+    """What the package's core says, in the words of this lesson."""
+    found = []
+    for output in outputs:
+        for new in output.sequences:
+            found.append((output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason))
+    return found
+
+
+def make_cores(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[EngineCore, Any]:
+    """The package's core and the learner's, with schedulers of their own, each on a script of its own."""
+    theirs = crowd.make_engine(Script(crowd.seed, fails_at, lambda: RuntimeError("out of memory"))).core
+    manager = BlockSpaceManager(crowd.cache_config.block_size, *crowd.blocks, watermark=crowd.cache_config.watermark)
+    mine = cls(Scheduler(crowd.scheduler_config, manager), Script(crowd.seed, fails_at, lambda: RuntimeError("out of memory")))
+    return theirs, mine
+
+
+def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
+    """Add the crowd's requests as time goes by, and yield each step's number and outputs until all have finished."""
+    engine = crowd.make_engine(Script(crowd.seed))  # turns text into requests
+    requests = [engine.input_processor.process_inputs(*request).core_request for request in crowd.requests]
+    number = 0
+    for request, wait in zip(requests, crowd.joins, strict=True):
+        for _ in range(wait):
+            if has_unfinished():
+                number += 1
+                yield number, step()
+        add(request)
+    while has_unfinished() and number < _MOST_STEPS:
+        number += 1
+        yield number, step()
+
+
+def _as_facts(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
+    """A learner's outputs as they are compared."""
+    assert isinstance(outputs, list) and all(isinstance(output, CoreOutput) for output in outputs), (
+        f"{said}\nExpected: a list of CoreOutput\nGot: {outputs!r}"
+    )
+    return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
+
+
+def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> list[Any]:
+    """What a learner's core gives in each step."""
+    _, core = make_cores(cls, crowd, fails_at)
+    facts = []
+    for _, outputs in run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests):
+        facts.append([_as_facts("", outputs), sorted(core.scheduler.requests), core.scheduler.block_manager.get_num_free_gpu_blocks()])
+    return facts
+
+
+def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, str]) -> None:
+    theirs, mine = make_cores(cls, crowd, fails_at)
+    wanted = run_core(crowd, theirs.step, theirs.add_request, theirs.has_unfinished_requests)
+    got = run_core(crowd, mine.step, mine.add_request, mine.scheduler.has_unfinished_requests)
+    for number, expected in wanted:
+        said = f"{crowd.describe()} Step {number}{', in which the model raises a RuntimeError' if number in fails_at else ''}."
+        facts = {
+            "outputs": as_core_outputs(expected.outputs),
+            "unfinished requests": sorted(theirs.scheduler.requests),
+            "free blocks": theirs.block_manager.get_num_free_gpu_blocks(),
+        }
+        _, outputs = next(got, (0, None))
+        mine_facts = {
+            "outputs": _as_facts(said, outputs),
+            "unfinished requests": sorted(mine.scheduler.requests),
+            "free blocks": mine.scheduler.block_manager.get_num_free_gpu_blocks(),
+        }
+        for name, value in facts.items():
+            expect(said, name, value, mine_facts[name], looks[name])
+        if number in fails_at:
+            for output in outputs:
+                assert output.error and "out of memory" in output.error, (
+                    f"{said}\nExpected error: a sentence that tells what was raised, “out of memory”\nGot error: {output.error!r}"
+                )
+
+
+def check_compute(cls: Any) -> None:
+    """A step: what was scheduled is computed, the scheduler takes in the results, and every new token is told."""
+    for seed in range(12):
+        _compare(cls, Crowd(f"compute {seed}"), frozenset(), _LOOKS)
+
+
+def check_fail(cls: Any) -> None:
+    """When the model fails, the requests of that step end with an error, and all others go on."""
+    looks = {
+        "outputs": "`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, \"error\"",
+        "unfinished requests": "whom `fail` ends: the requests of this step, with scheduler.abort_request, and nobody else",
+        "free blocks": "scheduler.abort_request, which frees the blocks",
+    }
+    for seed in range(12):
+        with quiet():
+            _compare(cls, Crowd(f"fail {seed}"), frozenset({2, 5, 6, 11}), looks)
+    crowd = Crowd("interrupt")
+    _, core = make_cores(cls, crowd)
+    core.worker.fails_at, core.worker.error = frozenset({2}), KeyboardInterrupt
+    try:
+        for _ in run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests):
+            pass
+    except KeyboardInterrupt:
+        return
+    raise AssertionError(
+        "Somebody presses Ctrl-C while the model runs.\nExpected: the KeyboardInterrupt comes out of `step`\nGot: nothing was raised\n"
+        "Look at what `compute` catches: an Exception, which KeyboardInterrupt is not."
+    )

@@ -1,0 +1,124 @@
+"""The whole engine of a learner, on the real model: it must write what the package writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minivllm.config import EngineArgs
+from minivllm.course.lessons.assembly import Device
+from minivllm.course.parts import SOURCES, EngineParts
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.entrypoints.llm import LLM
+from minivllm.sampling_params import SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 96, "dtype": "float32", "preemption_mode": "swap", "swap_space": 0.05,
+    "enforce_eager": True,
+}  # fmt: skip
+NUM_BLOCKS = 7
+"""So few that sequences must be swapped out in the middle of a sentence."""
+_BYTES_PER_TOKEN, _BYTES_PER_SEQ = 100_000, 1_000_000
+REQUESTS = (
+    ("The capital of France is", SamplingParams(temperature=0, max_tokens=24)),
+    ("Once upon a time, in a house by the sea,", SamplingParams(temperature=0, max_tokens=24)),
+    ("My favourite colour is", SamplingParams(temperature=0.8, top_p=0.95, seed=1, max_tokens=24)),
+    ("1, 2, 3, 4,", SamplingParams(temperature=0, stop=["12"], max_tokens=24)),
+    ("Ships float because", SamplingParams(temperature=0.9, top_k=40, seed=2, max_tokens=24)),
+)
+
+
+class CountedDevice(Device):
+    """The real device, except that a step's memory is a formula: exactly so many blocks fit, on every machine."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, num_blocks: int) -> None:
+        super().__init__(config, parts, 0)
+        self._num_blocks = num_blocks
+        self._limits = config.scheduler_config
+        self._utilization = config.cache_config.gpu_memory_utilization
+
+    def load_model(self) -> None:
+        """Load the model; from then on it is known how much memory there is."""
+        super().load_model()
+        step = self._measure(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
+        self.total_bytes = int((self.used_bytes + step + (self._num_blocks + 0.5) * self.block_bytes) / self._utilization)
+
+    def _measure(self, num_tokens: int, num_seqs: int) -> int:
+        return num_tokens * _BYTES_PER_TOKEN + num_seqs * _BYTES_PER_SEQ
+
+
+Assemble = Callable[[EngineParts, Device, EngineConfig], Any]
+
+
+def write(
+    assemble: Assemble,
+    parts: EngineParts,
+    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS,
+    num_blocks: int = NUM_BLOCKS,
+    **options: Any,
+) -> list[str]:
+    """The texts that a learner's engine writes.
+
+    Args:
+        assemble: Makes the engine.
+        parts: Of which parts.
+        requests: Prompts, and how to continue each.
+        num_blocks: How many blocks fit.
+        **options: Other `EngineArgs` than `OPTIONS`.
+
+    Raises:
+        AssertionError: A request has an error.
+    """
+    config = EngineConfig.from_engine_args(EngineArgs(**{**OPTIONS, **options}))
+    llm = assemble(parts, CountedDevice(config, parts, num_blocks), config)
+    outputs = llm.generate(*map(list, zip(*requests, strict=True)))
+    error = next((output.error for output in outputs if output.error), None)
+    assert error is None, f"The engine runs, and a step failed: {error}"
+    return [output.outputs[0].text for output in outputs]
+
+
+def write_with_package(
+    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any
+) -> list[str]:
+    """The texts that the package's engine writes."""
+    llm = LLM(**{**OPTIONS, **options}, num_gpu_blocks_override=num_blocks)
+    outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:
+    """An engine of these parts writes what the package's writes, with so few blocks that sequences are swapped out.
+
+    Returns:
+        The prompts, continued.
+    """
+    expected = write_with_package()
+    try:
+        got = write(assemble, parts)
+    except Exception as error:
+        blamed = _find_culprit(assemble, parts, expected)
+        if blamed is None:
+            raise
+        raise AssertionError(f"The engine raised {type(error).__name__}: {error}\n{blamed}") from error
+    for (prompt, _), wanted, text in zip(REQUESTS, expected, got, strict=True):
+        assert text == wanted, (
+            f"{prompt!r} on the real model, {NUM_BLOCKS} blocks, preemption by swap.\nExpected text: {wanted!r}\nGot text: {text!r}\n"
+            f"{_find_culprit(assemble, parts, expected) or 'It stays so with any one of your parts exchanged for the package’s: look at what you assemble.'}"
+        )
+    return [prompt + text for (prompt, _), text in zip(REQUESTS, got, strict=True)]
+
+
+def _find_culprit(assemble: Assemble, parts: EngineParts, expected: list[str]) -> str | None:
+    """Which part of the learner's is to blame: the one without which the text is right."""
+    for name in parts.mine:
+        try:
+            if write(assemble, parts.with_packages([name])) == expected:
+                return f"With the package's {parts_name(name)} in place of yours it is right: look at {SOURCES[name].name}, lesson {SOURCES[name].lesson}."
+        except Exception:
+            continue
+    return None
+
+
+def parts_name(name: str) -> str:
+    """The package's class for a part."""
+    return SOURCES[name].load().__name__

@@ -1,0 +1,230 @@
+"""The checks of lesson 08 for the frontend: requests with text go in, text comes out, and nothing stays behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from minivllm.course.lessons.assembly import CoreOutput
+from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, expect, quiet
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.errors import RequestError
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+_LOOKS = {
+    "outputs": "`take`: which tokens become text (not the one that ends it), what a stop string changes, and `finish` at the end; and the order of the outputs: that of the core",
+    "unfinished requests": "`step`: a request that has a finish_reason is no longer among self.states",
+    "requests in the core": "`step`: a stop string is found in the text, so the core does not know of it: abort the request there",
+}
+
+
+class PackageCore:
+    """The package's core with the methods of this lesson's."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.add_request = core.add_request
+
+    def abort_request(self, request_id: str) -> None:
+        """As `MyEngineCore.abort_request`."""
+        self.core.abort_requests([request_id])
+
+    def step(self) -> list[CoreOutput]:
+        """As `MyEngineCore.step`."""
+        outputs = []
+        for output in self.core.step().outputs:
+            for new in output.sequences:
+                outputs.append(CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error))
+        return outputs
+
+
+def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[Any, EngineCore]:
+    """A learner's engine on a core of the package, and that core."""
+    engine = crowd.make_engine(Script(crowd.seed, fails_at))
+    return cls(PackageCore(engine.core), engine.input_processor, Letters(), IncrementalDetokenizer), engine.core
+
+
+def facts_of(outputs: Any) -> list[Any]:
+    """Outputs as they are compared."""
+    facts = []
+    for output in outputs:
+        answers = [(item.text, list(item.token_ids), item.finish_reason) for item in output.outputs]
+        facts.append((output.request_id, answers, output.finished, bool(output.error)))
+    return facts
+
+
+@quiet()
+def observe_engine(cls: Any, crowd: Crowd, rng: random.Random, fails_at: frozenset[int] = frozenset()) -> list[Any]:
+    """What an engine of a learner gives in each step, with requests that come, and are aborted, as time goes by."""
+    engine, core = make_engine(cls, crowd, fails_at)
+    return [[facts, sorted(engine.states), sorted(core.scheduler.requests)] for facts in _run(engine, crowd, rng)]
+
+
+def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:
+    """Add the crowd's requests, and abort some; yields the outputs of each step."""
+    for request, wait in zip(crowd.requests, crowd.joins, strict=True):
+        for _ in range(wait):
+            yield facts_of(engine.step())
+        engine.add_request(*request)
+        if rng.random() < 0.2:
+            engine.abort_request(f"r{rng.randrange(len(crowd.requests))}")
+    for _ in range(600):
+        if not engine.has_unfinished_requests():
+            break
+        yield facts_of(engine.step())
+
+
+def check_entrance(cls: Any) -> None:
+    """A request is checked before anything is done for it; one that leaves is forgotten, here and in the core."""
+    crowd = Crowd("the entrance")
+    params = SamplingParams(temperature=0, max_tokens=9, seed=1)
+    engine, core = make_engine(cls, crowd)
+
+    def compare(said: str, expected: list[str]) -> None:
+        expect(said, "unfinished requests", expected, sorted(engine.states), "what is kept in self.states, and when")
+        expect(said, "requests in the core", expected, sorted(core.scheduler.requests), "what the core is told, and when: a request that is refused never gets there")
+
+    def refuse(said: str, *request: Any) -> None:
+        try:
+            engine.add_request(*request)
+        except RequestError:
+            return
+        raise AssertionError(f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises goes on to the caller, and ids must be unique.")
+
+    engine.add_request("first", "abc", params)
+    compare("One request was added.", ["first"])
+    request = core.scheduler.requests["first"]
+    expect("add_request('first', 'abc', params)", "the core's prompt", [1, 2, 3], request.prompt_token_ids, "the request that the core gets: core_request")
+    state = engine.states["first"]
+    assert type(state).__name__ == "RequestState", f"Expected: a RequestState in self.states['first']\nGot: {state!r}"
+    refuse("A prompt without any token.", "second", "", params)
+    compare("A request that was refused has left nothing.", ["first"])
+    refuse("A second request with the id of an unfinished one.", "first", "xyz", params)
+    compare("A request with an id in use was refused.", ["first"])
+    assert engine.states["first"] is state, "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
+    engine.add_request("third", "ab", params)
+    core.step()
+    compare("Two requests, after one step.", ["first", "third"])
+    engine.abort_request("first")
+    compare("abort_request('first') during its answer.", ["third"])
+    engine.abort_request("first")
+    engine.abort_request("nobody")
+    compare("abort_request with ids that are not there any more, or never were.", ["third"])
+    engine.add_request("first", "q", params)
+    compare("An id that is free again is used again.", ["first", "third"])
+
+
+@quiet()
+def check_take(cls: Any) -> None:
+    """Tokens become text, up to the stop string; who has ended is forgotten, here and in the core."""
+    for seed in range(25):
+        crowd = Crowd(f"take {seed}", stop_strings=True)
+        fails_at = frozenset({4}) if seed % 3 == 0 else frozenset()
+        theirs = crowd.make_engine(Script(crowd.seed, fails_at))
+        mine, core = make_engine(cls, crowd, fails_at)
+        wanted = _run(theirs, crowd, random.Random(f"abort {seed}"))
+        got = _run(mine, crowd, random.Random(f"abort {seed}"))
+        for number, expected in enumerate(wanted, 1):
+            stops = {name: params.stop for name, _, params in crowd.requests if params.stop}
+            said = f"{crowd.describe()} Stop strings: {stops or 'none'}. Step {number}. Outputs are (request_id, [(text, token_ids, finish_reason)], finished, whether there is an error)."
+            for one in expected:
+                one[1].sort()
+            expect(said, "outputs", expected, next(got, None), _LOOKS["outputs"])
+            expect(said, "unfinished requests", sorted(theirs.output_processor.states), sorted(mine.states), _LOOKS["unfinished requests"])
+            expect(said, "requests in the core", sorted(theirs.core.scheduler.requests), sorted(core.scheduler.requests), _LOOKS["requests in the core"])
+
+
+# -- generate --------------------------------------------------------------------------------------------------------
+
+class _Watched:
+    """The package's engine; notes what is asked of it, and can be interrupted."""
+
+    def __init__(self, engine: LLMEngine, interrupt_at: int = 0) -> None:
+        self.engine, self.interrupt_at = engine, interrupt_at
+        self.num_steps = 0
+        self.added: list[str] = []
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        self.engine.add_request(request_id, prompt, params)
+        self.added.append(request_id)
+
+    def abort_request(self, request_id: str) -> None:
+        self.engine.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.engine.has_unfinished_requests()
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        assert self.num_steps < 3000, "generate takes step after step and never ends: go on only while has_unfinished_requests()."
+        if self.num_steps == self.interrupt_at:
+            raise KeyboardInterrupt
+        return self.engine.step()
+
+
+def make_prompts(rng: random.Random) -> list[Any]:
+    """Prompts, some of which cannot be served."""
+    return [rng.choice(("", [VOCABULARY_END], "x" * 70)) if rng.random() < 0.25 else "".join(rng.choices("abc de", k=rng.randint(1, 20))) for _ in range(rng.randint(1, 9))]
+
+
+VOCABULARY_END = 1_000_000
+"""No model of these checks has such a token."""
+
+
+def observe_generate(cls: Any, prompts: list[Any], seed: str) -> list[Any]:
+    """What `generate` returns for prompts, without the requests' ids, and what it leaves in the engine."""
+    watched = _Watched(Crowd(seed).make_engine(Script(seed)))
+    outputs = cls(watched).generate(prompts, _params(len(prompts)))
+    return [[list(output.prompt_token_ids), bool(output.error), output.finished, [len(item.token_ids) for item in output.outputs]] for output in outputs]
+
+
+def check_generate(cls: Any) -> None:
+    """One output for each prompt, in their order; a prompt that cannot be served costs the others nothing; Ctrl-C leaves nothing behind."""
+    for seed in range(15):
+        rng = random.Random(f"generate {seed}")
+        prompts, crowd = make_prompts(rng), Crowd(f"generate {seed}")
+        watched = _Watched(crowd.make_engine(Script(crowd.seed)))
+        llm = cls(watched)
+        said = f"generate({prompts!r}, params)"
+        params = _params(len(prompts))
+        outputs = llm.generate(prompts, params)
+        assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), f"{said}\nExpected: a list of RequestOutput\nGot: {outputs!r}"
+        served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
+        expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, those that are refused too")
+        look = "the order: that of the prompts, not the one in which they finish; and `refused`, in the place of a prompt that raised a RequestError"
+        expect(said, "which of them have an error", [not good for good in served], [bool(output.error) for output in outputs], look)
+        letters = [Letters().encode(prompt) if good else [] for prompt, good in zip(prompts, served, strict=True)]
+        expect(said, "the prompts of the outputs", letters, [output.prompt_token_ids for output in outputs], look)
+        expect(said, "finished", [True] * len(prompts), [output.finished for output in outputs], "which output is kept: the last of each request")
+        assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
+        llm.generate(["abc", "de"], _params(2))
+        assert len(set(watched.added)) == len(watched.added), "generate was called twice, and an id was used again: count on with self.numbers."
+        limits = [item.max_tokens for item, good in zip(params, served, strict=True) if good]
+        lengths = [len(output.outputs[0].token_ids) for output, good in zip(outputs, served, strict=True) if good]
+        assert all(length <= limit for length, limit in zip(lengths, limits, strict=True)), (
+            f"{said}\nAnswers of at most {limits} tokens were wanted, but they have {lengths}: each prompt has its own entry of params."
+        )
+        assert not watched.has_unfinished_requests(), f"{said}\nRequests were left in the engine."
+    _check_interrupt(cls)
+
+
+def _params(count: int) -> list[SamplingParams]:
+    """For each prompt its own: answers of different lengths."""
+    return [SamplingParams(temperature=0, max_tokens=2 + 5 * i % 13, seed=3) for i in range(count)]
+
+
+def _check_interrupt(cls: Any) -> None:
+    crowd = Crowd("generate and interrupt")
+    engine = crowd.make_engine(Script(crowd.seed))
+    engine.add_request("not of this call", "abcdef", _params(2)[1])
+    said = "Ctrl-C in the third step of generate(['abc', 'de', 'f'], params), while the engine also has a request of somebody else."
+    try:
+        cls(_Watched(engine, interrupt_at=3)).generate(["abc", "de", "f"], _params(3))
+    except KeyboardInterrupt:
+        left = sorted(engine.output_processor.states)
+        expect(said, "requests left in the engine", ["not of this call"], left, "what happens at a BaseException: abort the requests of this call, and only those, and raise it again")
+        return
+    raise AssertionError(f"{said}\nExpected: the KeyboardInterrupt goes on to the caller\nGot: nothing was raised\nLook at `raise`, after the requests are aborted.")

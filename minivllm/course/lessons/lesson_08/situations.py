@@ -1,0 +1,175 @@
+"""Steps, tokens and texts for the checks of lesson 08: everything random and seeded, nothing that takes a model."""
+
+from __future__ import annotations
+
+import logging
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.engine.core_client import InprocClient
+from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.executor.base import Executor
+from minivllm.request import EngineCoreRequest
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
+
+END = 0
+"""The token that ends a text, in these checks."""
+_BYTES = {**{i: bytes([96 + i]) for i in range(1, 27)}, 27: b" ", 28: b"\xc3", 29: b"\xa9"}
+"""Letters, a space, and a character in two halves."""
+VOCAB_SIZE = 30
+
+
+def make_sequences(rng: random.Random, block_size: int, longest: int = 30) -> list[SequenceData]:
+    """A ragged step: prompts, chunks of prompts and decodes, with blocks in any order."""
+    kinds = rng.choice((("decode",), ("prompt", "chunk", "middle", "decode"), ("prompt",), ("middle",)))
+    sequences, blocks = [], rng.sample(range(5000), 4000)
+    for number in range(rng.randint(1, 5)):
+        kind, length = rng.choice(kinds), rng.randint(1, longest)
+        start = {"prompt": 0, "decode": length - 1}.get(kind, rng.randrange(length))
+        count = length - start
+        known = length + (rng.randint(1, 9) if kind == "middle" else 0)
+        table = [blocks.pop() for _ in range(-(-known // block_size) + rng.choice((0, 0, 1)))]
+        token_ids = [rng.randrange(1000) for _ in range(count)]
+        params = SamplingParams(temperature=0, max_tokens=50)
+        request = EngineCoreRequest(f"r{number}", [1] * known, params, max_num_tokens=known + 50)
+        samples = 0 if kind == "middle" else 1
+        sequences.append(SequenceData(request, number, 0, token_ids, start, table, 0, [], samples, 0, kind == "decode"))
+    return sequences
+
+
+def describe(sequences: list[SequenceData], block_size: int) -> str:
+    """A step in words."""
+    lines = [f"A step with blocks of {block_size} tokens:"]
+    for seq in sequences:
+        end = seq.num_computed_tokens + seq.num_tokens
+        sampled = "a token is sampled" if seq.num_samples else "the prompt goes on, so nothing is sampled"
+        lines.append(f"  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}")
+    return "\n".join(lines)
+
+
+class Letters:
+    """A tokenizer of letters, with one character in two halves."""
+
+    skipped_token_ids = frozenset({END})
+    eos_token_id = END
+
+    def encode(self, text: str) -> list[int]:
+        """One token for each letter."""
+        return [next((i for i, part in _BYTES.items() if part == c.encode()), 27) for c in text]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text; half a character is �."""
+        return b"".join(_BYTES.get(token_id, b"") for token_id in token_ids).decode(errors="replace")
+
+
+class Script:
+    """Stands for the model: which token a request gets depends only on its name and on how many it has."""
+
+    def __init__(self, seed: str, fails_at: frozenset[int] = frozenset(), error: Callable[[], BaseException] = RuntimeError) -> None:
+        self.seed, self.fails_at, self.error = seed, fails_at, error
+        self.num_steps = 0
+
+    def token(self, request_id: str, position: int) -> int:
+        """The token with this number of a request's answer."""
+        number = zlib.crc32(f"{self.seed} {request_id} {position}".encode())
+        return END if number % 23 == 0 else 1 + number // 23 % (VOCAB_SIZE - 1)
+
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """A step, as a worker computes it."""
+        self.num_steps += 1
+        if self.num_steps in self.fails_at:
+            raise self.error()
+        return [
+            SequenceOutput([self.token(seq.request.request_id, seq.num_output_tokens)] if seq.num_samples else [])
+            for seq in request.sequences
+        ]
+
+
+class ScriptExecutor(Executor):
+    """A `Script` as the package's engine core takes it."""
+
+    def __init__(self, script: Script, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self.script, self.blocks = script, (num_gpu_blocks, num_cpu_blocks)
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return self.blocks
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        pass
+
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        return self.script.execute_model(request)
+
+
+MODEL = ModelConfig("letters", Path(), "", {}, 0, 0, 0, 0, VOCAB_SIZE, max_model_len=60, eos_token_ids=(END,))
+"""A model that exists only as limits."""
+
+
+class Crowd:
+    """An engine with too few blocks, and requests for it, all drawn from one seed.
+
+    Attributes:
+        requests: (id, prompt, sampling parameters), to be added a few at a time.
+    """
+
+    def __init__(self, seed: str, num_requests: int = 8, stop_strings: bool = False) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        swap = rng.random() < 0.5
+        self.cache_config = CacheConfig(block_size=4, watermark=rng.choice((0.0, 0.1)))
+        self.scheduler_config = SchedulerConfig(
+            max_num_seqs=rng.randint(2, 5), max_num_batched_tokens=60, enable_chunked_prefill=rng.random() < 0.5,
+            preemption_mode="swap" if swap else "recompute",
+        )  # fmt: skip
+        self.blocks = rng.randint(13, 20), 30 if swap else 0
+        self.requests = []
+        for number in range(num_requests):
+            prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
+            stop = rng.sample(["a", "e", "th", "é", "b"], k=rng.randint(1, 3)) if stop_strings and rng.random() < 0.6 else None
+            params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), stop=stop, seed=number)
+            self.requests.append((f"r{number}", prompt, params))
+        self.joins = [0] + [rng.choice((0, 0, 1, 3)) for _ in self.requests[1:]]
+        """How many steps are taken before each is added."""
+
+    def make_engine(self, script: Script) -> LLMEngine:
+        """The package's engine on a script."""
+        configs = (MODEL, self.cache_config, self.scheduler_config)
+        core = EngineCore(*configs, ScriptExecutor(script, *self.blocks))
+        return LLMEngine(InprocClient(core), *configs, Letters())  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """The crowd in words."""
+        config = self.scheduler_config
+        return (
+            f"{len(self.requests)} requests, max_num_seqs={config.max_num_seqs}, {self.blocks[0]} blocks of {self.cache_config.block_size} tokens, "
+            f"{'with' if config.enable_chunked_prefill else 'without'} chunked prefill, preemption by {config.preemption_mode}."
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the package's log of steps that fail: here they are meant to."""
+    logger = logging.getLogger("minivllm.engine.engine_core")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
+    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
+    if expected != got:
+        raise AssertionError(f"{said}\nExpected {what}: {_short(expected)}\nGot {what}: {_short(got)}\nLook at {look}.")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 700 else text[:690] + " …"

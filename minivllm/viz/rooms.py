@@ -1,0 +1,157 @@
+"""One prompt followed through the engine: which room calls which, how often, and how long each takes itself.
+
+    with follow(llm) as journey:
+        llm.generate(...)
+    draw_engine_map(seconds=journey.seconds)
+    print(journey.describe())
+
+The methods that rooms call each other by are wrapped while the block runs, and only then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from minivllm.engine.output_processor import RequestState
+from minivllm.entrypoints.llm import LLM
+from minivllm.errors import ConfigError
+
+
+@dataclass
+class Visit:
+    """A call of a room's method.
+
+    Attributes:
+        room: A part of the engine's map.
+        method: What was called.
+        seconds: From the call to its return, calls of other rooms included.
+        calls: What it called in other rooms, in order.
+    """
+
+    room: str
+    method: str
+    seconds: float = 0.0
+    calls: list[Visit] = field(default_factory=list)
+
+    @property
+    def own_seconds(self) -> float:
+        """Without the calls of other rooms."""
+        return self.seconds - sum(call.seconds for call in self.calls)
+
+
+@dataclass
+class Journey:
+    """All visits, in the order in which they began.
+
+    Attributes:
+        visits: Those that no other room called.
+    """
+
+    visits: list[Visit] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Visit]:
+        """All visits, those within others too."""
+        waiting = list(reversed(self.visits))
+        while waiting:
+            visit = waiting.pop()
+            yield visit
+            waiting += reversed(visit.calls)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each room took itself."""
+        total: dict[str, float] = {}
+        for visit in self:
+            total[visit.room] = total.get(visit.room, 0.0) + visit.own_seconds
+        return total
+
+    def find(self, room: str, method: str) -> list[Visit]:
+        """All calls of a room's method."""
+        return [visit for visit in self if (visit.room, visit.method) == (room, method)]
+
+    def describe(self, visits: list[Visit] | None = None) -> str:
+        """Who calls whom, indented. Calls of the same kind are one line, with their number and their time together.
+
+        Args:
+            visits: Where to begin; with those that no other room called if None.
+        """
+        return "\n".join(_describe(self.visits if visits is None else visits, 0))
+
+
+def _describe(visits: list[Visit], depth: int) -> Iterator[str]:
+    kinds: dict[tuple[str, str], list[Visit]] = {}
+    for visit in visits:
+        kinds.setdefault((visit.room, visit.method), []).append(visit)
+    for (room, method), calls in kinds.items():
+        times = f"{len(calls)} × " if len(calls) > 1 else ""
+        name = f"{'  ' * depth}{times}{room}.{method}"
+        yield f"{name:62}{1000 * sum(visit.seconds for visit in calls):8.2f} ms"
+        yield from _describe([call for visit in calls for call in visit.calls], depth + 1)
+
+
+@contextmanager
+def follow(llm: LLM) -> Iterator[Journey]:
+    """Record each call from one room of an engine to another.
+
+    Raises:
+        ConfigError: The engine's core runs in another process.
+    """
+    engine, journey = llm.llm_engine, Journey()
+    worker = getattr(engine.executor, "worker", None)
+    if worker is None:
+        raise ConfigError("There is no worker in this process that could be followed: make the engine with LLM(...).")
+    runner, core = worker.model_runner, engine.core
+    rooms: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("LLM", llm, ("generate",)),
+        ("LLMEngine", engine, ("add_request", "step")),
+        ("InputProcessor", engine.input_processor, ("process_inputs",)),
+        ("Tokenizer", engine.tokenizer, ("encode", "decode")),
+        ("OutputProcessor", engine.output_processor, ("add_request", "process_outputs")),
+        ("OutputProcessor", RequestState, ("make_output",)),
+        ("InprocClient", engine.engine_core, ("add_request", "get_output", "stop_sequences")),
+        ("EngineCore", core, ("add_request", "step", "stop_sequences")),
+        ("Scheduler", core.scheduler, ("add_request", "schedule", "update")),
+        ("BlockSpaceManager", core.block_manager, ("find_cached_blocks", "can_allocate", "allocate", "can_append_slots", "append_slots", "get_block_table", "cache_full_blocks", "free")),
+        ("Executor", engine.executor, ("execute_model",)),
+        ("Worker", worker, ("execute_model",)),
+        ("CacheEngine", worker.cache_engine, ("swap_out", "swap_in", "copy")),
+        ("ModelRunner", runner, ("prepare_inputs", "execute_model")),
+        ("Llama", runner.model, ("forward", "compute_logits")),
+        ("Sampler", runner.sampler, ("sample",)),
+    ]  # fmt: skip
+    for module in runner.model.modules():
+        backend = getattr(module, "backend", None)
+        if backend is not None:
+            rooms.append(("Attention", backend, ("forward",)))
+            rooms.append(("Kernels", backend.ops, ("reshape_and_cache", "paged_decode_attention", "paged_prefill_attention")))
+    with ExitStack() as stack:
+        open_visits: list[Visit] = []
+        for room, owner, methods in rooms:
+            for method in methods if owner is not None else ():
+                stack.enter_context(patch.object(owner, method, _recording(journey, open_visits, room, method, owner)))
+        yield journey
+
+
+def _recording(journey: Journey, open_visits: list[Visit], room: str, method: str, owner: Any) -> Callable[..., Any]:
+    """The method, which notes each call; what a room calls of itself belongs to the call that it is in."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if open_visits and open_visits[-1].room == room:
+            return original(*args, **kwargs)
+        visit = Visit(room, method)
+        (open_visits[-1].calls if open_visits else journey.visits).append(visit)
+        open_visits.append(visit)
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            visit.seconds = time.perf_counter() - start
+            open_visits.pop()
+
+    return call
