@@ -121,7 +121,11 @@ class EngineParts:
     def __str__(self) -> str:
         lines = []
         for name, source in SOURCES.items():
-            whose = f"yours, {source.name} of lesson {source.lesson}" if name in self.mine else f"the package's: {self.reasons.get(name, 'as asked')}"
+            whose = (
+                f"yours, {source.name} of lesson {source.lesson}"
+                if name in self.mine
+                else f"the package's: {self.reasons.get(name, 'as asked')}"
+            )
             lines.append(f"{' and '.join(source.rooms):22} {whose}")
         return "\n".join(lines)
 
@@ -232,7 +236,15 @@ def _defined_names(node: ast.stmt) -> frozenset[str]:
         return frozenset((item.asname or item.name).split(".")[0] for item in node.names)
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return frozenset({node.name})
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, (ast.AnnAssign, ast.AugAssign))
+        else []
+    )
     if isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):  # `if not torch.cuda.is_available(): os.environ[...] = ...`
-        return frozenset().union(*(_defined_names(item) for item in ast.walk(node) if isinstance(item, ast.stmt) and item is not node))
+        return frozenset().union(
+            *(_defined_names(item) for item in ast.walk(node) if isinstance(item, ast.stmt) and item is not node)
+        )
     return frozenset(item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name))

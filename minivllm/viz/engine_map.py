@@ -137,7 +137,7 @@ def draw_engine_map(
     axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")
     axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 1), "numbers: lessons", **_NOTE, va="center")
     if seconds is not None:
-        axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 2), "top right: time in the room itself", **_NOTE, va="center")
+        axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 2), "bold: time in the room itself", **_NOTE, va="center")
     return figure
 
 
@@ -158,8 +158,9 @@ def _box(axes: Axes, part: Part, lit: bool, filled: float = 0.0, note: str = "")
         )
     )
     if note:
-        corner = (part.x + _WIDTH / 2 - 0.08, part.y + _HEIGHT / 2 - 0.05)
-        axes.text(*corner, note, ha="right", va="top", fontsize=8, weight="bold", color=INK, zorder=3)
+        paper = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        place = (part.x + _WIDTH / 2 - 0.15, part.y + _HEIGHT / 2)
+        axes.text(*place, note, ha="right", va="center", fontsize=8, weight="bold", color=INK, bbox=paper, zorder=4)
     ink = "black" if lit else "#9A9A9A"
     axes.text(
         part.x,
@@ -169,7 +170,7 @@ def _box(axes: Axes, part: Part, lit: bool, filled: float = 0.0, note: str = "")
         va="center",
         fontsize=11,
         weight="bold",
-        color=color if lit else ink,
+        color=color if lit and not filled else ink,
         zorder=3,
     )
     axes.text(part.x, part.y - 0.02, part.role, ha="center", va="center", fontsize=7.5, color=ink, zorder=3)

@@ -38,7 +38,7 @@ def draw_step_tensors(inputs: ModelInput, names: Sequence[str]) -> Figure:
     owners = [seq for seq in range(len(names)) for _ in range(starts[seq], starts[seq + 1])]
     tables = [row[:_MOST_BLOCKS] for row in metadata.block_tables.tolist()]
     width = max(len(owners), _TABLE_LEFT + max(map(len, tables)), 12)
-    figure = new_figure(2.75 + 0.34 * len(names), "", left=1.35, right=0.15, top=0.3, bottom=0.15)
+    figure = new_figure(2.75 + 0.34 * len(names), "", left=1.5, right=0.15, top=0.3, bottom=0.15)
     axes = figure.subplots()
     axes.set(xlim=(0, width), ylim=(7.6 + 1.15 * len(names), -0.9))
     axes.axis("off")
@@ -48,14 +48,18 @@ def draw_step_tensors(inputs: ModelInput, names: Sequence[str]) -> Figure:
         "slot_mapping": metadata.slot_mapping.tolist(),
     }
     for seq, name in enumerate(names):
-        axes.text((starts[seq] + starts[seq + 1]) / 2, -0.45, name, ha="center", va="center", fontsize=9, weight="bold", color=INK)
+        axes.text(
+            (starts[seq] + starts[seq + 1]) / 2, -0.45, name, ha="center", va="center", fontsize=9, weight="bold", color=INK
+        )
     for y, (name, numbers) in enumerate(rows.items()):
         _write_name(axes, y * 1.15, name)
         _draw_cells(axes, 0, y * 1.15, numbers, owners, width)
     y = 3 * 1.15
     _write_name(axes, y, "logits of")
     for row in inputs.sampled_rows:
-        axes.annotate("", (row + 0.5, y + 0.05), (row + 0.5, y + 0.75), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5})
+        axes.annotate(
+            "", (row + 0.5, y + 0.05), (row + 0.5, y + 0.75), arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.5}
+        )
     _draw_starts(axes, starts, 4.5)
     top = 6.5
     axes.text(1.5, top - 0.1, "context_lens", ha="center", va="bottom", fontsize=8, color=INK, family="monospace")

@@ -33,6 +33,7 @@ LESSONS = {
     "05": "05_triton.ipynb",
     "06": "06_paged_attention.ipynb",
     "07": "07_the_scheduler.ipynb",
+    "08": "08_the_engine.ipynb",
 }
 KEPT = {"check-pool", "check-engine"}
 """The checks of lesson 04 that the tricks are played on: 3 points and 1 point."""
@@ -51,7 +52,7 @@ def make_classes(number: str, *edits: tuple[str, str]) -> dict:
     code = "\n".join(
         source
         for name, source in sources("solutions", number).items()
-        if not name.startswith("look") and name not in ("results", "write", "write-text")
+        if not name.startswith("look") and name not in ("results", "write", "write-text", "parts", "parts-map", "summit")
     )
     code = "\n".join(line for line in code.splitlines() if not line.startswith("%"))
     for old, new in edits:
@@ -147,6 +148,14 @@ ALSO_RIGHT = {
         ("            self.swapped.remove(seq)\n            output.blocks_to_swap_in", "            del self.swapped[0]\n            output.blocks_to_swap_in"),
         ("            if seq.finished:\n                continue", "            if seq not in self.running:\n                continue"),
     ],
+    "08": [
+        ("np.concatenate(([0], np.cumsum(counts)))", "np.r_[0, np.cumsum(counts)]"),
+        ("np.arange(len(owners)) - query_start_loc[owners] + starts[owners]", "np.arange(len(owners)) + (starts - query_start_loc[:-1])[owners]"),
+        ("hidden[inputs.sampled_rows]", "hidden.index_select(0, torch.tensor(inputs.sampled_rows))"),
+        ("f\"The model failed in a step: {error!r}\"", "f\"{error} was raised\""),
+        ("f\"request-{next(self.numbers)}\"", "f\"mine {next(self.numbers)}\""),
+        ("                    outputs[output.request_id] = output", "                    if output.finished:\n                        outputs[output.request_id] = output"),
+    ],
 }  # fmt: skip
 WRONG = {
     "01": [
@@ -228,6 +237,21 @@ WRONG = {
         ("self.preempt(self.running[-1], output)", "self.preempt(self.running[0], output)", "check-7"),
         ("        self.put(self.swapped, seq)", "        self.swapped.append(seq)", "check-8"),
         ("if self.swapped and self.swapped[0].order < seq.order:", "if False:", "check-9"),
+    ],
+    "08": [
+        ("total_bytes * utilization - other_bytes - peak_bytes", "(total_bytes - other_bytes - peak_bytes) * utilization", "check-count"),
+        ("        device.reset_peak()\n", "", "check-start"),
+        (" + starts[owners]", "", "check-lay-out"),
+        ("block_tables[owners, positions", "block_tables[0, positions", "check-slots"),
+        ("self.tensor(starts + counts, torch.int32)", "self.tensor(starts, torch.int32)", "check-inputs"),
+        ("compute_logits(hidden[inputs.sampled_rows])", "compute_logits(hidden)[inputs.sampled_rows]", "check-runner"),
+        ("        self.cache.copy(request.blocks_to_copy)\n", "", "check-worker"),
+        ("seq.token_ids[-1], seq.finish_reason)", "seq.token_ids[-1])", "check-core"),
+        (" + output.preempted + output.swapped_in", "", "check-fail"),
+        ("            del self.states[request_id]\n            self.core.abort_request(request_id)", "            del self.states[request_id]", "check-entrance"),
+        ("        state.error = new.error\n", "", "check-engine"),
+        ("self.engine.add_request(request_id, prompt, param)", "self.engine.add_request(request_id, prompt, params[0])", "check-generate"),
+        ("num_gpu_blocks, num_cpu_blocks)\n    core", "num_gpu_blocks)\n    core", "check-parts"),
     ],
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ Used by the tests of each lesson and by `tests/support/mutate_lesson.py`.
 from __future__ import annotations
 
 import linecache
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ class Cell:
     @property
     def needs_a_model(self) -> bool:
         """Whether it loads one: such a cell takes seconds."""
-        return "LLM(" in self.source or "smollm2-135m" in self.source
+        return re.search(r"\bLLM\(", self.source) is not None or "smollm2-135m" in self.source
 
 
 @dataclass

@@ -121,6 +121,14 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "floor-9: self.swapped[0].order < seq.order → self.swapped[0].order <= seq.order": "no two sequences have the same order",
         "floor-9: self.waiting[0].order < seq.order → self.waiting[0].order <= seq.order": "no two sequences have the same order",
     },
+    "08": {
+        "start: count_blocks(device.total_bytes, config.gpu_memory_utilization, device.other_bytes, device.peak_bytes, device.block_bytes) → "
+        "count_blocks(config.gpu_memory_utilization, device.total_bytes, device.other_bytes, device.peak_bytes, device.block_bytes)": (
+            "the two are multiplied"
+        ),
+        "runner: tokens = iter(()) → pass": "without a sampled row nobody asks for a token",
+        "generate: True → False": "the lists are as long as they should be, so that strict finds nothing",
+    },
 }
 """By lesson: the cell and what was changed in it, as `cell: old → new`, and why nobody can tell."""
 

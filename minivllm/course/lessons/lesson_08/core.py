@@ -65,7 +65,9 @@ def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset())
     _, core = make_cores(cls, crowd, fails_at)
     facts = []
     for _, outputs in run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests):
-        facts.append([_as_facts("", outputs), sorted(core.scheduler.requests), core.scheduler.block_manager.get_num_free_gpu_blocks()])
+        facts.append(
+            [_as_facts("", outputs), sorted(core.scheduler.requests), core.scheduler.block_manager.get_num_free_gpu_blocks()]
+        )
     return facts
 
 
@@ -95,6 +97,15 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
                 )
 
 
+def find_moves(crowd: Crowd) -> list[int]:
+    """The steps in which sequences are preempted or swapped in, if none fails."""
+    core, _ = make_cores(lambda *parts: None, crowd)
+    trace = core.start_trace()
+    for _ in run_core(crowd, core.step, core.add_request, core.has_unfinished_requests):
+        pass
+    return [number for number, step in enumerate(trace, 1) if step.preempted or step.swapped_in]
+
+
 def check_compute(cls: Any) -> None:
     """A step: what was scheduled is computed, the scheduler takes in the results, and every new token is told."""
     for seed in range(12):
@@ -104,13 +115,16 @@ def check_compute(cls: Any) -> None:
 def check_fail(cls: Any) -> None:
     """When the model fails, the requests of that step end with an error, and all others go on."""
     looks = {
-        "outputs": "`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, \"error\"",
+        "outputs": '`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, "error"',
         "unfinished requests": "whom `fail` ends: the requests of this step, with scheduler.abort_request, and nobody else",
         "free blocks": "scheduler.abort_request, which frees the blocks",
     }
     for seed in range(12):
+        crowd = Crowd(f"fail {seed}")
         with quiet():
-            _compare(cls, Crowd(f"fail {seed}"), frozenset({2, 5, 6, 11}), looks)
+            _compare(cls, crowd, frozenset({2, 5, 6, 11}), looks)
+            for number in find_moves(crowd)[:3]:
+                _compare(cls, crowd, frozenset({number}), looks)
     crowd = Crowd("interrupt")
     _, core = make_cores(cls, crowd)
     core.worker.fails_at, core.worker.error = frozenset({2}), KeyboardInterrupt

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minivllm.config import EngineArgs
 from minivllm.course.lessons.assembly import Device
+from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, make_bench
+from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.parts import SOURCES, EngineParts
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.llm import LLM
@@ -84,6 +87,33 @@ def write_with_package(
     llm = LLM(**{**OPTIONS, **options}, num_gpu_blocks_override=num_blocks)
     outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
+
+
+def check_parts(assemble: Assemble) -> None:
+    """What an engine is made of, on a device that only counts: the right parts, with the right numbers."""
+    device, config = make_bench(random.Random(0))
+    llm = assemble(BENCH_PARTS, device, config)
+    engine = llm.engine
+    core = engine.core
+    manager = core.scheduler.block_manager
+    num_gpu_blocks = (int(device.total_bytes * 0.9) - device.peak_without_cache) // device.block_bytes
+    num_cpu_blocks = config.cache_config.swap_space_bytes // device.block_bytes
+    block_size = config.cache_config.block_size
+    said = f"assemble with a device on which {num_gpu_blocks} blocks of {block_size} tokens fit, and {num_cpu_blocks} in the swap space."
+    facts = (
+        ("device's calls", ["load_model", "reset_peak", "allocate_cache"], [what.split("(")[0] for what in device.did if "profile" not in what], "start_up, once"),
+        ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which is given to the runner"),
+        ("scheduler", "_BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
+        ("block manager", "_BenchManager", type(manager).__name__, "parts.block_space_manager_cls"),
+        ("detokenizer_cls", "_BenchDetokenizer", engine.detokenizer_cls.__name__, "parts.detokenizer_cls, which is given to the frontend"),
+        ("scheduler's config", config.scheduler_config, core.scheduler.config, "what the scheduler is given first"),
+        ("block manager's block_size", block_size, manager.block_size, "the first argument of the block manager"),
+        ("block manager's num_gpu_blocks", num_gpu_blocks, manager.num_gpu_blocks, "what start_up returns"),
+        ("block manager's num_cpu_blocks", num_cpu_blocks, manager.num_cpu_blocks, "what start_up returns; without them nothing can be swapped out"),
+        ("cache_tokens", num_gpu_blocks * block_size, engine.input_processor.cache_tokens, "the last argument of the InputProcessor: blocks times tokens of a block"),
+    )  # fmt: skip
+    for what, expected, got, look in facts:
+        expect(said, what, expected, got, look)
 
 
 def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:

@@ -12,6 +12,7 @@ from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestOutput
+from minivllm.request import EngineCoreRequest, Request
 from minivllm.sampling_params import SamplingParams
 
 _LOOKS = {
@@ -26,7 +27,10 @@ class PackageCore:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.add_request = core.add_request
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """As `MyEngineCore.add_request`, which does not ask whether the id is in use."""
+        self.core.scheduler.add_request(Request.from_engine_core_request(request))
 
     def abort_request(self, request_id: str) -> None:
         """As `MyEngineCore.abort_request`."""
@@ -37,7 +41,9 @@ class PackageCore:
         outputs = []
         for output in self.core.step().outputs:
             for new in output.sequences:
-                outputs.append(CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error))
+                outputs.append(
+                    CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
+                )
         return outputs
 
 
@@ -85,26 +91,42 @@ def check_entrance(cls: Any) -> None:
 
     def compare(said: str, expected: list[str]) -> None:
         expect(said, "unfinished requests", expected, sorted(engine.states), "what is kept in self.states, and when")
-        expect(said, "requests in the core", expected, sorted(core.scheduler.requests), "what the core is told, and when: a request that is refused never gets there")
+        expect(
+            said,
+            "requests in the core",
+            expected,
+            sorted(core.scheduler.requests),
+            "what the core is told, and when: a request that is refused never gets there",
+        )
 
     def refuse(said: str, *request: Any) -> None:
         try:
             engine.add_request(*request)
         except RequestError:
             return
-        raise AssertionError(f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises goes on to the caller, and ids must be unique.")
+        raise AssertionError(
+            f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises goes on to the caller, and ids must be unique."
+        )
 
     engine.add_request("first", "abc", params)
     compare("One request was added.", ["first"])
     request = core.scheduler.requests["first"]
-    expect("add_request('first', 'abc', params)", "the core's prompt", [1, 2, 3], request.prompt_token_ids, "the request that the core gets: core_request")
+    expect(
+        "add_request('first', 'abc', params)",
+        "the core's prompt",
+        [1, 2, 3],
+        request.prompt_token_ids,
+        "the request that the core gets: core_request",
+    )
     state = engine.states["first"]
     assert type(state).__name__ == "RequestState", f"Expected: a RequestState in self.states['first']\nGot: {state!r}"
     refuse("A prompt without any token.", "second", "", params)
     compare("A request that was refused has left nothing.", ["first"])
     refuse("A second request with the id of an unfinished one.", "first", "xyz", params)
     compare("A request with an id in use was refused.", ["first"])
-    assert engine.states["first"] is state, "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
+    assert engine.states["first"] is state, (
+        "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
+    )
     engine.add_request("third", "ab", params)
     core.step()
     compare("Two requests, after one step.", ["first", "third"])
@@ -133,11 +155,24 @@ def check_take(cls: Any) -> None:
             for one in expected:
                 one[1].sort()
             expect(said, "outputs", expected, next(got, None), _LOOKS["outputs"])
-            expect(said, "unfinished requests", sorted(theirs.output_processor.states), sorted(mine.states), _LOOKS["unfinished requests"])
-            expect(said, "requests in the core", sorted(theirs.core.scheduler.requests), sorted(core.scheduler.requests), _LOOKS["requests in the core"])
+            expect(
+                said,
+                "unfinished requests",
+                sorted(theirs.output_processor.states),
+                sorted(mine.states),
+                _LOOKS["unfinished requests"],
+            )
+            expect(
+                said,
+                "requests in the core",
+                sorted(theirs.core.scheduler.requests),
+                sorted(core.scheduler.requests),
+                _LOOKS["requests in the core"],
+            )
 
 
 # -- generate --------------------------------------------------------------------------------------------------------
+
 
 class _Watched:
     """The package's engine; notes what is asked of it, and can be interrupted."""
@@ -167,7 +202,12 @@ class _Watched:
 
 def make_prompts(rng: random.Random) -> list[Any]:
     """Prompts, some of which cannot be served."""
-    return [rng.choice(("", [VOCABULARY_END], "x" * 70)) if rng.random() < 0.25 else "".join(rng.choices("abc de", k=rng.randint(1, 20))) for _ in range(rng.randint(1, 9))]
+    return [
+        rng.choice(("", [VOCABULARY_END], "x" * 70))
+        if rng.random() < 0.25
+        else "".join(rng.choices("abc de", k=rng.randint(1, 20)))
+        for _ in range(rng.randint(1, 9))
+    ]
 
 
 VOCABULARY_END = 1_000_000
@@ -176,9 +216,12 @@ VOCABULARY_END = 1_000_000
 
 def observe_generate(cls: Any, prompts: list[Any], seed: str) -> list[Any]:
     """What `generate` returns for prompts, without the requests' ids, and what it leaves in the engine."""
-    watched = _Watched(Crowd(seed).make_engine(Script(seed)))
+    watched = _Watched(Crowd(seed).make_engine(Script(seed, ends=False)))
     outputs = cls(watched).generate(prompts, _params(len(prompts)))
-    return [[list(output.prompt_token_ids), bool(output.error), output.finished, [len(item.token_ids) for item in output.outputs]] for output in outputs]
+    return [
+        [list(output.prompt_token_ids), bool(output.error), output.finished, [len(item.token_ids) for item in output.outputs]]
+        for output in outputs
+    ]
 
 
 def check_generate(cls: Any) -> None:
@@ -191,21 +234,41 @@ def check_generate(cls: Any) -> None:
         said = f"generate({prompts!r}, params)"
         params = _params(len(prompts))
         outputs = llm.generate(prompts, params)
-        assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), f"{said}\nExpected: a list of RequestOutput\nGot: {outputs!r}"
+        assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), (
+            f"{said}\nExpected: a list of RequestOutput\nGot: {outputs!r}"
+        )
         served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
         expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, those that are refused too")
         look = "the order: that of the prompts, not the one in which they finish; and `refused`, in the place of a prompt that raised a RequestError"
-        expect(said, "which of them have an error", [not good for good in served], [bool(output.error) for output in outputs], look)
+        expect(
+            said, "which of them have an error", [not good for good in served], [bool(output.error) for output in outputs], look
+        )
+        reasons = [_reason(crowd, prompt) for prompt in prompts]
+        expect(
+            said,
+            "error",
+            reasons,
+            [output.error for output in outputs],
+            "what `refused` is given: the request's id and the RequestError",
+        )
         letters = [Letters().encode(prompt) if good else [] for prompt, good in zip(prompts, served, strict=True)]
         expect(said, "the prompts of the outputs", letters, [output.prompt_token_ids for output in outputs], look)
-        expect(said, "finished", [True] * len(prompts), [output.finished for output in outputs], "which output is kept: the last of each request")
+        expect(
+            said,
+            "finished",
+            [True] * len(prompts),
+            [output.finished for output in outputs],
+            "which output is kept: the last of each request",
+        )
         assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
         llm.generate(["abc", "de"], _params(2))
-        assert len(set(watched.added)) == len(watched.added), "generate was called twice, and an id was used again: count on with self.numbers."
+        assert len(set(watched.added)) == len(watched.added), (
+            "generate was called twice, and an id was used again: count on with self.numbers."
+        )
         limits = [item.max_tokens for item, good in zip(params, served, strict=True) if good]
         lengths = [len(output.outputs[0].token_ids) for output, good in zip(outputs, served, strict=True) if good]
         assert all(length <= limit for length, limit in zip(lengths, limits, strict=True)), (
-            f"{said}\nAnswers of at most {limits} tokens were wanted, but they have {lengths}: each prompt has its own entry of params."
+            f"{said}\nExpected answers of at most {limits} tokens\nGot answers of {lengths} tokens\nLook at params: each prompt has its own entry."
         )
         assert not watched.has_unfinished_requests(), f"{said}\nRequests were left in the engine."
     _check_interrupt(cls)
@@ -213,18 +276,37 @@ def check_generate(cls: Any) -> None:
 
 def _params(count: int) -> list[SamplingParams]:
     """For each prompt its own: answers of different lengths."""
-    return [SamplingParams(temperature=0, max_tokens=2 + 5 * i % 13, seed=3) for i in range(count)]
+    return [SamplingParams(temperature=0, max_tokens=(14, 2, 7, 12, 4)[i % 5], seed=3) for i in range(count)]
+
+
+def _reason(crowd: Crowd, prompt: Any) -> str | None:
+    """Why a prompt is refused."""
+    try:
+        crowd.make_engine(Script("")).input_processor.process_inputs("a request", prompt, _params(1)[0])
+    except RequestError as error:
+        return str(error)
+    return None
 
 
 def _check_interrupt(cls: Any) -> None:
     crowd = Crowd("generate and interrupt")
     engine = crowd.make_engine(Script(crowd.seed))
-    engine.add_request("not of this call", "abcdef", _params(2)[1])
-    said = "Ctrl-C in the third step of generate(['abc', 'de', 'f'], params), while the engine also has a request of somebody else."
+    engine.add_request("not of this call", "abcdef", _params(1)[0])
+    said = (
+        "Ctrl-C in the third step of generate(['abc', 'de', 'f'], params), while the engine also has a request of somebody else."
+    )
     try:
         cls(_Watched(engine, interrupt_at=3)).generate(["abc", "de", "f"], _params(3))
     except KeyboardInterrupt:
         left = sorted(engine.output_processor.states)
-        expect(said, "requests left in the engine", ["not of this call"], left, "what happens at a BaseException: abort the requests of this call, and only those, and raise it again")
+        expect(
+            said,
+            "requests left in the engine",
+            ["not of this call"],
+            left,
+            "what happens at a BaseException: abort the requests of this call, and only those, and raise it again",
+        )
         return
-    raise AssertionError(f"{said}\nExpected: the KeyboardInterrupt goes on to the caller\nGot: nothing was raised\nLook at `raise`, after the requests are aborted.")
+    raise AssertionError(
+        f"{said}\nExpected: the KeyboardInterrupt goes on to the caller\nGot: nothing was raised\nLook at `raise`, after the requests are aborted."
+    )

@@ -63,7 +63,9 @@ def _refuse_loops(name: str, few: Callable[[], Any], many: Callable[[], Any]) ->
 def _as_ints(said: str, what: str, array: Any) -> list[Any]:
     """An array of whole numbers as a list."""
     assert isinstance(array, np.ndarray), f"{said}\nExpected {what}: a NumPy array\nGot {what}: {array!r}"
-    assert np.issubdtype(array.dtype, np.integer), f"{said}\nExpected {what}: whole numbers\nGot {what}: an array of {array.dtype}"
+    assert np.issubdtype(array.dtype, np.integer), (
+        f"{said}\nExpected {what}: whole numbers\nGot {what}: an array of {array.dtype}"
+    )
     return array.tolist()
 
 
@@ -107,16 +109,17 @@ def make_slot_case(rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 def slots_of(positions: np.ndarray, owners: np.ndarray, tables: np.ndarray, block_size: int) -> list[int]:
     """What `find_slots` is to give, one token at a time."""
-    return [int(tables[owner][p // block_size]) * block_size + p % block_size for p, owner in zip(positions.tolist(), owners.tolist(), strict=True)]
+    return [
+        int(tables[owner][p // block_size]) * block_size + p % block_size
+        for p, owner in zip(positions.tolist(), owners.tolist(), strict=True)
+    ]
 
 
 def check_find_slots(find_slots: Any) -> None:
     """Each new token has a slot: in its own sequence's block, at its own offset."""
     for seed in range(_ROUNDS):
         positions, owners, tables, block_size = make_slot_case(random.Random(f"slots {seed}"))
-        said = (
-            f"find_slots(positions={positions.tolist()}, owners={owners.tolist()}, block_tables={tables.tolist()}, block_size={block_size})"
-        )
+        said = f"find_slots(positions={positions.tolist()}, owners={owners.tolist()}, block_tables={tables.tolist()}, block_size={block_size})"
         got = _as_ints(said, "slots", find_slots(positions.copy(), owners.copy(), tables.copy(), block_size))
         look = "which row of block_tables (the owner's), which block in it (position // block_size), and which slot in the block (position % block_size)"
         expect(said, "slots", slots_of(positions, owners, tables, block_size), got, look)
@@ -136,6 +139,7 @@ class EchoModel:
         self.num_rows: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_caches: Any, metadata: Any) -> torch.Tensor:
+        """As the model's `forward`."""
         self.calls.append((input_ids.tolist(), positions.tolist(), kv_caches))
         hidden = torch.zeros(len(input_ids), _WIDTH)
         hidden[:, 0], hidden[:, 1], hidden[:, 2] = input_ids, positions, metadata.slot_mapping
@@ -236,9 +240,17 @@ def check_execute_model(cls: Any) -> None:
                "compute_logits: only the sampled rows, and not at all if there are none, because each row costs 49,152 products")  # fmt: skip
         chosen = next_tokens(inputs.input_ids, inputs.positions, inputs.metadata.slot_mapping)[rows].tolist()
         names = [f"{seq.request.request_id}, index {seq.index}" for seq in sequences if seq.num_samples]
-        expect(said, "SamplingRows", [names] if rows else [], runner.sampler.rows, "SamplingRow(seq, seq.index), for each sequence that gets a token, in order")
+        expect(
+            said,
+            "SamplingRows",
+            [names] if rows else [],
+            runner.sampler.rows,
+            "SamplingRow(seq, seq.index), for each sequence that gets a token, in order",
+        )
         tokens = iter(chosen)
         expected = [[next(tokens)] if seq.num_samples else [] for seq in sequences]
-        assert isinstance(outputs, list) and all(hasattr(output, "token_ids") for output in outputs), f"{said}\nExpected: a list of SequenceOutput\nGot: {outputs!r}"
+        assert isinstance(outputs, list) and all(hasattr(output, "token_ids") for output in outputs), (
+            f"{said}\nExpected: a list of SequenceOutput\nGot: {outputs!r}"
+        )
         expect(said, "token_ids of the outputs", expected, [list(output.token_ids) for output in outputs],
                "which row belongs to which sequence: one output for each sequence, in order, empty where nothing is sampled")  # fmt: skip

@@ -50,7 +50,9 @@ def describe(sequences: list[SequenceData], block_size: int) -> str:
     for seq in sequences:
         end = seq.num_computed_tokens + seq.num_tokens
         sampled = "a token is sampled" if seq.num_samples else "the prompt goes on, so nothing is sampled"
-        lines.append(f"  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}")
+        lines.append(
+            f"  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}"
+        )
     return "\n".join(lines)
 
 
@@ -70,16 +72,29 @@ class Letters:
 
 
 class Script:
-    """Stands for the model: which token a request gets depends only on its name and on how many it has."""
+    """Stands for the model: which token a request gets depends only on its name and on how many it has.
 
-    def __init__(self, seed: str, fails_at: frozenset[int] = frozenset(), error: Callable[[], BaseException] = RuntimeError) -> None:
-        self.seed, self.fails_at, self.error = seed, fails_at, error
+    Args:
+        seed: Which tokens.
+        fails_at: The steps in which it raises an error, counted from 1.
+        error: The error.
+        ends: Whether it may end a text; otherwise each request gets as many tokens as it may.
+    """
+
+    def __init__(
+        self,
+        seed: str,
+        fails_at: frozenset[int] = frozenset(),
+        error: Callable[[], BaseException] = RuntimeError,
+        ends: bool = True,
+    ) -> None:
+        self.seed, self.fails_at, self.error, self.ends = seed, fails_at, error, ends
         self.num_steps = 0
 
     def token(self, request_id: str, position: int) -> int:
         """The token with this number of a request's answer."""
         number = zlib.crc32(f"{self.seed} {request_id} {position}".encode())
-        return END if number % 23 == 0 else 1 + number // 23 % (VOCAB_SIZE - 1)
+        return END if self.ends and number % 23 == 0 else 1 + number // 23 % (VOCAB_SIZE - 1)
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """A step, as a worker computes it."""
@@ -99,12 +114,14 @@ class ScriptExecutor(Executor):
         self.script, self.blocks = script, (num_gpu_blocks, num_cpu_blocks)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
+        """As it was made with."""
         return self.blocks
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        pass
+        """There is none."""
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """The script's tokens."""
         return self.script.execute_model(request)
 
 
@@ -124,8 +141,9 @@ class Crowd:
         self.seed = seed
         swap = rng.random() < 0.5
         self.cache_config = CacheConfig(block_size=4, watermark=rng.choice((0.0, 0.1)))
+        in_chunks = rng.random() < 0.5
         self.scheduler_config = SchedulerConfig(
-            max_num_seqs=rng.randint(2, 5), max_num_batched_tokens=60, enable_chunked_prefill=rng.random() < 0.5,
+            max_num_seqs=rng.randint(2, 5), max_num_batched_tokens=rng.randint(6, 16) if in_chunks else 60, enable_chunked_prefill=in_chunks,
             preemption_mode="swap" if swap else "recompute",
         )  # fmt: skip
         self.blocks = rng.randint(13, 20), 30 if swap else 0
@@ -133,7 +151,10 @@ class Crowd:
         for number in range(num_requests):
             prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
             stop = rng.sample(["a", "e", "th", "é", "b"], k=rng.randint(1, 3)) if stop_strings and rng.random() < 0.6 else None
-            params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), stop=stop, seed=number)
+            stop_tokens = rng.sample(range(1, 27), 2) if stop_strings and rng.random() < 0.4 else None
+            params = SamplingParams(
+                temperature=0, max_tokens=rng.randint(1, 20), stop=stop, stop_token_ids=stop_tokens, seed=number
+            )
             self.requests.append((f"r{number}", prompt, params))
         self.joins = [0] + [rng.choice((0, 0, 1, 3)) for _ in self.requests[1:]]
         """How many steps are taken before each is added."""

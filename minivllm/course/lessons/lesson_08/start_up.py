@@ -19,7 +19,9 @@ def make_memory(rng: random.Random) -> tuple[int, float, int, int, int]:
     block = rng.randint(1, 5000)
     total, utilization = rng.randint(100, 10_000) * block, rng.choice((0.5, 0.75, 0.9, 1.0))
     usable = int(total * utilization)
-    left = rng.choice((-rng.randint(0, usable), rng.randint(0, block - 1), block, rng.randint(block, usable), rng.randint(block, usable)))
+    left = rng.choice(
+        (-rng.randint(0, usable), rng.randint(0, block - 1), block, rng.randint(block, usable), rng.randint(block, usable))
+    )
     taken = usable - min(left, usable)
     others = rng.randint(0, taken)
     return total, utilization, others, taken - others, block
@@ -38,7 +40,13 @@ def check_count_blocks(count_blocks: Any) -> None:
             assert expected < 1, f"{call}\nExpected: {expected} blocks\nGot a ConfigError: {error}"
             continue
         assert expected >= 1, f"{call}\nExpected: a ConfigError, because not one block fits\nGot: {got}"
-        expect(call, "blocks", expected, got, "what the share is taken of (all memory of the device), what goes off it, and rounding down")
+        expect(
+            call,
+            "blocks",
+            expected,
+            got,
+            "what the share is taken of (all memory of the device), what goes off it, and rounding down",
+        )
         assert isinstance(got, int), f"{call}\nExpected: a whole number (int)\nGot: {got!r}"
 
 
@@ -92,7 +100,9 @@ def make_device(rng: random.Random) -> tuple[MadeUpDevice, CacheConfig, Schedule
     """A device on which some blocks fit, and the limits of an engine."""
     max_num_seqs = rng.randint(1, 64)
     limits = SchedulerConfig(max_num_seqs, rng.randint(max_num_seqs, 4096))
-    cache = CacheConfig(gpu_memory_utilization=rng.choice((0.5, 0.8, 0.9)), swap_space_bytes=rng.choice((0, rng.randint(0, 10**7))))
+    cache = CacheConfig(
+        gpu_memory_utilization=rng.choice((0.5, 0.8, 0.9)), swap_space_bytes=rng.choice((0, rng.randint(0, 10**7)))
+    )
     weights, per_token, per_seq = rng.randint(10**6, 10**7), rng.randint(1, 2000), rng.randint(1, 20_000)
     step = limits.max_num_batched_tokens * per_token + max_num_seqs * per_seq
     block = rng.randint(1000, 50_000)
@@ -120,8 +130,20 @@ def check_start_up(cls: Any) -> None:
         look = "the order (load, forget the peak of loading, run the largest step, count), the largest step, and swap_space_bytes, which is host memory"
         expect(said, "(num_gpu_blocks, num_cpu_blocks)", expected, got, look)
         wanted = [f"allocate_cache{expected}"]
-        expect(said, "allocations", wanted, [what for what in device.did if what.startswith("allocate")], "allocate_cache, once, with both numbers")
-        expect(said, "worker.cache", ("the cache", *expected), getattr(worker, "cache", None), "self.cache: what allocate_cache returns")
+        expect(
+            said,
+            "allocations",
+            wanted,
+            [what for what in device.did if what.startswith("allocate")],
+            "allocate_cache, once, with both numbers",
+        )
+        expect(
+            said,
+            "worker.cache",
+            ("the cache", *expected),
+            getattr(worker, "cache", None),
+            "self.cache: what allocate_cache returns",
+        )
 
 
 class _Recorder:
