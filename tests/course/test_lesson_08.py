@@ -16,7 +16,7 @@ import torch
 from lesson_cells import ROOT, Cell, edited, read_cells, run_cells, untouched
 from mutate_lesson import WANTED, find_survivors
 
-from minivllm import SamplingParams
+from minivllm import LLM, SamplingParams
 from minivllm.course.lessons import lesson_08
 from minivllm.course.lessons.lesson_08 import engine
 from minivllm.course.lessons.lesson_08.inputs import count_instructions
@@ -297,7 +297,13 @@ def test_every_subset_of_parts_writes_the_same(mine, tiny, monkeypatch):
     tokenizer = Tokenizer(tiny)
     monkeypatch.setattr(EngineConfig, "load_tokenizer", lambda self: tokenizer)
     options = {"model": str(tiny), "num_blocks": 9, "block_size": 4, "max_model_len": 32, "max_num_batched_tokens": 32}
-    requests = REQUESTS[:6]
+    requests = REQUESTS[:3]
+    llm = LLM(
+        **{**engine.OPTIONS, **{name: value for name, value in options.items() if name != "num_blocks"}},
+        num_gpu_blocks_override=9,
+    )
+    llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+    assert llm.llm_engine.num_preemptions > 0
     whole = engine.write_with_package(requests, **options)
     assert engine.write_with_package(requests, **{**options, **CHUNKS}) == whole
     for names in SUBSETS:
