@@ -35,7 +35,7 @@ LONG = (
 """Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting."""
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", max_examples=150, **_common)
+settings.register_profile("default", max_examples=100, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
 settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -267,7 +267,7 @@ def test_every_check_of_the_lessons_has_a_witness(number):
 
 def test_other_right_solutions_say_the_same(number):
     edits = ALSO_RIGHT[number]
-    for seed in range(3):
+    for seed in range(1 if number == "06" else 3):  # its kernels are interpreted here, which is slow
         expected = observe_all(number, make_classes(number), seed)
         got = observe_all(number, make_classes(number, *edits), seed)
         assert {check_id: find_difference(expected[check_id], got[check_id]) for check_id in expected} == dict.fromkeys(expected)
