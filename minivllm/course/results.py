@@ -38,6 +38,11 @@ def record(name: str, points: int, *, passed: bool) -> None:
     _RESULTS[name] = CheckResult(name, points, passed, _current_cell_id())
 
 
+def passed_checks() -> set[str]:
+    """The names of the checks that passed when this kernel last ran them."""
+    return {result.name for result in _RESULTS.values() if result.passed}
+
+
 class Results:
     """The results of a notebook's checks. A notebook shows them with links to the failed checks."""
 

@@ -141,6 +141,23 @@ WRONG = {
     "Ctrl-C is swallowed": (GENERATE, "                self.engine.abort_request(request_id)\n            raise", "                self.engine.abort_request(request_id)"),
     "all have the first one's parameters": (GENERATE, "self.engine.add_request(request_id, prompt, param)", "self.engine.add_request(request_id, prompt, params[0])"),
     "somebody else's answers": (GENERATE, "return [outputs[request_id] for request_id in request_ids]", "return [outputs[request_id] for request_id in outputs]"),
+    "one prompt after the other": (
+        GENERATE, "                    outputs[request_id] = refused(request_id, error)\n            while self",
+        "                    outputs[request_id] = refused(request_id, error)\n                while self.engine.has_unfinished_requests():\n                    for output in self.engine.step():\n                        outputs[output.request_id] = output\n            while self",
+    ),
+    "numbers for ids": (GENERATE, "f\"request-{next(self.numbers)}\" for _ in prompts", "next(self.numbers) for _ in prompts"),
+    "Ctrl-C while requests are added": (
+        GENERATE, "        except BaseException:\n            for request_id in request_ids:\n                self.engine.abort_request(request_id)\n            raise",
+        "        except BaseException:\n            for request_id in request_ids if outputs else []:\n                self.engine.abort_request(request_id)\n            raise",
+    ),
+    "the length wins over the stop string": (ENGINE, "if stop is None and new.finish_reason is not None:", "if new.finish_reason is not None:"),
+    "what is held back is not searched": (ENGINE, "            stop = state.detokenizer.finish()", "            state.detokenizer.finish()"),
+    "ended as if aborted": (FAIL, "(request_id, SequenceStatus.FINISHED_ERROR)", "(request_id)"),
+    "the swapped in go on": (FAIL, " + output.preempted + output.swapped_in", " + output.preempted"),
+    "an exception for a sentence": (FAIL, "error=f\"The model failed in a step: {error!r}\"", "error=error"),
+    "a ConfigError without a word": (COUNT, "ConfigError(\"Not one block fits beside the weights and the largest step.\")", "ConfigError()"),
+    "tokens and sequences exchanged": (START, "profile_run(limits.max_num_batched_tokens, limits.max_num_seqs)", "profile_run(limits.max_num_seqs, limits.max_num_batched_tokens)"),
+    "the core that cannot fail": (PARTS, "core = MyEngineCore(", "core = Stepping("),
     "nothing can be swapped": (PARTS, "num_gpu_blocks, num_cpu_blocks)\n    core", "num_gpu_blocks)\n    core"),
     "tokens of the cache counted in blocks": (PARTS, "cache_tokens = num_gpu_blocks * cache_config.block_size", "cache_tokens = num_gpu_blocks"),
 }  # fmt: skip

@@ -67,7 +67,9 @@ def run_all_cells(page):
         if prompts.first.inner_text() == "[ ]:":  # JupyterLab drops what it is told before the kernel is connected
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_text("Run All Cells", exact=True).click()
-            page.wait_for_timeout(3000)  # on a busy machine it may take a while until "[*]:" is seen, and twice would be too often
+            page.wait_for_timeout(
+                3000
+            )  # on a busy machine it may take a while until "[*]:" is seen, and twice would be too often
         page.wait_for_timeout(500)
     numbers = [prompt for prompt in prompts.all_inner_texts() if prompt.strip()]
     assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]

@@ -10,6 +10,9 @@ from minivllm.course.lessons.assembly import CoreOutput
 from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet
 from minivllm.engine.core_messages import EngineCoreOutput
 from minivllm.engine.engine_core import EngineCore
+from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
 _MOST_STEPS = 600
 _LOOKS = {
@@ -92,7 +95,7 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
             expect(said, name, value, mine_facts[name], looks[name])
         if number in fails_at:
             for output in outputs:
-                assert output.error and "out of memory" in output.error, (
+                assert isinstance(output.error, str) and "out of memory" in output.error, (
                     f"{said}\nExpected error: a sentence that tells what was raised, “out of memory”\nGot error: {output.error!r}"
                 )
 
@@ -125,6 +128,7 @@ def check_fail(cls: Any) -> None:
             _compare(cls, crowd, frozenset({2, 5, 6, 11}), looks)
             for number in find_moves(crowd)[:3]:
                 _compare(cls, crowd, frozenset({number}), looks)
+    _check_touched(cls)
     crowd = Crowd("interrupt")
     _, core = make_cores(cls, crowd)
     core.worker.fails_at, core.worker.error = frozenset({2}), KeyboardInterrupt
@@ -137,3 +141,40 @@ def check_fail(cls: Any) -> None:
         "Somebody presses Ctrl-C while the model runs.\nExpected: the KeyboardInterrupt comes out of `step`\nGot: nothing was raised\n"
         "Look at what `compute` catches: an Exception, which KeyboardInterrupt is not."
     )
+
+
+class _Ends:
+    """Stands for the scheduler; notes who is ended, and how."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, str]] = []
+
+    def abort_request(self, request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
+        """As `Scheduler.abort_request`."""
+        self.ended.append((request_id, status.name))
+
+
+def make_touched() -> SchedulerOutput:
+    """A step that touches sequences in all three ways."""
+    a, b, c, d = (
+        Sequence(number, Request(name, [1], SamplingParams(), max_num_tokens=9))
+        for number, name in enumerate(("a", "b", "c", "d"))
+    )
+    return SchedulerOutput(
+        scheduled=[ScheduledSequence(a, 1, [0]), ScheduledSequence(c, 1, [1])], preempted=[b], swapped_in=[c, d]
+    )
+
+
+def observe_touched(cls: Any) -> tuple[Any, Any]:
+    """Whom `fail` tells of, and whom it ends."""
+    scheduler = _Ends()
+    outputs = cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory"))
+    return _as_facts("fail(output, error)", outputs), scheduler.ended
+
+
+def _check_touched(cls: Any) -> None:
+    said = "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in."
+    outputs, ended = observe_touched(cls)
+    look = "whom the step has touched: scheduled, preempted, swapped_in, each request once, and the status SequenceStatus.FINISHED_ERROR"
+    expect(said, "outputs", [(name, None, "error") for name in ("a", "c", "b", "d")], outputs, look)
+    expect(said, "calls of abort_request", sorted((name, "FINISHED_ERROR") for name in "abcd"), sorted(ended), look)

@@ -11,6 +11,7 @@ from minivllm.course.lessons.assembly import Device
 from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, make_bench
 from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.parts import SOURCES, EngineParts
+from minivllm.course.results import passed_checks
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
@@ -48,6 +49,21 @@ class CountedDevice(Device):
 
     def _measure(self, num_tokens: int, num_seqs: int) -> int:
         return num_tokens * _BYTES_PER_TOKEN + num_seqs * _BYTES_PER_SEQ
+
+
+_CHECKS_OF_ROOMS = {
+    "LLM": ("answers come in the order of the prompts, and nothing is left behind",),
+    "LLMEngine": ("who is turned away leaves no trace", "tokens become text, and the end is noticed on both sides"),
+    "EngineCore": ("every new token is told, and who has ended is gone", "a failed step ends its own requests and no others"),
+    "Worker": ("load, measure, and give the cache the rest", "blocks are where they belong before the model runs"),
+    "ModelRunner": ("prompts, chunks and decodes lie in the same tensors", "one token for each sequence that needs one"),
+}
+
+
+def built_rooms() -> list[str]:
+    """The rooms of the engine's map that a learner has built in this exercise: those whose checks have passed in this kernel."""
+    passed = passed_checks()
+    return [room for room, names in _CHECKS_OF_ROOMS.items() if passed.issuperset(names)]
 
 
 Assemble = Callable[[EngineParts, Device, EngineConfig], Any]
@@ -114,6 +130,17 @@ def check_parts(assemble: Assemble) -> None:
     )  # fmt: skip
     for what, expected, got, look in facts:
         expect(said, what, expected, got, look)
+    device.model.fails = True
+    try:
+        [output] = llm.generate(["abc"], [SamplingParams(temperature=0, max_tokens=3)])
+    except RuntimeError:
+        raise AssertionError(
+            f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: the RuntimeError came out of generate\n"
+            "Look at which core you have made: MyEngineCore, which goes on when a step fails."
+        ) from None
+    assert output.error, (
+        f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: {output!r}"
+    )
 
 
 def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:

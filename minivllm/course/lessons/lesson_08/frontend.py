@@ -175,16 +175,27 @@ def check_take(cls: Any) -> None:
 
 
 class _Watched:
-    """The package's engine; notes what is asked of it, and can be interrupted."""
+    """The package's engine; notes what is asked of it, and can be interrupted in a step or while requests are added."""
 
-    def __init__(self, engine: LLMEngine, interrupt_at: int = 0) -> None:
-        self.engine, self.interrupt_at = engine, interrupt_at
+    def __init__(self, engine: LLMEngine, interrupt_at: int = 0, interrupt_adding: int = 0) -> None:
+        self.engine, self.interrupt_at, self.interrupt_adding = engine, interrupt_at, interrupt_adding
         self.num_steps = 0
         self.added: list[str] = []
+        self.late: list[str] = []
+        """Requests that were added after the first step."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"generate needs add_request, abort_request, has_unfinished_requests and step of the engine, and not {name}"
+        )
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        if self.interrupt_adding and len(self.added) + 1 == self.interrupt_adding:
+            raise KeyboardInterrupt
         self.engine.add_request(request_id, prompt, params)
         self.added.append(request_id)
+        if self.num_steps:
+            self.late.append(request_id)
 
     def abort_request(self, request_id: str) -> None:
         self.engine.abort_request(request_id)
@@ -239,18 +250,10 @@ def check_generate(cls: Any) -> None:
         )
         served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
         expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, those that are refused too")
-        look = "the order: that of the prompts, not the one in which they finish; and `refused`, in the place of a prompt that raised a RequestError"
-        expect(
-            said, "which of them have an error", [not good for good in served], [bool(output.error) for output in outputs], look
-        )
         reasons = [_reason(crowd, prompt) for prompt in prompts]
-        expect(
-            said,
-            "error",
-            reasons,
-            [output.error for output in outputs],
-            "what `refused` is given: the request's id and the RequestError",
-        )
+        look = "the ids (strings, one for each request), and `refused`, in the place of a prompt that raised a RequestError"
+        expect(said, "the outputs' errors", reasons, [output.error for output in outputs], look)
+        look = "the order: that of the prompts, not the one in which they finish"
         letters = [Letters().encode(prompt) if good else [] for prompt, good in zip(prompts, served, strict=True)]
         expect(said, "the prompts of the outputs", letters, [output.prompt_token_ids for output in outputs], look)
         expect(
@@ -260,6 +263,8 @@ def check_generate(cls: Any) -> None:
             [output.finished for output in outputs],
             "which output is kept: the last of each request",
         )
+        look = "when the steps begin: after all prompts were added, so that they share their steps"
+        expect(said, "requests added after the first step", [], watched.late, look)
         assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
         llm.generate(["abc", "de"], _params(2))
         assert len(set(watched.added)) == len(watched.added), (
@@ -289,24 +294,26 @@ def _reason(crowd: Crowd, prompt: Any) -> str | None:
 
 
 def _check_interrupt(cls: Any) -> None:
-    crowd = Crowd("generate and interrupt")
-    engine = crowd.make_engine(Script(crowd.seed))
-    engine.add_request("not of this call", "abcdef", _params(1)[0])
-    said = (
-        "Ctrl-C in the third step of generate(['abc', 'de', 'f'], params), while the engine also has a request of somebody else."
-    )
-    try:
-        cls(_Watched(engine, interrupt_at=3)).generate(["abc", "de", "f"], _params(3))
-    except KeyboardInterrupt:
-        left = sorted(engine.output_processor.states)
-        expect(
-            said,
-            "requests left in the engine",
-            ["not of this call"],
-            left,
-            "what happens at a BaseException: abort the requests of this call, and only those, and raise it again",
+    cases = {
+        "in the third step": {"interrupt_at": 3},
+        "while the second request is added": {"interrupt_adding": 2},
+    }
+    for when, options in cases.items():
+        engine = Crowd("generate and interrupt").make_engine(Script("generate and interrupt", ends=False))
+        engine.add_request("not of this call", "abcdef", _params(1)[0])
+        said = f"Ctrl-C {when} of generate(['abc', 'de', 'f'], params), and the engine also has a request of somebody else."
+        try:
+            cls(_Watched(engine, **options)).generate(["abc", "de", "f"], _params(3))
+        except KeyboardInterrupt:
+            got = "the KeyboardInterrupt"
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+        else:
+            got = "nothing was raised"
+        look = (
+            "`except BaseException`, which begins before the first request is added, and `raise`, after the requests are aborted"
         )
-        return
-    raise AssertionError(
-        f"{said}\nExpected: the KeyboardInterrupt goes on to the caller\nGot: nothing was raised\nLook at `raise`, after the requests are aborted."
-    )
+        expect(said, "what generate raises", "the KeyboardInterrupt", got, look)
+        left = sorted(engine.output_processor.states)
+        look = "what happens at a BaseException: abort the requests of this call, and only those"
+        expect(said, "requests left in the engine", ["not of this call"], left, look)

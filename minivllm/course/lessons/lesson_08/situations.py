@@ -152,12 +152,21 @@ class Crowd:
             prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
             stop = rng.sample(["a", "e", "th", "é", "b"], k=rng.randint(1, 3)) if stop_strings and rng.random() < 0.6 else None
             stop_tokens = rng.sample(range(1, 27), 2) if stop_strings and rng.random() < 0.4 else None
-            params = SamplingParams(
-                temperature=0, max_tokens=rng.randint(1, 20), stop=stop, stop_token_ids=stop_tokens, seed=number
-            )
+            max_tokens = rng.randint(1, 20)
+            if stop_strings and rng.random() < 0.4:  # found in the very step in which the core ends the request
+                max_tokens, stop = self._stop_at_the_end(f"r{number}", max_tokens)
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_tokens, seed=number)
             self.requests.append((f"r{number}", prompt, params))
         self.joins = [0] + [rng.choice((0, 0, 1, 3)) for _ in self.requests[1:]]
         """How many steps are taken before each is added."""
+
+    def _stop_at_the_end(self, request_id: str, max_tokens: int) -> tuple[int, list[str]]:
+        """A limit of tokens, and a stop string that the last of them completes: a letter, or half a character, which is given out last."""
+        tokens = [Script(self.seed).token(request_id, i) for i in range(20)]
+        halves = [i + 1 for i, token in enumerate(tokens) if token == 28]
+        if halves:
+            return halves[0], ["\ufffd"]
+        return max_tokens, [_BYTES.get(tokens[max_tokens - 1], b"a").decode(errors="replace")]
 
     def make_engine(self, script: Script) -> LLMEngine:
         """The package's engine on a script."""

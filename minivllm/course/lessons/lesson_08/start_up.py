@@ -37,6 +37,7 @@ def check_count_blocks(count_blocks: Any) -> None:
         try:
             got = count_blocks(total, utilization, others, peak, block)
         except ConfigError as error:
+            assert len(str(error)) > 10, f"{call}\nExpected: a ConfigError with a sentence that says so\nGot: {error!r}"
             assert expected < 1, f"{call}\nExpected: {expected} blocks\nGot a ConfigError: {error}"
             continue
         assert expected >= 1, f"{call}\nExpected: a ConfigError, because not one block fits\nGot: {got}"
@@ -120,7 +121,10 @@ def check_start_up(cls: Any) -> None:
         largest = limits.max_num_batched_tokens * device.per_token + limits.max_num_seqs * device.per_seq
         expected = ((usable - device.weights - largest) // device.block_bytes, cache.swap_space_bytes // device.block_bytes)
         worker = cls(device, None, cache, limits)
-        got = worker.start_up()
+        try:
+            got: Any = worker.start_up()
+        except ConfigError as error:
+            got = f"a ConfigError ({error})"
         said = (
             f"A device of {device.total_bytes:,} bytes, {device.other_bytes:,} of them held by others, utilization {cache.gpu_memory_utilization}; the model takes "
             f"{device.weights:,} bytes ({device.load_extra:,} more for a moment while it is read), a step {device.per_token:,} for each token and {device.per_seq:,} for each "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.course.lessons.lesson_08.bench import observe_assembled
-from minivllm.course.lessons.lesson_08.core import find_moves, observe_core
+from minivllm.course.lessons.lesson_08.core import find_moves, observe_core, observe_touched
 from minivllm.course.lessons.lesson_08.frontend import make_engine, make_prompts, observe_engine, observe_generate
 from minivllm.course.lessons.lesson_08.inputs import facts_of, make_counts, make_runner, make_slot_case
 from minivllm.course.lessons.lesson_08.situations import Crowd, make_sequences, quiet
@@ -80,7 +80,8 @@ def _observe_compute(cls: Any, rng: random.Random) -> list[Any]:
 @quiet()
 def _observe_fail(cls: Any, rng: random.Random) -> list[Any]:
     crowds = [Crowd(str(rng.random())) for _ in range(6)]
-    return [observe_core(cls, crowd, frozenset([rng.randint(1, 9), *find_moves(crowd)[:1]])) for crowd in crowds]
+    facts = [observe_core(cls, crowd, frozenset([rng.randint(1, 9), *find_moves(crowd)[:1]])) for crowd in crowds]
+    return [list(map(list, observe_touched(cls))), *facts]
 
 
 def _observe_entrance(cls: Any, rng: random.Random) -> list[Any]:
