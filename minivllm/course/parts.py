@@ -8,12 +8,16 @@ further away from the mistake.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import importlib
 import linecache
-from collections.abc import Callable, Iterable
+import symtable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from minivllm.course.exercise_cells import graded_cell, is_check, read_notebook
@@ -40,30 +44,6 @@ class Source:
     load: Callable[[], type]
 
 
-def _sampler() -> type:
-    from minivllm.worker.sampler import Sampler
-
-    return Sampler
-
-
-def _detokenizer() -> type:
-    from minivllm.engine.detokenizer import IncrementalDetokenizer
-
-    return IncrementalDetokenizer
-
-
-def _model() -> type:
-    from minivllm.models.llama import LlamaForCausalLM
-
-    return LlamaForCausalLM
-
-
-def _block_manager() -> type:
-    from minivllm.core.block_space_manager import BlockSpaceManager
-
-    return BlockSpaceManager
-
-
 def _attention() -> type:
     import torch
 
@@ -72,19 +52,30 @@ def _attention() -> type:
     return get_attention_backend("auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _scheduler() -> type:
-    from minivllm.core.scheduler import Scheduler
-
-    return Scheduler
+def _package(module: str, name: str) -> Callable[[], type]:
+    """Imports a class of the package when it is asked for."""
+    return lambda: getattr(importlib.import_module(f"minivllm.{module}"), name)
 
 
 SOURCES = {
-    "sampler_cls": Source("01", "MySampler", "check-sampler-text", ("Sampler",), _sampler),
-    "detokenizer_cls": Source("01", "MyDetokenizer", "check-detokenizer-text", ("OutputProcessor",), _detokenizer),
-    "model_cls": Source("02", "MyLlama", "check-text", ("Llama",), _model),
-    "block_space_manager_cls": Source("04", "MyBlockSpaceManager", "check-text", ("BlockSpaceManager",), _block_manager),
+    "sampler_cls": Source("01", "MySampler", "check-sampler-text", ("Sampler",), _package("worker.sampler", "Sampler")),
+    "detokenizer_cls": Source(
+        "01",
+        "MyDetokenizer",
+        "check-detokenizer-text",
+        ("OutputProcessor",),
+        _package("engine.detokenizer", "IncrementalDetokenizer"),
+    ),
+    "model_cls": Source("02", "MyLlama", "check-text", ("Llama",), _package("models.llama", "LlamaForCausalLM")),
+    "block_space_manager_cls": Source(
+        "04",
+        "MyBlockSpaceManager",
+        "check-text",
+        ("BlockSpaceManager",),
+        _package("core.block_space_manager", "BlockSpaceManager"),
+    ),
     "attention_backend": Source("06", "MyBackend", "check-engine", ("Attention", "Kernels"), _attention),
-    "scheduler_cls": Source("07", "MyScheduler", "check-11", ("Scheduler",), _scheduler),
+    "scheduler_cls": Source("07", "MyScheduler", "check-11", ("Scheduler",), _package("core.scheduler", "Scheduler")),
 }
 """The parts that an exercise builds, by their names in `EngineParts`."""
 
@@ -155,7 +146,9 @@ def my_parts(folder: Path | str = ".") -> EngineParts:
 
 def load_part(folder: Path, source: Source) -> Any:
     """The learner's class, or one sentence on why there is none."""
-    path = next(iter(sorted(folder.glob(f"{source.lesson}_*.ipynb"))), None)
+    path = min(
+        folder.glob(f"{source.lesson}_*.ipynb"), key=lambda path: (len(path.name), path.name), default=None
+    )  # not a "-Copy1"
     if path is None:
         return f"there is no exercise {source.lesson} in this folder"
     try:
@@ -167,12 +160,12 @@ def load_part(folder: Path, source: Source) -> Any:
         return take_class(path.name, cells, source.name)
     except CourseError as error:
         return str(error)
-    except Exception as error:  # whatever a learner's cell may do
+    except (Exception, SystemExit) as error:  # whatever a learner's cell may do
         return f"exercise {source.lesson} raised {type(error).__name__}: {error}"
 
 
 def take_class(notebook: str, cells: list[Any], name: str) -> Any:
-    """Run what a class of a notebook is made of, and nothing else of it: no checks, no figures, no models.
+    """Run what a class of a notebook is made of: the statements that define it, and all names that these use. No checks, no figures.
 
     Args:
         notebook: The file's name, for error messages.
@@ -182,18 +175,24 @@ def take_class(notebook: str, cells: list[Any], name: str) -> Any:
     Raises:
         CourseError: The notebook does not define it.
     """
-    statements = [item for number, cell in enumerate(cells) if _is_code(cell) for item in _definitions(notebook, number, cell)]
-    wanted, seen, needed = [name], {name}, set[int]()
+    statements = [
+        statement
+        for cell in cells
+        if cell["cell_type"] == "code" and not is_check(cell)
+        for statement in _statements(notebook, cell)
+    ]
+    needed = {i for i, statement in enumerate(statements) if statement.is_always_run}
+    wanted, seen = [name, *(used for i in needed for used in statements[i].uses)], {name}
     while wanted:
         looked_for = wanted.pop()
         for i, statement in enumerate(statements):
-            if looked_for in statement.defines and i not in needed:
+            if i not in needed and (looked_for in statement.defines or looked_for in statement.changes):
                 needed.add(i)
                 wanted += statement.uses - seen
                 seen |= statement.uses
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for i in sorted(needed):
-        exec(statements[i].code, namespace)
+        exec(statements[i].compile(), namespace)
     if not isinstance(namespace.get(name), type):
         raise CourseError(f"there is no class {name} in {notebook}")
     return namespace[name]
@@ -201,50 +200,95 @@ def take_class(notebook: str, cells: list[Any], name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Statement:
-    """A statement at the top level of a cell, compiled: the names that it defines, and those that it uses."""
+    """A statement at the top level of a cell.
 
+    Attributes:
+        node, file: What it is, and the name of its cell.
+        defines: Names that it gives a value.
+        changes: Names of things that it changes: `X.attribute = …`, `X.append(…)`, `setattr(X, …)`.
+        uses: Global names that it reads, also from within functions and classes.
+        is_always_run: Whether nobody can tell by names who needs it: `from … import *`, and variables of the environment.
+        flags: Of the compiler.
+    """
+
+    node: ast.stmt
+    file: str
     defines: frozenset[str]
+    changes: frozenset[str]
     uses: frozenset[str]
-    code: Any
+    is_always_run: bool
+    flags: int
+
+    def compile(self) -> CodeType:
+        """As code, with the lines that it has in its cell."""
+        return compile(ast.Module([self.node], []), self.file, "exec", flags=self.flags, dont_inherit=True)
 
 
-def _is_code(cell: Any) -> bool:
-    return cell["cell_type"] == "code" and not is_check(cell)
+def _statements(notebook: str, cell: Any) -> Iterator[_Statement]:
+    """The statements of a cell. A cell that is no Python (or not yet) has none."""
+    from IPython.core.inputtransformer2 import TransformerManager
 
-
-def _definitions(notebook: str, number: int, cell: Any) -> list[_Statement]:
-    """The statements of a cell that define something. A cell that is not Python (or not yet) defines nothing."""
-    source = "\n".join("pass" if line.startswith(("%", "!")) else line for line in cell["source"].split("\n"))
-    file = f"{notebook}, cell {number}"
+    source = cell["source"]
+    first = source.lstrip().split("\n")[0].split(" ")[0]
+    if first.startswith("%%") and first not in ("%%time", "%%timeit", "%%capture"):
+        return
+    file = f"{notebook}, cell {cell.get('id', '')}"
     try:
-        tree = ast.parse(source, file)
+        text = source.lstrip().partition("\n")[2] if first.startswith("%%") else TransformerManager().transform_cell(source)
+        tree = ast.parse(text, file)
     except SyntaxError:
-        return []
+        return
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks, and for Triton
-    found = []
+    flags = __future__.annotations.compiler_flag if "from __future__ import annotations" in text else 0
     for node in tree.body:
-        defines = _defined_names(node)
-        if defines:
-            uses = frozenset(item.id for item in ast.walk(node) if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Load))
-            found.append(_Statement(defines, uses, compile(ast.Module([node], []), file, "exec")))
-    return found
-
-
-def _defined_names(node: ast.stmt) -> frozenset[str]:
-    """The names that a statement gives a value, or an attribute."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return frozenset((item.asname or item.name).split(".")[0] for item in node.names)
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return frozenset({node.name})
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, (ast.AnnAssign, ast.AugAssign))
-        else []
-    )
-    if isinstance(node, (ast.If, ast.Try, ast.With, ast.For)):  # `if not torch.cuda.is_available(): os.environ[...] = ...`
-        return frozenset().union(
-            *(_defined_names(item) for item in ast.walk(node) if isinstance(item, ast.stmt) and item is not node)
+        try:
+            table = symtable.symtable(ast.unparse(node), file, "exec")
+        except SyntaxError:  # such as `await` outside of a function
+            continue
+        symbols = table.get_symbols()
+        yield _Statement(
+            node,
+            file,
+            frozenset(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()),
+            _changed_names(node),
+            _used_names(table),
+            _is_always_run(node),
+            flags,
         )
-    return frozenset(item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name))
+
+
+def _used_names(table: symtable.SymbolTable) -> frozenset[str]:
+    """Global names that are read in a scope and in those within it."""
+    is_top = table.get_type() == "module"
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and (is_top or symbol.is_global())}
+    return frozenset(own).union(*map(_used_names, table.get_children()))
+
+
+def _changed_names(node: ast.stmt) -> frozenset[str]:
+    """The names at the beginning of what a statement assigns to, or calls a method of."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        targets = [node.target]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        call = node.value
+        is_setattr = isinstance(call.func, ast.Name) and call.func.id == "setattr"
+        targets = call.args[:1] if is_setattr else [call.func] if isinstance(call.func, ast.Attribute) else []
+    return frozenset(filter(None, (_base(target) for target in targets)))
+
+
+def _base(target: ast.expr) -> str | None:
+    """`X` of `X.a`, `X[3]` and `X.a[3].b`."""
+    while isinstance(target, (ast.Attribute, ast.Subscript)):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_always_run(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+        return True
+    return any(
+        isinstance(item, ast.Subscript) and isinstance(item.ctx, ast.Store) and ast.unparse(item.value) == "os.environ"
+        for item in ast.walk(node)
+    )

@@ -57,6 +57,60 @@ def test_a_class_is_taken_with_what_it_needs_and_nothing_else_is_run(tmp_path):
     assert "yours, MyScheduler of lesson 07" in str(parts) and "there is no exercise 01 in this folder" in str(parts)
 
 
+@pytest.mark.parametrize(
+    ("sources", "value"),
+    [
+        (
+            ("output = 1 / 0", "class MyScheduler:\n    def value(self):\n        output = 5\n        return output"),
+            5,
+        ),  # a local name
+        (
+            (
+                "import os\nos.environ['SEEN'] = 'yes'",
+                "class MyScheduler:\n    def value(self):\n        return ENVIRON['SEEN']",
+                "from os import environ as ENVIRON",
+            ),
+            "yes",
+        ),
+        (("from math import *", "class MyScheduler:\n    def value(self):\n        return floor(2.5)"), 2),
+        (("for LIMIT in range(4):\n    pass", "class MyScheduler:\n    def value(self):\n        return LIMIT"), 3),
+        (("TABLE = {}\nTABLE.update(a=1)", "class MyScheduler:\n    def value(self):\n        return TABLE['a']"), 1),
+        (("class MyScheduler:\n    pass", "setattr(MyScheduler, 'value', lambda self: 7)"), 7),
+        (
+            (
+                "files = !ls\nclass MyScheduler:\n    def value(self):\n        return 8",
+                "%%writefile x.py\nclass MyScheduler:\n    pass",
+            ),
+            8,
+        ),
+        (("x = await something()\nclass MyScheduler:\n    def value(self):\n        return 9",), 9),
+        (
+            (
+                "while (N := globals().get('N', 0) + 1) < 5:\n    pass",
+                "class MyScheduler:\n    def value(self):\n        return N",
+            ),
+            5,
+        ),
+    ],
+)
+def test_whatever_a_class_is_made_of_is_found(tmp_path, monkeypatch, sources, value):
+    monkeypatch.setenv("SEEN", "no")
+    assert load_part(write(tmp_path, exercise(*sources)), SCHEDULER)().value() == value
+
+
+def test_a_copy_of_the_notebook_does_not_count(tmp_path):
+    write(tmp_path, exercise("class MyScheduler:\n    number = 1"))
+    write(tmp_path, exercise("class MyScheduler:\n    number = 2"), "07_the_scheduler-Copy1.ipynb")
+    assert load_part(tmp_path, SCHEDULER).number == 1
+
+
+def test_a_cell_that_ends_python_does_not(tmp_path):
+    assert (
+        load_part(write(tmp_path, exercise("import sys\nx = sys.exit(1)\nclass MyScheduler:\n    y = x")), SCHEDULER)
+        == "exercise 07 raised SystemExit: 1"
+    )
+
+
 def test_the_last_definition_counts(tmp_path):
     notebook = exercise("class MyScheduler:\n    number = 1", "class MyScheduler(MyScheduler):\n    other = 2")
     assert load_part(write(tmp_path, notebook), SCHEDULER).other == 2
@@ -102,10 +156,11 @@ def test_parts_can_be_exchanged(tmp_path):
 
 def test_an_error_in_a_part_shows_its_cell(tmp_path):
     notebook = exercise("x = 1", "class MyScheduler:\n    def schedule(self):\n        return 1 / 0")
+    notebook.cells[1].id = "mine"
     with pytest.raises(ZeroDivisionError) as failure:
         load_part(write(tmp_path, notebook), SCHEDULER)().schedule()
     place = failure.traceback[-1]
-    assert str(place.path).endswith("07_the_scheduler.ipynb, cell 1") and place.lineno == 2
+    assert str(place.path).endswith("07_the_scheduler.ipynb, cell mine") and place.lineno == 2
     assert "return 1 / 0" in str(place.statement)
 
 
