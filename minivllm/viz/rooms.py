@@ -96,11 +96,13 @@ def _describe(visits: list[Visit], depth: int) -> Iterator[str]:
 
 @contextmanager
 def follow(llm: LLM) -> Iterator[Journey]:
-    """Record each call from one room of an engine to another.
+    """Record each call from one room of an engine to another. (What other engines hand out meanwhile is recorded, too.)
 
     Raises:
         ConfigError: The engine's core runs in another process.
     """
+    if not isinstance(llm, LLM):
+        raise ConfigError(f"follow needs an LLM, not a {type(llm).__name__}.")
     engine, journey = llm.llm_engine, Journey()
     worker = getattr(engine.executor, "worker", None)
     if worker is None:

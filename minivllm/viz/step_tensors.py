@@ -27,12 +27,14 @@ def draw_step_tensors(inputs: ModelInput, names: Sequence[str]) -> Figure:
         names: Of the sequences, in order; their colours are those of their numbers.
 
     Raises:
-        ConfigError: There are too many tokens, or not one name for each sequence.
+        ConfigError: There are no tokens, or too many, or not one name for each sequence.
     """
     metadata = inputs.metadata
     starts = metadata.query_start_loc.tolist()
     if len(names) != len(starts) - 1:
         raise ConfigError(f"The step has {len(starts) - 1} sequences, but there are {len(names)} names: give one for each.")
+    if not names or not starts[-1]:
+        raise ConfigError("The step has no tokens to draw.")
     if starts[-1] > MOST_TOKENS:
         raise ConfigError(f"The step has {starts[-1]} tokens, and a figure has room for {MOST_TOKENS}: draw a smaller step.")
     owners = [seq for seq in range(len(names)) for _ in range(starts[seq], starts[seq + 1])]

@@ -145,6 +145,14 @@ WRONG = {
         GENERATE, "                    outputs[request_id] = refused(request_id, error)\n            while self",
         "                    outputs[request_id] = refused(request_id, error)\n                while self.engine.has_unfinished_requests():\n                    for output in self.engine.step():\n                        outputs[output.request_id] = output\n            while self",
     ),
+    "the core is told before it is asked": (
+        ENTRANCE, "        if request_id in self.states:\n            raise RequestError(f\"There is already a request {request_id!r}.\")\n        processed = self.input_processor.process_inputs(request_id, prompt, params)\n        self.core.add_request(processed.core_request)\n",
+        "        processed = self.input_processor.process_inputs(request_id, prompt, params)\n        self.core.add_request(processed.core_request)\n        if request_id in self.states:\n            raise RequestError(\"There is one.\")\n",
+    ),
+    "tables filled up in place": (INPUTS, "block_tables = np.array([seq.block_table + [0] * (longest - len(seq.block_table)) for seq in sequences])", "[seq.block_table.extend([0] * (longest - len(seq.block_table))) for seq in sequences]\n        block_tables = np.array([seq.block_table for seq in sequences])"),
+    "only some errors are survived": (FAIL, "except Exception as error:", "except RuntimeError as error:"),
+    "swapped in before preempted": (FAIL, "output.preempted + output.swapped_in", "output.swapped_in + output.preempted"),
+    "errors while adding are refusals": (GENERATE, "                except RequestError as error:", "                except Exception as error:"),
     "numbers for ids": (GENERATE, "f\"request-{next(self.numbers)}\" for _ in prompts", "next(self.numbers) for _ in prompts"),
     "Ctrl-C while requests are added": (
         GENERATE, "        except BaseException:\n            for request_id in request_ids:\n                self.engine.abort_request(request_id)\n            raise",
@@ -174,6 +182,11 @@ RIGHT = {
         "block_tables[owners, positions // block_size] * block_size + positions % block_size",
         "block_tables.reshape(-1)[owners * block_tables.shape[1] + positions // block_size] * block_size + positions % block_size",
     ),
+    "a list of three": ("return query_start_loc, owners, positions", "return [query_start_loc, owners, positions]"),
+    "a list of two": ("return num_gpu_blocks, num_cpu_blocks\n        ###", "return [num_gpu_blocks, num_cpu_blocks]\n        ###"),
+    "a peak forgotten once more": ("        device.load_model()\n", "        device.reset_peak()\n        device.load_model()\n"),
+    "forward by name": ("self.device.model(inputs", "self.device.model.forward(inputs"),
+    "a NumPy number": ("    return num_blocks\n", "    return np.int64(num_blocks)\n"),
     "rows by index_select": ("hidden[inputs.sampled_rows]", "hidden.index_select(0, torch.tensor(inputs.sampled_rows))"),
     "moves in a loop": ("".join(MOVES), "        for how in ('swap_out', 'swap_in', 'copy'):\n            getattr(self.cache, how)(getattr(request, f'blocks_to_{how}'))\n"),
     "a set of those that have failed": (

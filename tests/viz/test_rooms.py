@@ -84,10 +84,11 @@ def test_calls_of_one_kind_are_one_line():
 
 
 def test_an_engine_without_a_worker_cannot_be_followed():
-    class Simulated:
-        llm_engine = make_simulated_engine()
-
-    with pytest.raises(ConfigError, match="no worker in this process"), follow(Simulated()):
+    simulated = LLM.__new__(LLM)
+    simulated.llm_engine = make_simulated_engine()
+    with pytest.raises(ConfigError, match="no worker in this process"), follow(simulated):
+        pass
+    with pytest.raises(ConfigError, match="needs an LLM, not a LLMEngine"), follow(simulated.llm_engine):
         pass
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.assembly import CoreOutput
-from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet
+from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet, shorten
 from minivllm.engine.core_messages import EngineCoreOutput
 from minivllm.engine.engine_core import EngineCore
 from minivllm.request import Request, Sequence, SequenceStatus
@@ -33,10 +33,10 @@ def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[tuple[str, int | No
 
 def make_cores(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[EngineCore, Any]:
     """The package's core and the learner's, with schedulers of their own, each on a script of its own."""
-    theirs = crowd.make_engine(Script(crowd.seed, fails_at, lambda: RuntimeError("out of memory"))).core
+    error = RuntimeError if len(fails_at) % 2 else ArithmeticError
+    theirs, mine = (Script(crowd.seed, fails_at, lambda: error("out of memory")) for _ in range(2))
     manager = BlockSpaceManager(crowd.cache_config.block_size, *crowd.blocks, watermark=crowd.cache_config.watermark)
-    mine = cls(Scheduler(crowd.scheduler_config, manager), Script(crowd.seed, fails_at, lambda: RuntimeError("out of memory")))
-    return theirs, mine
+    return crowd.make_engine(theirs).core, cls(Scheduler(crowd.scheduler_config, manager), mine)
 
 
 def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
@@ -58,7 +58,7 @@ def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
 def _as_facts(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
     """A learner's outputs as they are compared."""
     assert isinstance(outputs, list) and all(isinstance(output, CoreOutput) for output in outputs), (
-        f"{said}\nExpected: a list of CoreOutput\nGot: {outputs!r}"
+        f"{said}\nExpected: a list of CoreOutput\nGot: {shorten(outputs)}"
     )
     return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
 
@@ -79,7 +79,7 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
     wanted = run_core(crowd, theirs.step, theirs.add_request, theirs.has_unfinished_requests)
     got = run_core(crowd, mine.step, mine.add_request, mine.scheduler.has_unfinished_requests)
     for number, expected in wanted:
-        said = f"{crowd.describe()} Step {number}{', in which the model raises a RuntimeError' if number in fails_at else ''}."
+        said = f"{crowd.describe()} Step {number}{', in which the model raises an error' if number in fails_at else ''}."
         facts = {
             "outputs": as_core_outputs(expected.outputs),
             "unfinished requests": sorted(theirs.scheduler.requests),

@@ -112,12 +112,14 @@ def check_parts(assemble: Assemble) -> None:
     engine = llm.engine
     core = engine.core
     manager = core.scheduler.block_manager
-    num_gpu_blocks = (int(device.total_bytes * 0.9) - device.peak_without_cache) // device.block_bytes
+    num_gpu_blocks = (
+        int(device.total_bytes * config.cache_config.gpu_memory_utilization) - device.peak_without_cache
+    ) // device.block_bytes
     num_cpu_blocks = config.cache_config.swap_space_bytes // device.block_bytes
     block_size = config.cache_config.block_size
     said = f"assemble with a device on which {num_gpu_blocks} blocks of {block_size} tokens fit, and {num_cpu_blocks} in the swap space."
     facts = (
-        ("device's calls", ["load_model", "reset_peak", "allocate_cache"], [what.split("(")[0] for what in device.did if "profile" not in what], "start_up, once"),
+        ("device's calls", ["load_model", "allocate_cache"], [what for what in (call.split("(")[0] for call in device.did) if what in ("load_model", "allocate_cache")], "start_up, once"),
         ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which is given to the runner"),
         ("scheduler", "_BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
         ("block manager", "_BenchManager", type(manager).__name__, "parts.block_space_manager_cls"),
@@ -160,22 +162,25 @@ def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:
     for (prompt, _), wanted, text in zip(REQUESTS, expected, got, strict=True):
         assert text == wanted, (
             f"{prompt!r} on the real model, {NUM_BLOCKS} blocks, preemption by swap.\nExpected text: {wanted!r}\nGot text: {text!r}\n"
-            f"{_find_culprit(assemble, parts, expected) or 'It stays so with any one of your parts exchanged for the package’s: look at what you assemble.'}"
+            f"{_find_culprit(assemble, parts, expected) or 'With the package’s parts in place of yours it is no better: look at what you assemble.'}"
         )
     return [prompt + text for (prompt, _), text in zip(REQUESTS, got, strict=True)]
 
 
 def _find_culprit(assemble: Assemble, parts: EngineParts, expected: list[str]) -> str | None:
     """Which part of the learner's is to blame: the one without which the text is right."""
-    for name in parts.mine:
+
+    def is_right_without(names: Sequence[str]) -> bool:
         try:
-            if write(assemble, parts.with_packages([name])) == expected:
-                return f"With the package's {parts_name(name)} in place of yours it is right: look at {SOURCES[name].name}, lesson {SOURCES[name].lesson}."
+            return write(assemble, parts.with_packages(names)) == expected
         except Exception:
-            continue
+            return False
+
+    for name in parts.mine:
+        if is_right_without([name]):
+            source = SOURCES[name]
+            return f"With the package's {source.load().__name__} in place of yours it is right: look at {source.name}, lesson {source.lesson}."
+    if len(parts.mine) > 1 and is_right_without(parts.mine):
+        names = ", ".join(SOURCES[name].name for name in parts.mine)
+        return f"With the package's parts in place of all of yours it is right, so more than one of them is wrong: {names}."
     return None
-
-
-def parts_name(name: str) -> str:
-    """The package's class for a part."""
-    return SOURCES[name].load().__name__

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from minivllm.course.lessons.assembly import CoreOutput
-from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, expect, quiet
+from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, expect, quiet, shorten
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
@@ -124,6 +124,14 @@ def check_entrance(cls: Any) -> None:
     compare("A request that was refused has left nothing.", ["first"])
     refuse("A second request with the id of an unfinished one.", "first", "xyz", params)
     compare("A request with an id in use was refused.", ["first"])
+    tokens = core.scheduler.requests["first"].prompt_token_ids
+    expect(
+        "A request with an id in use was refused.",
+        "the core's prompt",
+        [1, 2, 3],
+        tokens,
+        "the order: ask, check, and only then tell the core",
+    )
     assert engine.states["first"] is state, (
         "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
     )
@@ -177,8 +185,11 @@ def check_take(cls: Any) -> None:
 class _Watched:
     """The package's engine; notes what is asked of it, and can be interrupted in a step or while requests are added."""
 
-    def __init__(self, engine: LLMEngine, interrupt_at: int = 0, interrupt_adding: int = 0) -> None:
+    def __init__(
+        self, engine: LLMEngine, interrupt_at: int = 0, interrupt_adding: int = 0, error: type[BaseException] = KeyboardInterrupt
+    ) -> None:
         self.engine, self.interrupt_at, self.interrupt_adding = engine, interrupt_at, interrupt_adding
+        self.error = error
         self.num_steps = 0
         self.added: list[str] = []
         self.late: list[str] = []
@@ -191,7 +202,7 @@ class _Watched:
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         if self.interrupt_adding and len(self.added) + 1 == self.interrupt_adding:
-            raise KeyboardInterrupt
+            raise self.error
         self.engine.add_request(request_id, prompt, params)
         self.added.append(request_id)
         if self.num_steps:
@@ -207,7 +218,7 @@ class _Watched:
         self.num_steps += 1
         assert self.num_steps < 3000, "generate takes step after step and never ends: go on only while has_unfinished_requests()."
         if self.num_steps == self.interrupt_at:
-            raise KeyboardInterrupt
+            raise self.error
         return self.engine.step()
 
 
@@ -240,13 +251,17 @@ def check_generate(cls: Any) -> None:
     for seed in range(15):
         rng = random.Random(f"generate {seed}")
         prompts, crowd = make_prompts(rng), Crowd(f"generate {seed}")
-        watched = _Watched(crowd.make_engine(Script(crowd.seed)))
+        package = crowd.make_engine(Script(crowd.seed))
+        watched = _Watched(package)
         llm = cls(watched)
         said = f"generate({prompts!r}, params)"
+        if seed % 3 == 0:
+            package.add_request("somebody else's", "abc", _params(1)[0])
+            said += ", while the engine also has a request of somebody else"
         params = _params(len(prompts))
         outputs = llm.generate(prompts, params)
         assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), (
-            f"{said}\nExpected: a list of RequestOutput\nGot: {outputs!r}"
+            f"{said}\nExpected: a list of RequestOutput\nGot: {shorten(outputs)}"
         )
         served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
         expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, those that are refused too")
@@ -265,6 +280,14 @@ def check_generate(cls: Any) -> None:
         )
         look = "when the steps begin: after all prompts were added, so that they share their steps"
         expect(said, "requests added after the first step", [], watched.late, look)
+        ids = [output.request_id for output, good in zip(outputs, served, strict=True) if good]
+        expect(
+            said,
+            "request_ids of the outputs, without those that were refused",
+            watched.added,
+            ids,
+            "which outputs are those of this call",
+        )
         assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
         llm.generate(["abc", "de"], _params(2))
         assert len(set(watched.added)) == len(watched.added), (
@@ -294,26 +317,25 @@ def _reason(crowd: Crowd, prompt: Any) -> str | None:
 
 
 def _check_interrupt(cls: Any) -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "in the third step": {"interrupt_at": 3},
         "while the second request is added": {"interrupt_adding": 2},
+        "(here a ValueError) while the second request is added": {"interrupt_adding": 2, "error": ValueError},
     }
     for when, options in cases.items():
         engine = Crowd("generate and interrupt").make_engine(Script("generate and interrupt", ends=False))
         engine.add_request("not of this call", "abcdef", _params(1)[0])
         said = f"Ctrl-C {when} of generate(['abc', 'de', 'f'], params), and the engine also has a request of somebody else."
+        wanted: type[BaseException] = options.get("error", KeyboardInterrupt)
+        got = "nothing was raised"
         try:
             cls(_Watched(engine, **options)).generate(["abc", "de", "f"], _params(3))
-        except KeyboardInterrupt:
-            got = "the KeyboardInterrupt"
-        except Exception as error:
-            got = f"{type(error).__name__}: {error}"
-        else:
-            got = "nothing was raised"
+        except BaseException as error:
+            got = f"a {type(error).__name__}" if type(error) is wanted else repr(error)
         look = (
             "`except BaseException`, which begins before the first request is added, and `raise`, after the requests are aborted"
         )
-        expect(said, "what generate raises", "the KeyboardInterrupt", got, look)
+        expect(said, "what generate raises", f"a {wanted.__name__}", got, look)
         left = sorted(engine.output_processor.states)
         look = "what happens at a BaseException: abort the requests of this call, and only those"
         expect(said, "requests left in the engine", ["not of this call"], left, look)

@@ -197,9 +197,10 @@ def quiet() -> Iterator[None]:
 def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
     """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
     if expected != got:
-        raise AssertionError(f"{said}\nExpected {what}: {_short(expected)}\nGot {what}: {_short(got)}\nLook at {look}.")
+        raise AssertionError(f"{said}\nExpected {what}: {shorten(expected)}\nGot {what}: {shorten(got)}\nLook at {look}.")
 
 
-def _short(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value for a message, which is cut off if it is long."""
     text = str(value)
     return text if len(text) <= 700 else text[:690] + " …"

@@ -48,7 +48,7 @@ def check_count_blocks(count_blocks: Any) -> None:
             got,
             "what the share is taken of (all memory of the device), what goes off it, and rounding down",
         )
-        assert isinstance(got, int), f"{call}\nExpected: a whole number (int)\nGot: {got!r}"
+        assert hasattr(got, "__index__"), f"{call}\nExpected: a whole number (int)\nGot: {got!r}"
 
 
 @dataclass
@@ -123,6 +123,7 @@ def check_start_up(cls: Any) -> None:
         worker = cls(device, None, cache, limits)
         try:
             got: Any = worker.start_up()
+            got = tuple(got) if isinstance(got, list) else got
         except ConfigError as error:
             got = f"a ConfigError ({error})"
         said = (
