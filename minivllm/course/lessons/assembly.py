@@ -50,9 +50,8 @@ class Device:
     def load_model(self) -> None:
         """Build the model and read its weights."""
         self.model = load_model(self.model_config, self.platform)
-        size = self.platform.dtype.itemsize
-        weights = sum(torch.Size(source.get_shape()).numel() * size for _, source in iterate_weights(self.model_config.path))
-        self._hold(weights)
+        numbers = sum(source[:].numel() for _, source in iterate_weights(self.model_config.path))
+        self._hold(numbers * self.platform.dtype.itemsize)
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of so many tokens, spread over so many sequences, each of which gets a token. It changes nothing but the peak."""
