@@ -181,12 +181,15 @@ def take_class(notebook: str, cells: list[Any], name: str) -> Any:
         if cell["cell_type"] == "code" and not is_check(cell)
         for statement in _statements(notebook, cell)
     ]
+    imported = frozenset[str]().union(*(statement.defines for statement in statements if statement.is_import))
     needed = {i for i, statement in enumerate(statements) if statement.is_always_run}
     wanted, seen = [name, *(used for i in needed for used in statements[i].uses)], {name}
     while wanted:
         looked_for = wanted.pop()
         for i, statement in enumerate(statements):
-            if i not in needed and (looked_for in statement.defines or looked_for in statement.changes):
+            is_call = isinstance(statement.node, ast.Expr)  # of a method: a module or a package's class is not changed by it
+            is_changed = looked_for in statement.changes and not (is_call and looked_for in imported)
+            if i not in needed and (looked_for in statement.defines or is_changed):
                 needed.add(i)
                 wanted += statement.uses - seen
                 seen |= statement.uses
@@ -218,6 +221,11 @@ class _Statement:
     uses: frozenset[str]
     is_always_run: bool
     flags: int
+
+    @property
+    def is_import(self) -> bool:
+        """Whether it imports."""
+        return isinstance(self.node, (ast.Import, ast.ImportFrom))
 
     def compile(self) -> CodeType:
         """As code, with the lines that it has in its cell."""

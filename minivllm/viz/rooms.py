@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from minivllm.engine.output_processor import RequestState
-from minivllm.entrypoints.llm import LLM
 from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.llm import LLM
 
 
 @dataclass
@@ -96,12 +97,12 @@ def _describe(visits: list[Visit], depth: int) -> Iterator[str]:
 
 @contextmanager
 def follow(llm: LLM) -> Iterator[Journey]:
-    """Record each call from one room of an engine to another. (What other engines hand out meanwhile is recorded, too.)
+    """Record each call from one room of an engine to another.
 
     Raises:
         ConfigError: The engine's core runs in another process.
     """
-    if not isinstance(llm, LLM):
+    if not hasattr(llm, "llm_engine"):
         raise ConfigError(f"follow needs an LLM, not a {type(llm).__name__}.")
     engine, journey = llm.llm_engine, Journey()
     worker = getattr(engine.executor, "worker", None)
@@ -114,7 +115,6 @@ def follow(llm: LLM) -> Iterator[Journey]:
         ("InputProcessor", engine.input_processor, ("process_inputs",)),
         ("Tokenizer", engine.tokenizer, ("encode", "decode")),
         ("OutputProcessor", engine.output_processor, ("add_request", "process_outputs")),
-        ("OutputProcessor", RequestState, ("make_output",)),
         ("InprocClient", engine.engine_core, ("add_request", "get_output", "stop_sequences")),
         ("EngineCore", core, ("add_request", "step", "stop_sequences")),
         ("Scheduler", core.scheduler, ("add_request", "schedule", "update")),

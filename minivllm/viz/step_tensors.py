@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,7 +11,9 @@ from matplotlib.figure import Figure
 from minivllm.errors import ConfigError
 from minivllm.viz.drawing import add_boxes, new_figure
 from minivllm.viz.palette import INK, PALE, request_color, tint
-from minivllm.worker.model_input import ModelInput
+
+if TYPE_CHECKING:
+    from minivllm.worker.model_input import ModelInput
 
 MOST_TOKENS = 40
 """A figure with more columns could not be read."""

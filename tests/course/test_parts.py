@@ -60,6 +60,7 @@ def test_a_class_is_taken_with_what_it_needs_and_nothing_else_is_run(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "value"),
     [
+        (("import math\nmath.no_such_function()", "class MyScheduler:\n    def value(self):\n        return math.floor(4.5)"), 4),
         (
             ("output = 1 / 0", "class MyScheduler:\n    def value(self):\n        output = 5\n        return output"),
             5,

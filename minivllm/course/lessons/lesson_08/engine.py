@@ -13,7 +13,6 @@ from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.parts import SOURCES, EngineParts
 from minivllm.course.results import passed_checks
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 
 OPTIONS: dict[str, Any] = {
@@ -100,6 +99,8 @@ def write_with_package(
     requests: Sequence[tuple[str, SamplingParams]] = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any
 ) -> list[str]:
     """The texts that the package's engine writes."""
+    from minivllm import LLM
+
     llm = LLM(**{**OPTIONS, **options}, num_gpu_blocks_override=num_blocks)
     outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
     return [output.outputs[0].text for output in outputs]
