@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,8 +51,9 @@ class Device:
     def load_model(self) -> None:
         """Build the model and read its weights."""
         self.model = load_model(self.model_config, self.platform)
-        numbers = sum(source[:].numel() for _, source in iterate_weights(self.model_config.path))
-        self._hold(numbers * self.platform.dtype.itemsize)
+        sources = (source for _, source in iterate_weights(self.model_config.path))  # slices of a file, or tensors
+        shapes = (source.shape if isinstance(source, torch.Tensor) else source.get_shape() for source in sources)
+        self._hold(sum(map(math.prod, shapes)) * self.platform.dtype.itemsize)
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of so many tokens, spread over so many sequences, each of which gets a token. It changes nothing but the peak."""

@@ -22,13 +22,13 @@ _LOOKS = {
 }
 
 
-def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[tuple[str, int | None, str | None]]:
-    """What the package's core says, in the words of this lesson."""
-    found = []
-    for output in outputs:
-        for new in output.sequences:
-            found.append((output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason))
-    return found
+def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[CoreOutput]:
+    """What the package's core says, as this lesson's says it."""
+    return [
+        CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
+        for output in outputs
+        for new in output.sequences
+    ]
 
 
 def make_cores(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[EngineCore, Any]:
@@ -63,36 +63,33 @@ def _as_facts(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
     return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
 
 
+def _facts_of_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, Any]:
+    """What is compared of a step."""
+    return {
+        "outputs": _as_facts(said, outputs),
+        "unfinished requests": sorted(scheduler.requests),
+        "free blocks": scheduler.block_manager.get_num_free_gpu_blocks(),
+    }
+
+
 def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> list[Any]:
     """What a learner's core gives in each step."""
     _, core = make_cores(cls, crowd, fails_at)
-    facts = []
-    for _, outputs in run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests):
-        facts.append(
-            [_as_facts("", outputs), sorted(core.scheduler.requests), core.scheduler.block_manager.get_num_free_gpu_blocks()]
-        )
-    return facts
+    steps = run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests)
+    return [list(_facts_of_step("", outputs, core.scheduler).values()) for _, outputs in steps]
 
 
 def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, str]) -> None:
     theirs, mine = make_cores(cls, crowd, fails_at)
     wanted = run_core(crowd, theirs.step, theirs.add_request, theirs.has_unfinished_requests)
     got = run_core(crowd, mine.step, mine.add_request, mine.scheduler.has_unfinished_requests)
-    for number, expected in wanted:
+    for number, package in wanted:
         said = f"{crowd.describe()} Step {number}{', in which the model raises an error' if number in fails_at else ''}."
-        facts = {
-            "outputs": as_core_outputs(expected.outputs),
-            "unfinished requests": sorted(theirs.scheduler.requests),
-            "free blocks": theirs.block_manager.get_num_free_gpu_blocks(),
-        }
+        expected = _facts_of_step(said, as_core_outputs(package.outputs), theirs.scheduler)
         _, outputs = next(got, (0, None))
-        mine_facts = {
-            "outputs": _as_facts(said, outputs),
-            "unfinished requests": sorted(mine.scheduler.requests),
-            "free blocks": mine.scheduler.block_manager.get_num_free_gpu_blocks(),
-        }
-        for name, value in facts.items():
-            expect(said, name, value, mine_facts[name], looks[name])
+        facts = _facts_of_step(said, outputs, mine.scheduler)
+        for name, value in expected.items():
+            expect(said, name, value, facts[name], looks[name])
         if number in fails_at:
             for output in outputs:
                 assert isinstance(output.error, str) and "out of memory" in output.error, (

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from minivllm.course.lessons.assembly import CoreOutput
+from minivllm.course.lessons.lesson_08.core import as_core_outputs
 from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, expect, quiet, shorten
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
@@ -38,13 +39,7 @@ class PackageCore:
 
     def step(self) -> list[CoreOutput]:
         """As `MyEngineCore.step`."""
-        outputs = []
-        for output in self.core.step().outputs:
-            for new in output.sequences:
-                outputs.append(
-                    CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
-                )
-        return outputs
+        return as_core_outputs(self.core.step().outputs)
 
 
 def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[Any, EngineCore]:
@@ -53,7 +48,7 @@ def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) 
     return cls(PackageCore(engine.core), engine.input_processor, Letters(), IncrementalDetokenizer), engine.core
 
 
-def facts_of(outputs: Any) -> list[Any]:
+def output_facts(outputs: Any) -> list[Any]:
     """Outputs as they are compared."""
     facts = []
     for output in outputs:
@@ -73,14 +68,14 @@ def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:
     """Add the crowd's requests, and abort some; yields the outputs of each step."""
     for request, wait in zip(crowd.requests, crowd.joins, strict=True):
         for _ in range(wait):
-            yield facts_of(engine.step())
+            yield output_facts(engine.step())
         engine.add_request(*request)
         if rng.random() < 0.2:
             engine.abort_request(f"r{rng.randrange(len(crowd.requests))}")
     for _ in range(600):
         if not engine.has_unfinished_requests():
             break
-        yield facts_of(engine.step())
+        yield output_facts(engine.step())
 
 
 def check_entrance(cls: Any) -> None:

@@ -18,7 +18,7 @@ from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import SampledToken
 
 _ROUNDS = 80
-_WIDTH = 7
+_WIDTH = 3
 """Numbers in a hidden state of `EchoModel`."""
 
 
@@ -176,10 +176,10 @@ class EchoSampler:
         return [SampledToken(int(token_id)) for token_id in logits.argmax(dim=1)]
 
 
-def make_runner(cls: Any, block_size: int, sampler: Any = None) -> Any:
+def make_runner(cls: Any, block_size: int) -> Any:
     """A learner's runner on a device that has an `EchoModel`."""
     device = SimpleNamespace(model=EchoModel(), block_size=block_size, platform=SimpleNamespace(device=torch.device("cpu")))
-    return cls(device, sampler or EchoSampler())
+    return cls(device, EchoSampler())
 
 
 def package_inputs(sequences: list[SequenceData], block_size: int) -> ModelInput:
