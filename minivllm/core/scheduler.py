@@ -119,7 +119,7 @@ class Scheduler:
 
         Admission stops at the first one that does not fit: nobody overtakes it.
         """
-        while (seq := self.waiting.first()) is not None and self._may_join(seq):
+        while (seq := self.waiting.first()) is not None and self.may_join(seq):
             swapped = self.swapped.first()
             if swapped is not None and swapped.order < seq.order:
                 break
@@ -145,7 +145,7 @@ class Scheduler:
             self._add(output, seq, num_tokens)
             output.num_prefills += 1
 
-    def _may_join(self, seq: Sequence) -> bool:
+    def may_join(self, seq: Sequence) -> bool:
         """Whether the policy lets a waiting sequence join the running ones. Continuous batching always does."""
         return True
 
@@ -189,7 +189,7 @@ class Scheduler:
         """Swap sequences back in, in order, and decode them in this step."""
         while (seq := self.swapped.first()) is not None:
             waiting = self.waiting.first()
-            if waiting is not None and waiting.order < seq.order and self._may_join(waiting):
+            if waiting is not None and waiting.order < seq.order and self.may_join(waiting):
                 break
             if self.num_running + 1 + seq.num_unforked_siblings > self.config.max_num_seqs:
                 break

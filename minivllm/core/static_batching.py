@@ -21,7 +21,7 @@ class StaticBatchScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         """Form a new batch when the last one is done, then schedule as usual."""
         head = self.waiting.first()
-        if head is not None and not self.running and not self.swapped and not self._may_join(head):
+        if head is not None and not self.running and not self.swapped and not self.may_join(head):
             self._form_batch()
         return super().schedule()
 
@@ -35,5 +35,6 @@ class StaticBatchScheduler(Scheduler):
             seq.order = (MEMBER, *seq.order)
             self.waiting.add(seq)
 
-    def _may_join(self, seq: Sequence) -> bool:
+    def may_join(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence is a member of the batch."""
         return bool(seq.order[0] == MEMBER)

@@ -50,7 +50,9 @@ def play(trace: EngineTrace, step: int = 0) -> VBox:
     return make_player(len(trace), draw_png, step, sentence, "The trace has only one step:")
 
 
-def make_player(num_steps: int, draw_png: Callable[[int], bytes], step: int, sentence: str, alone: str = "") -> VBox:
+def make_player(
+    num_steps: int, draw_png: Callable[[int], bytes], step: int, sentence: str, alone: str = "", *, name: str = "step"
+) -> VBox:
     """Controls above the picture of a step.
 
     Args:
@@ -59,6 +61,7 @@ def make_player(num_steps: int, draw_png: Callable[[int], bytes], step: int, sen
         step: The first one shown; negative numbers count from the end.
         sentence: What it is, where there are no widgets.
         alone: What is written above the only step, in place of the controls.
+        name: What the slider counts.
 
     Returns:
         A box for the notebook to show.
@@ -68,7 +71,7 @@ def make_player(num_steps: int, draw_png: Callable[[int], bytes], step: int, sen
     show_png(image, draw_png(step))
     step, last = step % num_steps, num_steps - 1
     box = make_box([image], image, sentence)
-    box.slider = widgets.IntSlider(step, 0, last, description="step")
+    box.slider = widgets.IntSlider(step, 0, last, description=name)
     if last == 0:
         box.children = (widgets.HTML(alone), image)
         return box

@@ -38,6 +38,7 @@ def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines
         if log:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axes.yaxis.set_minor_formatter("")
         else:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label, fontsize=9)

@@ -34,6 +34,7 @@ LESSONS = {
     "06": "06_paged_attention.ipynb",
     "07": "07_the_scheduler.ipynb",
     "08": "08_the_engine.ipynb",
+    "09": "09_static_against_continuous.ipynb",
 }
 KEPT = {"check-pool", "check-engine"}
 """The checks of lesson 04 that the tricks are played on: 3 points and 1 point."""
@@ -52,7 +53,7 @@ def make_classes(number: str, *edits: tuple[str, str]) -> dict:
     code = "\n".join(
         source
         for name, source in sources("solutions", number).items()
-        if not name.startswith("look") and name not in ("results", "write", "write-text", "parts", "parts-map", "summit")
+        if not name.startswith("look") and name not in ("results", "write", "write-text", "parts", "parts-map", "summit", "table")
     )
     code = "\n".join(line for line in code.splitlines() if not line.startswith("%"))
     for old, new in edits:
@@ -156,6 +157,16 @@ ALSO_RIGHT = {
         ("f\"request-{next(self.numbers)}\"", "f\"mine {next(self.numbers)}\""),
         ("                    outputs[output.request_id] = output", "                    if output.finished:\n                        outputs[output.request_id] = output"),
     ],
+    "09": [
+        ("rank = math.ceil(percent * len(values) / 100)", "rank = -int(-percent * len(values) // 100)"),
+        ("Spread(sum(kind) / len(kind), percentile", "Spread(statistics.fmean(kind), percentile"),
+        ("(latency - ttft) / len(itls) <= max_tpot", "sum(itls) / len(itls) <= max_tpot"),
+        ("busy += inside\n", "busy = busy + float(inside)\n"),
+        ("now += rng.expovariate(rate)", "now -= math.log(1 - rng.random()) / rate"),
+        ("        if engine.busy:\n            engine.step()\n        else:", "        if engine.busy:\n            engine.step()\n            continue\n        if number < len(requests):"),
+        ("return seq in self.batch", "return any(seq is member for member in self.batch)"),
+        ("return max(candidates, key=mean_goodput)", "return sorted(candidates, key=mean_goodput)[-1]"),
+    ],
 }  # fmt: skip
 WRONG = {
     "01": [
@@ -252,6 +263,18 @@ WRONG = {
         ("        state.error = new.error\n", "", "check-engine"),
         ("self.engine.add_request(request_id, prompt, param)", "self.engine.add_request(request_id, prompt, params[0])", "check-generate"),
         ("num_gpu_blocks, num_cpu_blocks)\n    core", "num_gpu_blocks)\n    core", "check-parts"),
+    ],
+    "09": [
+        ("rank = math.ceil(percent * len(values) / 100)", "rank = max(1, int(percent * len(values) / 100))", "check-percentile"),
+        ("ttft = times.tokens[0] - times.arrival", "ttft = times.tokens[0] - times.started", "check-latencies"),
+        ("[gap for _, itls, _ in waits for gap in itls],", "[sum(itls) / len(itls) for _, itls, _ in waits if itls],", "check-summarize"),
+        ("ttft <= max_ttft and", "ttft < max_ttft and", "check-goodput"),
+        ("inside * step.num_useful", "inside * step.num_rows", "check-utilisation"),
+        ("max(times.arrival, start)) for times in records)", "max(times.started, start)) for times in records)", "check-in-system"),
+        ("rng.expovariate(rate)", "rng.uniform(0, 2 / rate)", "check-poisson"),
+        ("engine.add(requests[number], begin + times[number])", "engine.add(requests[number], engine.now())", "check-drive"),
+        ("if all(seq.finished for seq in self.batch):", "if not self.running:", "check-static"),
+        ("return max(candidates, key=mean_goodput)", "return max(candidates)", "check-choose"),
     ],
 }  # fmt: skip
 

@@ -389,7 +389,7 @@ def test_a_difference_in_the_engine_is_told_in_words():
     class Slower(Scheduler):
         """Lets one sequence run at a time, from the tenth request on."""
 
-        def _may_join(self, seq):
+        def may_join(self, seq):
             return int(seq.request.request_id) < 10 or not self.running
 
     with pytest.raises(AssertionError) as failure:

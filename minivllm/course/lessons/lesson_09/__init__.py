@@ -1,0 +1,28 @@
+"""The checks of lesson 09: metrics from raw timestamps, a load generator, a static batcher, and a choice for a goal."""
+
+from minivllm.course.lessons.lesson_09.batching import check_decisions, check_static_batcher, check_text
+from minivllm.course.lessons.lesson_09.choice import check_choose
+from minivllm.course.lessons.lesson_09.load import check_drive, check_poisson_times
+from minivllm.course.lessons.lesson_09.metrics import (
+    check_average_in_system,
+    check_goodput,
+    check_latencies,
+    check_percentile,
+    check_summarize,
+    check_utilisation,
+)
+
+__all__ = [
+    "check_average_in_system",
+    "check_choose",
+    "check_decisions",
+    "check_drive",
+    "check_goodput",
+    "check_latencies",
+    "check_percentile",
+    "check_poisson_times",
+    "check_static_batcher",
+    "check_summarize",
+    "check_text",
+    "check_utilisation",
+]

@@ -1,0 +1,135 @@
+"""Two ways of batching, side by side and moment by moment: who sits in which seat, who waits, and which seats are empty for no reason."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minivllm.bench.trace_summary import output_times, time_origin
+from minivllm.engine.trace import EngineTrace, SequenceKey
+from minivllm.errors import ConfigError
+from minivllm.viz.drawing import WIDTH, add_boxes
+from minivllm.viz.notebook import to_png
+from minivllm.viz.palette import INK, PALE, ink_on, request_colors, tint
+from minivllm.viz.player import make_player
+from minivllm.viz.timeline import Stay, find_stays
+
+if TYPE_CHECKING:
+    from ipywidgets import VBox
+
+_MOST_SQUARES = 40
+"""Waiting requests beyond this are only counted."""
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """A request of a run: its stay in the batch, when it came, and when its tokens came, since the run began."""
+
+    stay: Stay
+    arrival: float
+    tokens: tuple[float, ...]
+
+
+def play_race(traces: Mapping[str, EngineTrace], num_moments: int = 80, moment: int = 0) -> VBox:
+    """Controls above the picture of a moment, the same for all runs. `draw_race(traces, seconds)` draws any of them as a figure.
+
+    Args:
+        traces: A name for each run. One sequence per request.
+        num_moments: How many pictures, evenly spaced over the longest run.
+        moment: The first one shown.
+
+    Raises:
+        WidgetError: ipywidgets is not installed.
+        ConfigError: No run has a step.
+    """
+    end = _end_of(traces)
+    png = lru_cache(maxsize=num_moments)(lambda number: to_png(draw_race(traces, end * number / max(1, num_moments - 1))))
+    sentence = f"A player of {num_moments} moments; `draw_race(traces, seconds)` draws any of them as a figure."
+    return make_player(num_moments, png, moment, sentence, "There is only one moment:", name="moment")
+
+
+def draw_race(traces: Mapping[str, EngineTrace], seconds: float) -> Figure:
+    """Draw a moment of some runs: a panel for each.
+
+    A row is a seat in the batch. Its bar is as long as the answer of the request that sits there, and filled as far as the answer has
+    come. A hatched seat is empty though somebody waits. Below are the requests that wait, a square for each.
+
+    Args:
+        traces: A name for each run. One sequence per request.
+        seconds: Since the first request arrived.
+
+    Raises:
+        ConfigError: No run has a step.
+    """
+    _end_of(traces)
+    runners = {name: _find_runners(trace) for name, trace in traces.items()}
+    num_seats = max(1 + runner.stay.place for found in runners.values() for runner in found)
+    longest = max(len(runner.tokens) for found in runners.values() for runner in found)
+    figure = Figure(figsize=(WIDTH, 1.15 + 0.27 * num_seats), layout="constrained")
+    for axes, (name, trace) in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces.items(), strict=True):
+        _paint(axes, name, runners[name], request_colors(trace), seconds, num_seats, longest)
+    handles = [
+        Patch(facecolor=tint(INK, 0.3), label="tokens so far"),
+        Patch(facecolor=tint(INK, 0.85), label="tokens to come"),
+        Patch(facecolor="white", edgecolor=INK, hatch="/////", linewidth=0.5, label="empty, though somebody waits"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _end_of(traces: Mapping[str, EngineTrace]) -> float:
+    """When the longest run ends, in seconds since its own beginning."""
+    ends = [trace[-1].end - time_origin(trace) for trace in traces.values() if len(trace)]
+    if not ends or len(ends) < len(traces):
+        raise ConfigError("A race needs runs that have steps.")
+    return max(ends)
+
+
+def _find_runners(trace: EngineTrace) -> list[_Runner]:
+    shift = trace[0].start - time_origin(trace)  # a stay's times begin with the first step
+    times, origin = output_times(trace), time_origin(trace)
+    found = []
+    for stay in find_stays(trace):
+        moved = Stay(stay.request_id, stay.place, stay.start + shift, stay.decode_start + shift, stay.end + shift)
+        tokens = tuple(time - origin for time in times.get(SequenceKey(stay.request_id, 0), []))
+        found.append(_Runner(moved, trace.requests[stay.request_id].arrival_time - origin, tokens))
+    return found
+
+
+def _paint(
+    axes: Axes, name: str, runners: list[_Runner], colors: Mapping[str, str], seconds: float, num_seats: int, longest: int
+) -> None:
+    seated = [runner for runner in runners if runner.stay.start <= seconds < runner.stay.end]
+    waiting = [runner for runner in runners if runner.arrival <= seconds < runner.stay.start]
+    num_done = sum(runner.stay.end <= seconds for runner in runners)
+    taken = {runner.stay.place for runner in seated}
+    for runner in seated:
+        place, color = runner.stay.place, colors[runner.stay.request_id]
+        done = bisect_right(runner.tokens, seconds)
+        add_boxes(axes, [(0, len(runner.tokens), place + 0.4, place - 0.4)], tint(color, 0.75))
+        add_boxes(axes, [(0, done, place + 0.4, place - 0.4)], color)
+        ink = ink_on(color) if done > 0.08 * longest else "black"
+        axes.text(0.01 * longest, place, runner.stay.request_id, va="center", fontsize=7.5, color=ink)
+    empty = [(0, longest, place + 0.4, place - 0.4) for place in range(num_seats) if place not in taken]
+    if waiting:
+        add_boxes(axes, empty, "white", edge=INK, line_width=0.5, hatch="/////")
+    else:
+        add_boxes(axes, empty, "white", edge=PALE, line_width=0.5)
+    width = longest / _MOST_SQUARES
+    squares = waiting[:_MOST_SQUARES]
+    boxes = [(i * width, (i + 0.85) * width, num_seats + 0.95, num_seats + 0.45) for i in range(len(squares))]
+    add_boxes(axes, boxes, [colors[runner.stay.request_id] for runner in squares])
+    axes.set(xlim=(0, longest), ylim=(num_seats + 1.1, -0.6))
+    axes.set_yticks([*range(num_seats), num_seats + 0.7], [*map(str, range(num_seats)), f"{len(waiting)} wait"])
+    axes.set_title(f"{name}: {num_done} of {len(runners)} answered after {seconds:.2f} s", loc="left", fontsize=10)
+    axes.set_xlabel("tokens of the answer", fontsize=9)
+    axes.set_ylabel("seat in the batch", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
