@@ -42,6 +42,7 @@ class EngineCoreRequest:
         arrival_time: Seconds of the engine's clock.
         priority: With the "priority" policy, smaller goes first.
         number: Tells apart requests that use the same id one after the other. It comes back with every output.
+        cache_salt: The prefix cache shares blocks only between requests with the same salt; None is one too.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class EngineCoreRequest:
     arrival_time: float = 0.0
     priority: int = 0
     number: int = 0
+    cache_salt: str | None = None
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
@@ -141,13 +143,14 @@ class Sequence:
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks, each chained to the one before it.
 
-        The hash of a block stands for its tokens and for everything before them, so two sequences that agree on it
-        agree on the whole prefix, and may share the block.
+        The hash of a block stands for its tokens, for everything before them, and for the request's salt, so two sequences that agree
+        on it agree on the whole prefix, and may share the block.
         """
-        hashes = self.block_hashes
+        hashes, salt = self.block_hashes, self.request.data.cache_salt
+        root = b"" if salt is None else hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         for i in range(len(hashes), len(self.token_ids) // block_size):
             tokens = array("q", self.token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else root
             hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
         return hashes
 
@@ -176,6 +179,7 @@ class Request:
         priority: int = 0,
         seed: int = 0,
         number: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -187,7 +191,16 @@ class Request:
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
         self.data = EngineCoreRequest(
-            request_id, prompt_token_ids, sampling_params, max_num_tokens, eos_token_ids, seed, arrival_time, priority, number
+            request_id,
+            prompt_token_ids,
+            sampling_params,
+            max_num_tokens,
+            eos_token_ids,
+            seed,
+            arrival_time,
+            priority,
+            number,
+            cache_salt,
         )
         """What does not change while the request runs, for the workers."""
         self.stop_reasons = self.data.stop_reasons

@@ -114,7 +114,7 @@ def _add_and_abort(engine: LLMEngine, trace: EngineTrace, step: StepRecord) -> N
         record = trace.requests[request_id]
         processed = engine.input_processor.process_inputs(
             request_id,
-            record.prompt_token_ids,
+            {"prompt_token_ids": record.prompt_token_ids, "cache_salt": record.cache_salt},
             _params_of(record),
             arrival_time=record.arrival_time,
             priority=record.priority,

@@ -20,7 +20,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 
 Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids"."""
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class InputProcessor:
 
         Args:
             request_id: The caller's name for it.
-            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
+            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids". With "cache_salt" in it, a non-empty string, the prefix
+                cache shares blocks only with requests of the same salt, so that nobody else can tell by timing what the prompt was.
             params: How to generate; the defaults if None.
             arrival_time: Seconds of the engine's clock; now if None.
             priority: With the "priority" policy, smaller goes first.
@@ -103,6 +104,7 @@ class InputProcessor:
             seed=self._random.getrandbits(64) if params.seed is None else int(params.seed),
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             priority=priority,
+            cache_salt=_read_salt(prompt),
         )
         return ProcessedRequest(text, request)
 
@@ -186,3 +188,11 @@ class InputProcessor:
                 f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
             )
         return wanted
+
+
+def _read_salt(prompt: Prompt) -> str | None:
+    """The cache salt of a prompt, if it has one."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a non-empty string, not {salt!r}.")
+    return salt

@@ -152,6 +152,7 @@ class RequestRecord:
     max_num_tokens: Count
     params: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
+    cache_salt: str | None = None
     first_scheduled_time: Seconds | None = None
     first_token_time: Seconds | None = None
     finished_time: Seconds | None = None

@@ -116,6 +116,7 @@ class TraceRecorder:
             max_num_tokens=int(request.max_num_tokens),
             params=given_params(request.sampling_params),
             priority=request.priority,
+            cache_salt=request.data.cache_salt,
         )
 
     def abort_request(self, request: Request) -> None:

@@ -241,3 +241,14 @@ def test_an_empty_pool_says_so():
     allocator.allocate()
     with pytest.raises(IndexError, match="no free block"):
         allocator.allocate()
+
+
+def make_salted(token_ids: list[int], cache_salt: str | None) -> Sequence:
+    return Sequence(next(_ids), Request("r", token_ids, SamplingParams(), max_num_tokens=1000, cache_salt=cache_salt))
+
+
+def test_only_requests_with_the_same_salt_share_blocks():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=40, enable_prefix_caching=True)
+    tokens = list(range(13))
+    found = [allocate_and_compute(manager, make_salted(tokens, salt)) for salt in (None, "a", "b", "a", None, "\ud800", "")]
+    assert found == [0, 0, 0, 12, 12, 0, 0]

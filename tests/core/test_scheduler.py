@@ -10,6 +10,8 @@ import pytest
 from shadow import shadow_engine
 
 from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
+from minivllm.bench.replay import first_difference, replay
+from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.sequence_queue import SequenceQueue
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.errors import ConfigError, RequestError
@@ -214,6 +216,26 @@ def test_a_later_prompt_reuses_the_blocks_of_an_earlier_one():
     run_all(engine)
     assert steps == [("prefill", {"a": 12}), ("prefill", {"b": 4})]
     assert request.metrics.num_cached_tokens == 8
+
+
+def test_a_request_with_a_salt_reuses_only_blocks_of_its_salt_and_is_replayed_so():
+    engine = make_simulated_engine(enable_prefix_caching=True, block_size=4)
+    found = []
+    for number, salt in enumerate((None, "a", "b", "a", None)):
+        prompt = {"prompt_token_ids": list(range(1, 14)), **({"cache_salt": salt} if salt else {})}
+        engine.add_request(str(number), prompt, SamplingParams(max_tokens=1, **GREEDY))
+        (output,) = engine.step()
+        found.append(output.num_cached_tokens)
+    assert found == [0, 0, 0, 12, 12]
+    assert first_difference(engine.trace, replay(engine.trace)) is None
+
+
+@pytest.mark.parametrize("salt", ["", 3, b"a", ["a"]])
+def test_a_salt_is_a_string(salt):
+    engine = make_simulated_engine()
+    with pytest.raises(RequestError, match="cache_salt"):
+        engine.add_request("a", {"prompt_token_ids": [1], "cache_salt": salt})
+    assert not engine.has_unfinished_requests()
 
 
 def test_times_of_a_request_are_kept():

@@ -54,6 +54,14 @@ def test_a_completion(server):
     assert body["usage"] == USAGE
 
 
+def test_a_cache_salt_goes_with_the_prompt(server):
+    for prompt in ("Hi", [1, 2]):
+        assert server.complete(prompt=prompt, cache_salt="tenant 7", max_tokens=1).status_code == 200
+    assert server.chat(cache_salt="tenant 7", max_tokens=1).status_code == 200
+    for salt in ("", 7, "x" * 1025):
+        assert server.complete(cache_salt=salt, max_tokens=1).status_code == 400
+
+
 def test_sixteen_tokens_are_the_default_of_completions(server):
     assert server.complete().json()["usage"]["completion_tokens"] == 16
 

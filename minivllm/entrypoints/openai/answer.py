@@ -31,6 +31,13 @@ Prose has three to five characters a token, deeply indented code up to eight. An
 tokenizing megabytes of it only to refuse it would waste CPU time."""
 
 
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """A prompt, text or token ids, with the salt for its blocks in the prefix cache, if there is one."""
+    if cache_salt is None:
+        return prompt
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": cache_salt}
+
+
 class Answer(ABC):
     """One request and its results.
 
@@ -155,7 +162,11 @@ class Answer(ABC):
         self.engine.check_health()
         requests = [
             await self.engine.process_inputs(
-                prompt, self.params, f"{self.id}-{i}", priority=self.body.priority or 0, arrival_time=self._begin
+                salted(prompt, self.body.cache_salt),
+                self.params,
+                f"{self.id}-{i}",
+                priority=self.body.priority or 0,
+                arrival_time=self._begin,
             )
             for i, prompt in enumerate(await self.make_prompts())
         ]

@@ -110,6 +110,9 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="The prefix cache shares blocks only between requests with the same salt."
+    )
 
     @model_validator(mode="after")
     def _check_stream_fields(self) -> GenerationBody:
