@@ -29,7 +29,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """
     if not len(values):
         raise ValueError("There is no percentile of no values.")
-    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
+    return sorted(values)[max(0, math.ceil(percent * len(values) / 100) - 1)]
 
 
 class Distribution(NamedTuple):

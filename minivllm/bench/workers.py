@@ -41,7 +41,7 @@ class Workers:
 
     def __init__(self, args: EngineArgs, num_workers: int) -> None:
         check_at_least("num_workers", num_workers, 1)
-        config = EngineConfig.from_engine_args(dataclasses.replace(args, max_num_seqs=1))
+        config = EngineConfig.from_engine_args(dataclasses.replace(args, max_num_seqs=1, num_speculative_tokens=0))
         configs = (config.model_config, config.cache_config, config.scheduler_config)
         num_threads = max(1, (os.cpu_count() or 1) // num_workers)
         self._engines: list[LLMEngine] = []
@@ -63,6 +63,7 @@ class Workers:
             MinivllmError: A request failed.
         """
         starts: list[float] = []
+        failed = threading.Event()
         warm = threading.Barrier(len(self._engines), action=lambda: starts.append(time.perf_counter()))
         waiting: queue.SimpleQueue[tuple[int, WorkloadRequest]] = queue.SimpleQueue()
         for item in enumerate(requests):
@@ -71,23 +72,29 @@ class Workers:
 
         def work(engine: LLMEngine) -> None:
             try:
-                _answer(engine, "warm-up", WorkloadRequest([1, 2, 3], 2))
+                _answer(engine, WorkloadRequest([1, 2, 3], 2))
+                warm.wait()
+                while not failed.is_set():
+                    try:
+                        number, request = waiting.get_nowait()
+                    except queue.Empty:
+                        return
+                    times = _answer(engine, request)
+                    gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
+                    lengths = len(times), len(request.prompt_token_ids), len(times)
+                    done.append(RequestLatency(str(number), times[0] - starts[0], times[-1] - starts[0], gaps, *lengths))
             except BaseException:
+                failed.set()
                 warm.abort()
                 raise
-            warm.wait()
-            while True:
-                try:
-                    number, request = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                times = _answer(engine, str(number), request)
-                gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
-                lengths = len(times), len(request.prompt_token_ids), len(times)
-                done.append(RequestLatency(str(number), times[0] - starts[0], times[-1] - starts[0], gaps, *lengths))
 
         workers = [self._pool.submit(work, engine) for engine in self._engines]
-        failures = [error for error in (worker.exception() for worker in workers) if error is not None]
+        try:
+            failures = [error for error in (worker.exception() for worker in workers) if error is not None]
+        except BaseException:  # Ctrl-C: each worker ends its request, and takes no other
+            failed.set()
+            warm.abort()
+            raise
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error  # what went wrong, rather than that another worker noticed it
         return EngineRun.of(done, time.perf_counter() - starts[0], scheduler=f"{len(workers)} workers")
@@ -105,14 +112,17 @@ class Workers:
         self.shutdown()
 
 
-def _answer(engine: LLMEngine, name: str, request: WorkloadRequest) -> list[float]:
+def _answer(engine: LLMEngine, request: WorkloadRequest) -> list[float]:
     """Have one request answered; when each of its tokens came."""
     params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    engine.add_request(name, request.prompt_token_ids, params)
+    engine.add_request("the only one", request.prompt_token_ids, params)
     times: list[float] = []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.error is not None:
-                raise MinivllmError(output.error)
-            times.append(time.perf_counter())
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.error is not None:
+                    raise MinivllmError(output.error)
+                times.append(time.perf_counter())
+    finally:
+        engine.abort_request("the only one")
     return times

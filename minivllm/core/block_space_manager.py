@@ -47,7 +47,8 @@ class BlockSpaceManager:
         """Device block tables, by sequence id."""
         self.swapped_tables: dict[int, list[int]] = {}
         """Host block tables of swapped-out sequences."""
-        self._num_cached: dict[int, int] = {}
+        self.num_cached_blocks: dict[int, int] = {}
+        """How many blocks of a sequence, from its beginning, the prefix cache has been told of or has given."""
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -85,7 +86,7 @@ class BlockSpaceManager:
         table = list(cached_blocks or [])
         for block in table:  # referenced before anything is allocated, so that none of them is handed out again
             self.gpu_allocator.share(block)
-        self._num_cached[seq.seq_id] = len(table)
+        self.num_cached_blocks[seq.seq_id] = len(table)
         for _ in range(self.num_blocks_for(seq.num_tokens) - len(table)):
             table.append(self.gpu_allocator.allocate())
         self.block_tables[seq.seq_id] = table
@@ -147,14 +148,14 @@ class BlockSpaceManager:
         """
         if not self.enable_prefix_caching:
             return
-        first = self._num_cached[seq.seq_id]
+        first = self.num_cached_blocks[seq.seq_id]
         num_full = seq.num_computed_tokens // self.block_size
         if num_full > first:
             hashes = seq.extend_block_hashes(self.block_size)
             table = self.block_tables[seq.seq_id]
             for i in range(first, num_full):
                 self.gpu_allocator.cache(table[i], hashes[i])
-            self._num_cached[seq.seq_id] = num_full
+            self.num_cached_blocks[seq.seq_id] = num_full
 
     # -- sharing and freeing ---------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class BlockSpaceManager:
         for block in table:
             self.gpu_allocator.share(block)
         self.block_tables[child.seq_id] = list(table)
-        self._num_cached[child.seq_id] = self._num_cached[parent.seq_id]
+        self.num_cached_blocks[child.seq_id] = self.num_cached_blocks[parent.seq_id]
 
     def free(self, seq: Sequence) -> None:
         """Free all blocks of the sequence, on device and host. Does nothing if it has none.
@@ -175,7 +176,7 @@ class BlockSpaceManager:
             self.gpu_allocator.release(block)
         for block in reversed(self.swapped_tables.pop(seq.seq_id, [])):
             self.cpu_allocator.release(block)
-        self._num_cached.pop(seq.seq_id, None)
+        self.num_cached_blocks.pop(seq.seq_id, None)
 
     # -- swapping ------------------------------------------------------------------------------------------------
 

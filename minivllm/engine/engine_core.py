@@ -214,7 +214,8 @@ class EngineCore:
         """Nothing was scheduled: raise a RuntimeError if there is something to do, which is a mistake in a learner's scheduler."""
         if self.scheduler.has_unfinished_requests():
             name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
-            raise RuntimeError(f"{name} scheduled nothing, though {count} requests are unfinished: it would do so forever.")
+            unfinished = "1 request is" if count == 1 else f"{count} requests are"
+            raise RuntimeError(f"{name} scheduled nothing, though {unfinished} unfinished: it would do so forever.")
 
     def _note_scheduled(self, scheduled: SchedulerOutput, start: float) -> None:
         """Count the step, and note which requests it is the first for."""

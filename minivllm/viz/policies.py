@@ -18,14 +18,16 @@ _LINE_COLORS = (REQUEST_COLORS[0], REQUEST_COLORS[5], REQUEST_COLORS[2])
 _ACTIONS = {"decode": REQUEST_COLORS[0], "prefill": REQUEST_COLORS[1]}
 
 
-def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines], x_label: str, *, log: bool = False) -> Figure:
+def draw_panels(
+    x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines], x_label: str, *, log: bool | Collection[str] = False
+) -> Figure:
     """Draw quantities over a setting, a panel for each.
 
     Args:
         x: The setting's values, all positive. Their axis is logarithmic.
         panels: By name and unit of the quantity, its values, or several lines of values by name.
         x_label: Name and unit of the setting.
-        log: Whether the axis of the values is logarithmic too; if not, it starts at 0.
+        log: Whether the axis of the values is logarithmic too, or the panels of which it is; if not, it starts at 0.
     """
     figure = Figure(figsize=(min(WIDTH, 5.0 * len(panels)), 2.9), layout="constrained")
     for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -35,7 +37,7 @@ def draw_panels(x: Sequence[float], panels: Mapping[str, Sequence[float] | Lines
         axes.set_xscale("log")
         axes.set_xticks(x, [f"{value:g}" for value in x])
         axes.minorticks_off()
-        if log:
+        if log is True or (log and label in log):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
             axes.yaxis.set_minor_formatter("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from minivllm.errors import ConfigError
 from minivllm.viz.drawing import WIDTH, add_legend, tidy
 from minivllm.viz.palette import INK, NEUTRAL, request_color, tint
 
@@ -36,7 +38,12 @@ def draw_request_times(records: Sequence[Timestamps], names: Sequence[str]) -> F
     Args:
         records: The requests' timestamps.
         names: One for each.
+
+    Raises:
+        ConfigError: A name is missing, or a request has no token.
     """
+    if len(names) != len(records) or not all(times.tokens for times in records):
+        raise ConfigError(f"There are {len(records)} requests and {len(names)} names: each needs a name, and at least one token.")
     figure = Figure(figsize=(WIDTH, 1.3 + 0.55 * len(records)), layout="constrained")
     axes = figure.add_subplot()
     marked = max((i for i, times in enumerate(records) if len(times.tokens) > 1), default=None)
@@ -92,7 +99,14 @@ def draw_arrivals(arrivals: Mapping[str, Sequence[float]], seconds: float) -> Fi
     Args:
         arrivals: A name for each, and its times in seconds.
         seconds: How much of it to draw.
+
+    Raises:
+        ConfigError: There are no arrivals, or no time.
     """
+    if not arrivals or not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"There are {len(arrivals)} kinds of arrivals and {seconds} seconds: give at least one kind, and a time above 0."
+        )
     figure = Figure(figsize=(WIDTH, 0.6 + 0.5 * len(arrivals)), layout="constrained")
     axes = figure.add_subplot()
     for row, times in enumerate(arrivals.values()):

@@ -1,4 +1,4 @@
-"""Requests over time: the state of each (`draw_requests`), and its slot in the batch (`draw_timelines`)."""
+"""Requests over time: the state of each (`draw_requests`), and its seat in the batch (`draw_timelines`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stay:
 
 
 def find_stays(trace: EngineTrace) -> list[Stay]:
-    """The stay of each request in the batch, from its first step to its last. Each takes the lowest free slot."""
+    """The stay of each request in the batch, from its first step to its last. Each takes the lowest free seat."""
     first: dict[str, float] = {}
     decode_start: dict[str, float] = {}
     decoding: set[str] = set()
@@ -70,15 +70,16 @@ def find_stays(trace: EngineTrace) -> list[Stay]:
     return stays
 
 
-def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
-    """Draw the slots of the batch over time, one panel per trace, on a shared time axis.
+def draw_timelines(traces: dict[str, EngineTrace], title: str = "", *, share: bool = True) -> Figure:
+    """Draw the seats of the batch over time, one panel per trace, on a shared time axis.
 
     Args:
         traces: A name for each trace, such as "static" and "continuous".
         title: Above the figure.
+        share: Write above each panel what share of the seats was taken.
 
     Returns:
-        A figure. The light start of a bar is prefill, the full colour decode; white is an empty slot. A request has the same colour in all
+        A figure. The light start of a bar is prefill, the full colour decode; white is an empty seat. A request has the same colour in all
         panels; it is its colour in other figures, unless a neighbour has that too.
     """
     all_stays = {name: find_stays(trace) for name, trace in traces.items()}
@@ -98,8 +99,9 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "") -> Figure:
                 axis.text(middle, stay.place, stay.request_id, ha="center", va="center", fontsize=6.5, color=ink_on(color))
         busy = sum(stay.end - stay.start for stay in stays) / (num_places * end) if stays else 0.0
         axis.axvline(end, color="black", linewidth=1, linestyle="--")
-        axis.set_title(f"{name}: {len(stays)} requests in {end:.1f} s, {busy:.0%} of the slots used", loc="left", fontsize=10)
-        axis.set_ylabel("slot in the batch")
+        text = f"{name}: {len(stays)} requests in {end:.1f} s" + (f", {busy:.0%} of the seats taken" if share else "")
+        axis.set_title(text, loc="left", fontsize=10)
+        axis.set_ylabel("seat in the batch")
         axis.set_ylim(num_places - 0.5, -0.5)
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)

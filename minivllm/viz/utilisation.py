@@ -8,7 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from minivllm.bench.trace_summary import time_origin
+from minivllm.config import check_at_least
 from minivllm.engine.trace import EngineTrace
+from minivllm.errors import ConfigError
 from minivllm.viz.drawing import WIDTH
 from minivllm.viz.palette import REQUEST_COLORS
 
@@ -19,14 +21,24 @@ def draw_utilisation(traces: Mapping[str, EngineTrace], num_seats: int) -> Figur
     Args:
         traces: A name for each run.
         num_seats: The seats that there are, `max_num_seqs` of the largest batch.
+
+    Raises:
+        ConfigError: There is no run, or more sequences ran at once than there are seats.
     """
+    check_at_least("num_seats", num_seats, 1)
+    most = max((step.num_running for trace in traces.values() for step in trace), default=0)
+    if not traces or most > num_seats:
+        raise ConfigError(
+            f"{most} sequences ran at once in {len(traces)} runs: give at least one run, and num_seats of at least that."
+        )
     figure = Figure(figsize=(WIDTH, 0.5 + 1.25 * len(traces)), layout="constrained")
     all_axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, trace) in zip(all_axes, traces.items(), strict=True):
         origin = time_origin(trace)
         edges, shares = [0.0], [0.0]
-        for step in trace:
-            edges += [step.start - origin, step.end - origin]
+        for number, step in enumerate(trace):
+            pauses = number + 1 == len(trace) or trace.is_idle_after(number)
+            edges += [step.start - origin, (step.end if pauses else trace[number + 1].start) - origin]
             shares += [step.num_running / num_seats, 0.0]
         end = edges[-1]
         mean = float(np.dot(np.diff([*edges, end]), shares)) / end if end else 0.0

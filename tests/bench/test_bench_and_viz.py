@@ -94,7 +94,7 @@ def test_timelines_draw_a_panel_per_trace_with_units():
     figure = draw_timelines({"static": make_trace(), "continuous": make_trace()})
     assert len(figure.axes) == 2
     assert figure.axes[-1].get_xlabel() == "time (s)"
-    assert figure.axes[0].get_title(loc="left") == "static: 3 requests in 4.0 s, 100% of the slots used"
+    assert figure.axes[0].get_title(loc="left") == "static: 3 requests in 4.0 s, 100% of the seats taken"
 
 
 def test_the_map_names_files_and_classes_that_exist():

@@ -50,7 +50,7 @@ def test_lengths_are_scaled_and_cut():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"length": 0}, "length"), ({"length": math.nan}, "length"), ({"request_rate": 0}, "request_rate"), ({"num_requests": 0}, "num_requests"), ({"max_len": 1}, "max_len")],
+    [({"length": 0}, "length"), ({"length": math.nan}, "length"), ({"request_rate": 0}, "request_rate"), ({"num_requests": 0}, "num_requests"), ({"max_len": 1}, "max_len"), ({"num_requests": 4}, "3 requests"), ({"vocab_size": 0}, "vocab_size"), ({"length": 1e308}, "length"), ({"request_rate": 1e-320}, "request_rate")],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
@@ -60,6 +60,19 @@ def test_what_cannot_be_replayed_is_refused(options, words):
 # -- workers ---------------------------------------------------------------------------------------------------------
 
 ARGS = EngineArgs("smollm2-135m", max_model_len=64, num_gpu_blocks_override=8)
+
+
+def test_a_trace_out_of_order_is_refused():
+    with pytest.raises(ConfigError, match="order"):
+        replay_trace(TRACE[::-1])
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_ends_the_run_for_all():
+    with Workers(ARGS, num_workers=2) as workers:
+        workers._engines[0].engine_core._core._process.kill()
+        with pytest.raises(MinivllmError):
+            workers.run([WorkloadRequest([1] * 9, 50)] * 40)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ LESSONS = {
     "07": "07_the_scheduler.ipynb",
     "08": "08_the_engine.ipynb",
     "09": "09_static_against_continuous.ipynb",
+    "10": "10_prefix_caching_and_chunked_prefill.ipynb",
 }
 KEPT = {"check-pool", "check-engine"}
 """The checks of lesson 04 that the tricks are played on: 3 points and 1 point."""
@@ -159,13 +160,21 @@ ALSO_RIGHT = {
     ],
     "09": [
         ("rank = math.ceil(percent * len(values) / 100)", "rank = -int(-percent * len(values) // 100)"),
-        ("Spread(sum(kind) / len(kind), percentile", "Spread(statistics.fmean(kind), percentile"),
+        ("Spread(sum(kind) / len(kind), percentile", "Spread(sum(value / len(kind) for value in kind), percentile"),
         ("(latency - ttft) / len(itls) <= max_tpot", "sum(itls) / len(itls) <= max_tpot"),
         ("busy += inside\n", "busy = busy + float(inside)\n"),
         ("now += rng.expovariate(rate)", "now -= math.log(1 - rng.random()) / rate"),
         ("        if engine.busy:\n            engine.step()\n        else:", "        if engine.busy:\n            engine.step()\n            continue\n        if number < len(requests):"),
         ("return seq in self.batch", "return any(seq is member for member in self.batch)"),
         ("return max(candidates, key=mean_goodput)", "return sorted(candidates, key=mean_goodput)[-1]"),
+    ],
+    "10": [
+        ("hashlib.sha256(data).digest()", "hashlib.blake2b(data, digest_size=16).hexdigest()"),
+        ("block, _ = self.free.popitem(last=False)", "block = next(iter(self.free))\n        del self.free[block]"),
+        ("        self.free.pop(block, None)\n", "        if self.ref_counts[block] == 0:\n            del self.free[block]\n"),
+        ("(self.watermark_blocks if keep_watermark else 0)", "self.watermark_blocks * bool(keep_watermark)"),
+        ("        table = list(cached_blocks or [])\n        for", "        table = [*(cached_blocks or ())]\n        for"),
+        ("if seq.num_uncomputed_tokens > 1 and budget > 0:", "if budget > 0 and not seq.num_uncomputed_tokens <= 1:"),
     ],
 }  # fmt: skip
 WRONG = {
@@ -273,8 +282,19 @@ WRONG = {
         ("max(times.arrival, start)) for times in records)", "max(times.started, start)) for times in records)", "check-in-system"),
         ("rng.expovariate(rate)", "rng.uniform(0, 2 / rate)", "check-poisson"),
         ("engine.add(requests[number], begin + times[number])", "engine.add(requests[number], engine.now())", "check-drive"),
-        ("if all(seq.finished for seq in self.batch):", "if not self.running:", "check-static"),
+        ("if all(seq.finished for seq in self.batch):", "if not self.running:", "check-decisions"),
+        ("[: self.config.max_num_seqs]", "[: self.config.max_num_seqs + 1]", "check-static"),
         ("return max(candidates, key=mean_goodput)", "return max(candidates)", "check-choose"),
+    ],
+    "10": [
+        ("repr((parent, list(token_ids[end - block_size : end])))", "repr((salt, list(token_ids[end - block_size : end])))", "check-hash"),
+        ("self.free.popitem(last=False)", "self.free.popitem()", "check-pool"),
+        ("(seq.num_tokens - 1) // self.block_size", "seq.num_tokens // self.block_size", "check-match"),
+        ("        num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)\n", "", "check-room"),
+        ("        for block in table:\n            self.gpu_allocator.share(block)\n", "", "check-take"),
+        ("seq.num_computed_tokens // self.block_size", "seq.num_tokens // self.block_size", "check-offer"),
+        ("if seq.num_uncomputed_tokens == 1:", "if seq.num_output_tokens > 0:", "check-running"),
+        ("keep_watermark=bool(self.running)", "keep_watermark=True", "check-admit"),
     ],
 }  # fmt: skip
 

@@ -59,6 +59,7 @@ WRONG = {
     "p95 for p99": (SUMMARIZE, "percentile(kind, 99))", "percentile(kind, 95))"),
     "the median for the mean": (SUMMARIZE, "Spread(sum(kind) / len(kind), ", "Spread(statistics.median(kind), "),
     "waits in the wrong place": (SUMMARIZE, "        [ttft for ttft, _, _ in waits],\n        [gap", "        [latency for _, _, latency in waits],\n        [gap"),
+    "seconds of its own": (GOODPUT, "return good / seconds", "return good / max(times.tokens[-1] for times in records)"),
     "a count, not a rate": (GOODPUT, "return good / seconds", "return good"),
     "a share": (GOODPUT, "return good / seconds", "return good / len(records)"),
     "one goal is enough": (GOODPUT, "ttft <= max_ttft and (not", "ttft <= max_ttft or (not"),
@@ -82,6 +83,7 @@ WRONG = {
     "the mean instead of the rate": (POISSON, "rng.expovariate(rate)", "rng.expovariate(1 / rate)"),
     "gaps, not times": (POISSON, "        now += rng", "        now = rng"),
     "the first one at 0": (POISSON, "        now += rng.expovariate(rate)\n        times.append(now)\n", "        times.append(now)\n        now += rng.expovariate(rate)\n"),
+    "a fixed total": (POISSON, "        times.append(now)\n    return times", "        times.append(now)\n    return [time * count / rate / now for time in times]"),
     "one gap for all": (POISSON, "times, now = [], 0.0\n    for _ in range(count):\n        now += rng.expovariate(rate)\n", "times, now, gap = [], 0.0, rng.expovariate(rate)\n    for _ in range(count):\n        now += gap\n"),
     "another source of chance": (POISSON, "rng.expovariate(rate)", "random.expovariate(rate)"),
     "a seed of its own": (POISSON, "    times, now = [], 0.0\n    for _ in", "    times, now, rng = [], 0.0, random.Random(7)\n    for _ in"),
@@ -104,6 +106,8 @@ WRONG = {
     "one too few": (STATIC, "[: self.config.max_num_seqs]", "[: max(1, self.config.max_num_seqs - 1)]"),
     "the last of the queue": (STATIC, "list(self.waiting)[: self.config.max_num_seqs]", "list(self.waiting)[-self.config.max_num_seqs :]"),
     "waits for a full batch": (STATIC, "if all(seq.finished for seq in self.batch):", "if all(seq.finished for seq in self.batch) and len(self.waiting) >= self.config.max_num_seqs:"),
+    "who comes in the first steps may join": (STATIC, "return seq in self.batch", "return seq in self.batch or not any(member.num_output_tokens for member in self.batch)"),
+    "the package's own": (STATIC, "class MyStaticBatcher(Scheduler):", "from minivllm.core.static_batching import StaticBatchScheduler\n\n\nclass MyStaticBatcher(StaticBatchScheduler):"),
     "a batch once and for all": (STATIC, "if all(seq.finished for seq in self.batch):", "if not self.batch:"),
     "all who wait": (STATIC, "list(self.waiting)[: self.config.max_num_seqs]", "list(self.waiting)"),
     "whoever is preempted is no member": (DECISIONS, FORM, "        if not self.running:\n            self.batch = list(self.waiting)[: self.config.max_num_seqs]\n"),
@@ -113,6 +117,9 @@ WRONG = {
     "the lowest goodput": (CHOOSE, "return max(candidates, key=mean_goodput)", "return min(candidates, key=mean_goodput)"),
     "one hour": (CHOOSE, "for seed in range(5):", "for seed in range(1):"),
     "arguments exchanged": (CHOOSE, "run(max_num_seqs, seed)", "run(seed, max_num_seqs)"),
+    "a run from 0 on the clock": (CHOOSE, " - min(times.arrival for times in records)", ""),
+    "a run from the first of the list": (CHOOSE, "min(times.arrival for times in records)", "records[0].arrival"),
+    "the second candidate": (CHOOSE, "    return max(candidates, key=mean_goodput)", "    return [mean_goodput(value) for value in candidates] and sorted(candidates)[1]"),
     "goals exchanged": (CHOOSE, "goodput(records, seconds, max_ttft, max_tpot))", "goodput(records, seconds, max_tpot, max_ttft))"),
 }  # fmt: skip
 """For each mistake: the first check that fails, and what is replaced by what."""
@@ -166,8 +173,8 @@ def test_a_wrong_solution_fails_where_it_is_wrong_and_hears_why(name):
     assert outcome.failed == [first]
     assert outcome.broken == {}
     error = outcome.checks[first]
-    if isinstance(error, AssertionError):
-        assert all(words in str(error) for words in ("Expected", "Got", "Look at"))
+    assert isinstance(error, AssertionError), error
+    assert all(words in str(error) for words in ("Expected", "Got", "Look at"))
 
 
 @pytest.mark.parametrize("name", RIGHT)

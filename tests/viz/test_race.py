@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from minivllm.bench.simulation import simulate
+from minivllm import SamplingParams
+from minivllm.bench.simulation import make_simulated_engine, simulate
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.timing import RequestTimes, request_times
 from minivllm.engine.trace import EngineTrace
@@ -55,6 +56,49 @@ def test_a_player_has_a_picture_for_each_moment(traces):
     first = bytes(box.picture.value)
     box.slider.value = 4
     assert bytes(box.picture.value) != first and bytes(box.picture.value).startswith(b"\x89PNG")
+
+
+def test_who_never_ran_waits_and_who_was_aborted_is_not_answered():
+    engine = make_simulated_engine(max_num_seqs=1)
+    trace = engine.trace
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    (axes,) = draw_race({"run": trace}, trace[-1].end - 1e-6).axes
+    assert axes.get_title(loc="left").startswith("run: 0 of 3 answered")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "2 wait"]
+    engine.abort_request("a")
+    engine.step()
+    (axes,) = draw_race({"run": trace}, trace[-1].end).axes
+    assert axes.get_title(loc="left").startswith("run: 0 of 3 answered")
+
+
+def test_each_panel_has_its_own_seats():
+    requests = [WorkloadRequest([1] * 4, 6)] * 6
+    traces = {str(seats): simulate(requests, max_num_seqs=seats).trace for seats in (1, 3)}
+    one, three = draw_race(traces, 0.05).axes
+    assert not any(item.get_hatch() for item in one.collections)
+    assert [len(axes.get_yticklabels()) for axes in (one, three)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda traces: play_race(traces, num_moments=0),
+        lambda traces: draw_race(traces, float("nan")),
+        lambda traces: draw_utilisation({}, 2),
+        lambda traces: draw_utilisation(traces, 0),
+        lambda traces: draw_utilisation(traces, 1),
+        lambda traces: draw_request_times([RequestTimes(0.0, 0.5, (1.0,))], []),
+        lambda traces: draw_request_times([RequestTimes(0.0, 0.5, ())], ["a"]),
+        lambda traces: draw_arrivals({}, 1),
+        lambda traces: draw_arrivals({"a": []}, float("inf")),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(traces, draw):
+    with pytest.raises(ConfigError):
+        draw(traces)
 
 
 def test_a_race_without_steps_is_refused():

@@ -11,7 +11,7 @@ from minivllm.bench.trace_summary import is_complete, output_times
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace, SequenceKey
-from minivllm.errors import MinivllmError
+from minivllm.errors import ConfigError, MinivllmError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -51,10 +51,17 @@ class TimedEngine:
     """An engine, real or simulated, and the times of what it does.
 
     Args:
-        engine: With nothing else to do.
+        engine: With nothing else to do. A trace that is being recorded ends.
+
+    Raises:
+        ConfigError: It has something else to do.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        if engine.has_unfinished_requests():
+            raise ConfigError(
+                "The engine has unfinished requests, whose times would be mixed with the others: finish or abort them first."
+            )
         self.engine = engine
         self.trace: EngineTrace = engine.start_trace()
         self._num_added = 0
@@ -109,7 +116,8 @@ def request_times(trace: EngineTrace) -> list[RequestTimes]:
         for part in step.scheduled:
             started.setdefault(part.request_id, step.start)
     answered = ((name, request.arrival_time) for name, request in trace.requests.items() if is_complete(request))
-    return [RequestTimes(arrival, started[name], tuple(tokens[SequenceKey(name, 0)])) for name, arrival in answered]
+    records = [RequestTimes(arrival, started[name], tuple(tokens[SequenceKey(name, 0)])) for name, arrival in answered]
+    return sorted(records, key=lambda times: times.arrival)
 
 
 @contextmanager

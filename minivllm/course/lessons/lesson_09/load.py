@@ -20,7 +20,7 @@ def check_poisson_times(poisson_times: Any) -> None:
     before = random.getstate()
     for rate in (0.5, 4.0, 40.0):
         said = f"poisson_times(rate={rate:g}, count={_MANY}, rng=random.Random(1))"
-        times = list(poisson_times(rate, _MANY, random.Random(1)))
+        times = _times(poisson_times(rate, _MANY, random.Random(1)), said, _MANY)
         expect(said, "arrival times", _MANY, len(times), "count")
         gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *times])]
         assert min(gaps) >= 0, (
@@ -49,7 +49,27 @@ def check_poisson_times(poisson_times: Any) -> None:
     assert random.getstate() == before, (
         "Expected: nothing drawn from the module random itself\nGot: its state has changed\nLook at rng: draw from it."
     )
+    lasts = [
+        _times(poisson_times(4.0, 20, random.Random(seed)), "poisson_times(rate=4, count=20)", 20)[-1] for seed in range(300)
+    ]
+    look = "what fixes the total: the gaps are independent, so the last arrival differs from run to run"
+    _expect_about(
+        "poisson_times(rate=4, count=20), with 300 seeds.",
+        "spread of the last arrival in seconds (standard deviation)",
+        20**0.5 / 4,
+        statistics.stdev(lasts),
+        0.2,
+        look,
+    )
     expect("poisson_times(rate=4, count=0)", "times", [], list(poisson_times(4.0, 0, random.Random(1))), "count")
+
+
+def _times(returned: Any, said: str, count: int) -> list[float]:
+    """The times that were returned, if they are some."""
+    try:
+        return [float(time) for time in itertools.islice(returned, count + 1)]
+    except (TypeError, ValueError):
+        raise AssertionError(f"{said}\nExpected: a list of numbers\nGot: {returned!r:.200}\nLook at what is returned.") from None
 
 
 def _expect_about(said: str, what: str, expected: float, got: float, tolerance: float, look: str) -> None:
@@ -81,19 +101,26 @@ class Schedule:
     def describe(self) -> str:
         """In words."""
         times = ", ".join(f"{time:g}" for time in self.times[:8]) + (" …" if len(self.times) > 8 else "")
-        steps = ", ".join(f"{step:g}" for step in self.seconds)
-        return f"drive(engine, requests, times) of {len(self.times)} requests, called at {self.begin:g} s, times = [{times}]; the engine's steps take {steps} s in turns."
+        steps, turns = ", ".join(f"{step:g}" for step in self.seconds), " in turns" if len(self.seconds) > 1 else ""
+        return f"drive(engine, requests, times) of {len(self.times)} requests, called at {self.begin:g} s, times = [{times}]; the engine's steps take {steps} s{turns}."
 
 
 def make_schedule(rng: random.Random) -> Schedule:
     """Arrivals with bursts and long pauses; some fall exactly on the end of a step."""
-    count, now, times = rng.randint(1, 25), 0.0, []
+    count, now, times = rng.randint(0, 25), 0.0, []
     for _ in range(count):
         now += rng.choice((0, 0, rng.randint(1, 8), rng.randint(1, 400))) * TICK
         times.append(now)
     seconds = [rng.choice((1, 2, 4, 8, 64)) * TICK for _ in range(rng.randint(1, 4))]
     lengths = [rng.randint(1, 12) for _ in range(count)]
     return Schedule(rng.randrange(1, 9000) * TICK, times, seconds, lengths, rng.randint(1, 4))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request of a made-up engine."""
+
+    number: int
 
 
 @dataclass
@@ -132,11 +159,14 @@ class MadeUpEngine:
         self._count()
         return bool(self.left)
 
-    def add(self, request: int, arrival: float) -> None:
-        """As `TimedEngine.add`; the request is its number."""
+    def add(self, request: Item, arrival: float) -> None:
+        """As `TimedEngine.add`."""
         self._count()
-        self.added.append((request, arrival, self.clock))
-        self.left.append(self.schedule.lengths[request])
+        if not isinstance(request, Item) or not isinstance(arrival, int | float):
+            said = f"{self.schedule.describe()}\nExpected: engine.add(request, arrival), with one of the requests and a number"
+            raise AssertionError(f"{said}\nGot: engine.add({request!r}, {arrival!r})\nLook at the arguments of engine.add.")
+        self.added.append((request.number, arrival, self.clock))
+        self.left.append(self.schedule.lengths[request.number])
 
     def _forgotten(self) -> int | None:
         """The first request that is due and was not handed over."""
@@ -170,12 +200,20 @@ class MadeUpEngine:
         """As `TimedEngine.wait_until`."""
         self._count()
         said = self.schedule.describe()
+        if not isinstance(moment, int | float):
+            raise AssertionError(
+                f"{said}\nExpected: wait_until(moment), with a number\nGot: wait_until({moment!r})\nLook at what is waited for."
+            )
         if self.left and moment > self.clock:
             raise AssertionError(
                 f"{said}\nExpected: a step, because {len(self.left)} requests are unfinished\nGot: wait_until({moment:g}) at {self.clock:g} s\nLook at when to wait: only if there is nothing to do."
             )
         known = {number for number, _, _ in self.added}
         coming = [self.schedule.begin + time for i, time in enumerate(self.schedule.times) if i not in known]
+        if not coming and not self.left and moment > self.clock:
+            raise AssertionError(
+                f"{said}\nExpected: an end, because all requests are answered\nGot: wait_until({moment:g}) at {self.clock:g} s\nLook at when the loop ends."
+            )
         if coming and moment > coming[0]:
             raise AssertionError(
                 f"{said}\nExpected: to wait until the next request is due, at {coming[0]:g} s\nGot: wait_until({moment:g})\nLook at the times: they are in seconds after the call, and the clock does not begin at 0."
@@ -188,7 +226,7 @@ def check_drive(drive: Any) -> None:
     for seed in range(150):
         schedule = make_schedule(random.Random(f"drive {seed}"))
         engine = MadeUpEngine(schedule)
-        drive(engine, list(range(len(schedule.times))), list(schedule.times))
+        drive(engine, [Item(number) for number in range(len(schedule.times))], list(schedule.times))
         said = schedule.describe()
         numbers = [number for number, _, _ in engine.added]
         look = "the loop that hands over: each request once, in the order of the times"
@@ -217,7 +255,7 @@ def check_drive(drive: Any) -> None:
 def observe_drive(drive: Any, schedule: Schedule) -> list[Any]:
     """When a load generator hands over which request, and when it has ended."""
     engine = MadeUpEngine(schedule)
-    drive(engine, list(range(len(schedule.times))), list(schedule.times))
+    drive(engine, [Item(number) for number in range(len(schedule.times))], list(schedule.times))
     return [
         [[number, round(arrival, 6), round(moment, 6)] for number, arrival, moment in engine.added],
         engine.clock,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -15,14 +14,15 @@ from minivllm.course.lessons.timing import RequestTimes, StepTimes
 
 _ROUNDS = 60
 TICK = 1 / 64
-"""All times in these checks are multiples of this, so that differences are exact and goals can be met exactly."""
+"""All times in these checks are multiples of this, so that their differences are exact."""
 
 
 def expect_close(said: str, what: str, expected: float, got: Any, look: str, mistakes: Mapping[str, float] | None = None) -> None:
     """Unless the two are equal but for rounding, raise an AssertionError. A wrong number that is known says how it came about."""
     if _is_close(expected, got):
         return
-    known = next((f" That is {name}." for name, wrong in (mistakes or {}).items() if _is_close(wrong, got)), "")
+    names = [name for name, wrong in (mistakes or {}).items() if _is_close(wrong, got)]
+    known = f" That is {names[0]}." if len(names) == 1 else ""
     raise AssertionError(f"{said}\nExpected {what}: {expected:.6g}\nGot {what}: {_show(got)}.{known}\nLook at {look}.")
 
 
@@ -31,7 +31,7 @@ def _is_close(expected: float, got: Any) -> bool:
 
 
 def _show(got: Any) -> str:
-    return f"{got:.6g}" if isinstance(got, Real) and not isinstance(got, bool) else repr(got)[:300]
+    return f"{float(got):.6g}" if isinstance(got, Real) and not isinstance(got, bool) else repr(got)[:300]
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -102,12 +102,18 @@ def describe(records: Sequence[RequestTimes]) -> str:
 def check_percentile(percentile: Any) -> None:
     """The nearest-rank percentile."""
     rng = random.Random(0)
-    for _ in range(3 * _ROUNDS):
-        values, percent = make_values(rng), rng.choice((1, 5, 25, 50, 75, 90, 95, 99, 100, 99.5))
+    small = [[3, 1, 2], [5, 1, 4, 2, 3], [7], [2, 9, 2, 9, 2, 9, 4]]
+    for values in [*(values for values in small for _ in range(6)), *(make_values(rng) for _ in range(3 * _ROUNDS))]:
+        percent = rng.choice((1, 5, 25, 50, 75, 90, 95, 99, 100, 99.5))
+        if math.ceil(percent / 100 * len(values)) != math.ceil(percent * len(values) / 100):
+            continue  # a matter of rounding
         given = list(values)
         got = percentile(given, percent)
-        said = f"percentile(values, {percent}) of {len(values)} values: {str(sorted(values))[:200]} when sorted."
         ordered = sorted(values)
+        if len(values) < 10:
+            said = f"percentile({values}, {percent})"
+        else:
+            said = f"percentile(values, {percent}) of {len(values)} values; the smallest are {ordered[:3]}, the largest {ordered[-3:]}"
         rank = math.ceil(percent * len(values) / 100)
         mistakes = {
             "the next larger value: positions in Python begin at 0": ordered[min(rank, len(values) - 1)],
@@ -115,7 +121,10 @@ def check_percentile(percentile: Any) -> None:
             "counted from the largest": ordered[-rank],
         }
         expect_close(said, "percentile", ordered[rank - 1], got, "sorting, rounding up, and counting from 1", mistakes)
-        expect(said, "list of the caller afterwards", values, given, "sort(), which changes the caller's list; sorted() does not")
+        if given != values:
+            raise AssertionError(
+                f"{said}\nExpected: the caller's list as it was\nGot: a list in another order\nLook at sort(), which changes the list; sorted() does not."
+            )
 
 
 def check_latencies(latencies: Any) -> None:
@@ -125,7 +134,10 @@ def check_latencies(latencies: Any) -> None:
         times = make_times(rng)
         said = f"latencies of a request: {describe([times]).splitlines()[1].strip()}."
         got = latencies(times)
-        assert isinstance(got, tuple | list) and len(got) == 3, f"{said}\nExpected: (TTFT, list of ITLs, latency)\nGot: {got!r}"
+        if not isinstance(got, tuple | list) or len(got) != 3 or not isinstance(got[1], list | tuple):
+            raise AssertionError(
+                f"{said}\nExpected: (TTFT, list of ITLs, latency)\nGot: {got!r}\nLook at what is returned: three things, the second of them a list."
+            )
         ttft, itls, latency = got
         mistakes = {"the time since the engine began with it; its user has waited longer": times.tokens[0] - times.started}
         expect_close(said, "TTFT", times.tokens[0] - times.arrival, ttft, "where the user's time begins", mistakes)
@@ -141,7 +153,7 @@ def check_latencies(latencies: Any) -> None:
 def _numbers(values: Any) -> Any:
     try:
         return [float(value) for value in values]
-    except TypeError:
+    except (TypeError, ValueError):
         return values
 
 
@@ -159,9 +171,12 @@ def check_summarize(summarize: Any) -> None:
     rng = random.Random(2)
     for _ in range(_ROUNDS):
         records, start = make_records(rng)
-        given = copy.copy(records)
+        given = list(records)
         summary = summarize(given, start)
         said = f"summarize(records, start={start:g}) of {describe(records)}"
+        assert given == records, (
+            f"{said}\nExpected: the caller's list as it was\nGot: another list\nLook at what sorts it, or takes something out of it."
+        )
         counted = [times for times in records if times.arrival >= start]
         end = max(times.tokens[-1] for times in counted)
         seconds = end - start
@@ -204,22 +219,36 @@ def check_summarize(summarize: Any) -> None:
             }
             for part, value in expected.items():
                 got = _field(spread, part, said)
-                expect_close(said, f"{name}.{part}", value, got, f"the list of which {name} is made, and who counts", mistakes)
+                expect_close(
+                    said,
+                    f"{name}.{part}",
+                    value,
+                    got,
+                    f"the list of which {name} is made, and who counts"
+                    + ("; percentiles are by nearest rank" if part != "mean" else ""),
+                    mistakes,
+                )
 
 
 def _field(holder: Any, name: str, said: str) -> Any:
-    assert hasattr(holder, name), f"{said}\nExpected: an object with the attribute {name}\nGot: {holder!r}"
+    assert hasattr(holder, name), (
+        f"{said}\nExpected: an object with the attribute {name}\nGot: {holder!r}\nLook at what is returned: a Summary, with a Spread for each of ttft, itl and latency."
+    )
     return getattr(holder, name)
 
 
 def make_goals(rng: random.Random) -> tuple[list[RequestTimes], float, float, float]:
     """Requests, how long the run took, and two goals that some requests meet exactly."""
-    records = [make_times(rng) for _ in range(rng.randint(4, 30))]
+    records = [make_times(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, rng.randint(4, 30))))]
     waits = [waits_of(times) for times in records]
     tpots = [sum(gaps) / len(gaps) for _, gaps, _ in waits if gaps] or [TICK]
     max_ttft = sorted(ttft for ttft, _, _ in waits)[rng.randrange(len(waits))]
     max_tpot = sorted(tpots)[rng.randrange(len(tpots))]
-    return records, max(times.tokens[-1] for times in records), max_ttft, max_tpot + rng.choice((0.0, 1e-9, TICK / 3))
+    max_tpot += rng.choice((0.0, 1e-9, TICK / 3))
+    halves = (1, 2, 4, 8)  # divisions by these are exact; of others, none may be so close to the goal that rounding decides
+    while any(len(gaps) not in halves and abs(sum(gaps) / len(gaps) - max_tpot) < 1e-8 for _, gaps, _ in waits if gaps):
+        max_tpot += 1e-7
+    return records, max(times.tokens[-1] for times in records) + rng.randint(1, 400) * TICK, max_ttft, max_tpot
 
 
 def check_goodput(goodput: Any) -> None:
@@ -231,8 +260,6 @@ def check_goodput(goodput: Any) -> None:
         first = [ttft <= max_ttft for ttft, _, _ in waits]
         tpots = [((latency - ttft) / len(gaps) if gaps else 0.0) for ttft, gaps, latency in waits]
         next_ones = [tpot <= max_tpot for tpot in tpots]
-        if any(abs(tpot - max_tpot) < 1e-12 and tpot != max_tpot for tpot in tpots):
-            continue  # met or not, that would be a matter of rounding
         good = sum(map(min, first, next_ones))
         said = f"goodput(records, seconds={seconds:g}, max_ttft={max_ttft:g}, max_tpot={max_tpot:g}) of {describe(records)}"
         mistakes = {
@@ -269,8 +296,13 @@ def check_utilisation(utilisation: Any) -> None:
             + "\n".join(lines)
             + more
         )
-        got = utilisation(list(steps), start, end, seats)
-        assert isinstance(got, tuple | list) and len(got) == 2, f"{said}\nExpected: (busy, useful)\nGot: {got!r}"
+        returned = utilisation(list(steps), start, end, seats)
+        try:
+            got = tuple(returned)
+        except TypeError:
+            got = ()
+        if len(got) != 2 or isinstance(returned, str):
+            raise AssertionError(f"{said}\nExpected: (busy, useful)\nGot: {returned!r}\nLook at what is returned: two shares.")
         span = end - start
         unclipped = sum(step.end - step.start for step in steps)
         mistakes = {"with what lies outside of the window": unclipped / span}

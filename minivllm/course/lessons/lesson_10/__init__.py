@@ -1,0 +1,25 @@
+"""The checks of lesson 10: a prefix cache, a scheduler with one token budget, and both in the engine."""
+
+from minivllm.course.lessons.lesson_10.budget import check_admit, check_continuing, check_decisions
+from minivllm.course.lessons.lesson_10.cache import check_hash_blocks, check_pool
+from minivllm.course.lessons.lesson_10.engine import check_chat, check_spike
+from minivllm.course.lessons.lesson_10.manager import (
+    check_allocate,
+    check_cache_full_blocks,
+    check_can_allocate,
+    check_find_cached_blocks,
+)
+
+__all__ = [
+    "check_admit",
+    "check_allocate",
+    "check_cache_full_blocks",
+    "check_can_allocate",
+    "check_chat",
+    "check_continuing",
+    "check_decisions",
+    "check_find_cached_blocks",
+    "check_hash_blocks",
+    "check_pool",
+    "check_spike",
+]

@@ -1,0 +1,285 @@
+"""The checks of lesson 10 for a scheduler with one budget: one method after another, and then whole workloads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from minivllm.bench.simulation import make_simulated_engine
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.course.lessons.budget import BudgetScheduler
+from minivllm.course.lessons.lesson_07.engine import describe_steps
+from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.trace import EngineTrace
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SchedulerOutput
+
+_ROUNDS = 60
+
+
+class _Reference(BudgetScheduler):
+    """The package's decisions under the names of the lesson."""
+
+    def schedule_decodes(self, output: SchedulerOutput) -> None:
+        self._schedule_decodes(output)
+
+    def schedule_chunks(self, output: SchedulerOutput) -> None:
+        self._schedule_prefill_chunks(output)
+
+    def admit(self, output: SchedulerOutput) -> None:
+        self._admit(output)
+
+
+def make_engine(scheduler_cls: Any, manager_cls: Any, rng: random.Random, budget: int | None = None) -> LLMEngine:
+    """An engine with few blocks and, mostly, a small budget."""
+    max_num_seqs = rng.randint(2, 6)
+    return make_simulated_engine(
+        scheduler=scheduler_cls, block_space_manager_cls=manager_cls, max_model_len=100, block_size=4, num_gpu_blocks=rng.randint(25, 32),
+        watermark=rng.choice((0.0, 0.1)), enable_prefix_caching=True, enable_chunked_prefill=True, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget or rng.choice((max_num_seqs + 1, max_num_seqs + 6, 20, 80)),
+    )  # fmt: skip
+
+
+class Chats:
+    """Requests that begin like earlier ones: a few system prompts, conversations that go on, and some that are new.
+
+    Args:
+        rng: Where they come from.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.beginnings = [[rng.randrange(100) for _ in range(rng.choice((4, 8, 13, 20)))] for _ in range(3)]
+        self.number = 0
+
+    def add_to(self, engines: list[LLMEngine], longest: int | None = None) -> None:
+        """Add the next request to each engine: one like an earlier one, or a new one that is as long as can be."""
+        rng = self.rng
+        prompt = rng.choice([*self.beginnings, []]) + [
+            rng.randrange(100) for _ in range(rng.choice((0, 1, 3, rng.randint(0, 30))))
+        ]
+        prompt = prompt[:60] or [5]
+        if longest is not None:
+            prompt = [rng.randrange(100) for _ in range(longest - rng.randrange(3))]
+        params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 40 if longest is None else 1), ignore_eos=True, seed=0)
+        if rng.random() < 0.4:
+            self.beginnings.append(prompt)
+        for engine in engines:
+            engine.add_request(f"{self.number}", list(prompt), params)
+        self.number += 1
+
+
+def _is_telling(scheduler: Any, kind: int) -> bool:
+    """Whether a situation is one of a kind that needs care."""
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    if kind == 0:  # one that was preempted is in the midst of computing everything again
+        return any(seq.num_output_tokens and seq.num_uncomputed_tokens > 1 for seq in running)
+    if kind == 1:  # blocks run out, though somebody waits
+        manager = scheduler.block_manager
+        return bool(waiting) and sum(len(seq.token_ids) % 4 == 1 for seq in running) > manager.get_num_free_gpu_blocks()
+    if kind == 2:  # one that was preempted waits
+        return any(seq.request.metrics.num_preemptions for seq in waiting)
+    if kind == 3:  # nobody runs
+        return not running
+    seats = scheduler.config.max_num_seqs - len(running)  # there is room for two newcomers at once
+    return not waiting and seats > 1 and scheduler.block_manager.get_num_free_gpu_blocks() > 9
+
+
+def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
+    """A learner's scheduler and the reference in the same situation: the package's decisions have brought both there."""
+    rng = random.Random(seed)
+    shape, kind = rng.random(), rng.randrange(6)
+    engines = []
+    for base in (_Reference, cls):
+        past = type("Past", (base,), {"schedule": Scheduler.schedule})
+        engines.append(make_engine(past, BlockSpaceManager, random.Random(shape), 80 if kind > 3 else None))
+    chats = Chats(rng)
+    for number in range(80):
+        if rng.random() < 0.3 and chats.number < 40:
+            chats.add_to(engines)
+        for engine in engines:
+            engine.step()
+        if number > rng.randint(0, 40) and _is_telling(engines[0].scheduler, kind):
+            break
+    for longest in {3: [98], 4: [12, 9], 5: [10, 10, 10]}.get(kind, []):
+        chats.add_to(engines, longest)
+    for _ in range(rng.randint(0, 3)):
+        chats.add_to(engines)
+    theirs, mine = (engine.scheduler for engine in engines)
+    return theirs, mine
+
+
+def describe(scheduler: Any) -> str:
+    """A situation in words."""
+    config, manager = scheduler.config, scheduler.block_manager
+    running = ", ".join(
+        f"{seq.request.request_id} ({seq.num_tokens} tokens, {seq.num_uncomputed_tokens} to compute)" for seq in scheduler.running
+    )
+    waiting = ", ".join(
+        f"{seq.request.request_id} ({seq.num_tokens} tokens, {len(manager.find_cached_blocks(seq)) * manager.block_size} of them in the cache)"
+        for seq in scheduler.waiting
+    )
+    return (
+        f"running: {running or 'nobody'}; waiting: {waiting or 'nobody'}. max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}; "
+        f"{manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} blocks are free, watermark {manager.watermark_blocks}."
+    )
+
+
+def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
+    """What can be seen of a scheduler and the step that is being made."""
+    everybody = [*scheduler.running, *scheduler.waiting]
+    manager = scheduler.block_manager
+    return {
+        "tokens to compute": {part.seq.request.request_id: part.num_tokens for part in output.scheduled},
+        "order of the batch": [part.seq.request.request_id for part in output.scheduled],
+        "preempted": [seq.request.request_id for seq in output.preempted],
+        "num_batched_tokens": output.num_batched_tokens,
+        "num_prefills": output.num_prefills,
+        "running": [seq.request.request_id for seq in scheduler.running],
+        "waiting": [seq.request.request_id for seq in scheduler.waiting],
+        "num_computed_tokens": {seq.request.request_id: seq.num_computed_tokens for seq in everybody},
+        "num_cached_tokens": {seq.request.request_id: seq.request.metrics.num_cached_tokens for seq in everybody},
+        "status": {seq.request.request_id: seq.status.value for seq in everybody},
+        "block tables": {number: list(table) for number, table in sorted(manager.block_tables.items())},
+        "tables in the batch": {part.seq.request.request_id: list(part.block_table) for part in output.scheduled},
+        "free blocks": manager.get_num_free_gpu_blocks(),
+    }
+
+
+_LOOK = {
+    "tokens to compute": "who computes how many tokens: num_uncomputed_tokens, what was found in the cache, and what is left of the budget",
+    "order of the batch": "the order in which sequences are added",
+    "preempted": "make_room_for: for whom it is called, and in which order",
+    "num_prefills": "who counts as a prefill: each prompt, or chunk of one",
+    "num_computed_tokens": "num_computed_tokens: what was found when it was admitted; nothing for one that was not",
+    "num_cached_tokens": "metrics.num_cached_tokens: only of requests that are admitted for the first time",
+    "free blocks": "which blocks are taken, and whether a try that failed keeps any",
+    "tables in the batch": "append_slots before add: the table is passed on as it is at that moment",
+}
+
+
+def compare(said: str, theirs: Any, mine: Any, outputs: tuple[SchedulerOutput, SchedulerOutput]) -> None:
+    """Raise an AssertionError about the first difference."""
+    expected, got = picture_of(theirs, outputs[0]), picture_of(mine, outputs[1])
+    for name, value in expected.items():
+        expect(said, name, value, got[name], _LOOK.get(name, f"what changes {name}"))
+
+
+def check_continuing(cls: Any) -> None:
+    """Decodes and chunks, in random situations."""
+    for number in range(2 * _ROUNDS):
+        theirs, mine = make_twins(cls, f"continuing {number}")
+        said = describe(theirs)
+        outputs = SchedulerOutput(), SchedulerOutput()
+        for scheduler, output in zip((theirs, mine), outputs, strict=True):
+            scheduler.schedule_decodes(output)
+        compare(f"After schedule_decodes(output). Before: {said}", theirs, mine, outputs)
+        limit = theirs.config.max_num_batched_tokens
+        taken = max(outputs[0].num_batched_tokens, random.Random(number).choice((0, 0, limit - 2, limit)))
+        for scheduler, output in zip((theirs, mine), outputs, strict=True):
+            output.num_batched_tokens = taken
+            scheduler.schedule_chunks(output)
+        compare(f"After schedule_chunks(output), with {taken} tokens given away before. At first: {said}", theirs, mine, outputs)
+
+
+def check_admit(cls: Any) -> None:
+    """Newcomers, and the whole step, in random situations."""
+    for number in range(3 * _ROUNDS):
+        theirs, mine = make_twins(cls, f"admit {number}")
+        said = describe(theirs)
+        outputs = SchedulerOutput(), SchedulerOutput()
+        limit = theirs.config.max_num_batched_tokens
+        for output in outputs:  # as if others had taken a part of the budget
+            output.num_batched_tokens = random.Random(number).choice((0, 0, limit // 2, limit - 1, limit))
+        said = f"admit(output), {outputs[0].num_batched_tokens} tokens are given away already. Before: {said}"
+        for scheduler, output in zip((theirs, mine), outputs, strict=True):
+            scheduler.admit(output)
+        compare(said, theirs, mine, outputs)
+    for number in range(_ROUNDS):
+        theirs, mine = make_twins(cls, f"schedule {number}")
+        said = f"schedule(). Before: {describe(theirs)}"
+        outputs = Scheduler.schedule(theirs), cls.schedule(mine)
+        assert isinstance(outputs[1], SchedulerOutput), (
+            f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns."
+        )
+        compare(said, theirs, mine, outputs)
+
+
+def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
+    """A random workload of chats in a simulated engine."""
+    rng = random.Random(seed)
+    engine = make_engine(scheduler_cls, manager_cls, rng)
+    trace = engine.start_trace()
+    chats = Chats(rng)
+    for _ in range(40):
+        chats.add_to([engine])
+        if rng.random() < 0.1:
+            engine.abort_request(f"{rng.randrange(chats.number)}")
+        for _ in range(rng.randint(0, 8)):
+            engine.step()
+    for _ in range(5000):
+        if not engine.has_unfinished_requests():
+            return trace
+        engine.step()
+    raise AssertionError(
+        f"Forty requests.\nExpected unfinished requests after 5,000 further steps: 0\nGot: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, budget, or blocks."
+    )
+
+
+def facts_of(trace: EngineTrace) -> list[Any]:
+    """What a run decided, step by step, and what each request found in the cache."""
+    steps = [fact | {"cached": sorted(step.cached_blocks)} for fact, step in zip(describe_steps(trace), trace, strict=True)]
+    return [*steps, {name: request.num_cached_tokens for name, request in trace.requests.items()}]
+
+
+def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
+    """The same steps as the package's scheduler and manager, alone and together."""
+    for number, classes in enumerate(
+        ((scheduler_cls, BlockSpaceManager), (Scheduler, manager_cls), (scheduler_cls, manager_cls), (scheduler_cls, manager_cls))
+    ):
+        seed = f"chats {number}"
+        expected, got = facts_of(run_chats(Scheduler, BlockSpaceManager, seed)), facts_of(run_chats(*classes, seed))
+        said = f"Forty requests of chats, with {' and '.join(cls.__name__ for cls in classes)}."
+        for step, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
+            for name, fact in theirs.items():
+                expect(
+                    f"{said} Step {step} is the first that differs.",
+                    name,
+                    fact,
+                    mine.get(name),
+                    "the checks above, and what happens between two steps: freeing, evicting, matching",
+                )
+        expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a request ends")
+
+
+def observe_continuing(cls: Any, rng: random.Random) -> list[Any]:
+    """What decodes and chunks leave, in random situations."""
+    facts: list[Any] = []
+    for _ in range(40):
+        _, mine = make_twins(cls, str(rng.random()))
+        output = SchedulerOutput()
+        mine.schedule_decodes(output)
+        mine.schedule_chunks(output)
+        facts.append(list(picture_of(mine, output).values()))
+    return facts
+
+
+def observe_admit(cls: Any, rng: random.Random) -> list[Any]:
+    """What whole steps leave, in random situations."""
+    facts: list[Any] = []
+    for _ in range(40):
+        _, mine = make_twins(cls, str(rng.random()))
+        facts.append(list(picture_of(mine, cls.schedule(mine)).values()))
+    return facts
+
+
+def observe_scheduler(cls: Any, rng: random.Random) -> list[Any]:
+    """A whole workload, with the package's manager."""
+    return [facts_of(run_chats(cls, BlockSpaceManager, str(rng.random()))) for _ in range(2)]
+
+
+def observe_manager(cls: Any, rng: random.Random) -> list[Any]:
+    """A whole workload, with the package's scheduler."""
+    return [facts_of(run_chats(Scheduler, cls, str(rng.random()))) for _ in range(2)]

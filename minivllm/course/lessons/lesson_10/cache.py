@@ -1,0 +1,186 @@
+"""The checks of lesson 10 for hashes that chain, and for a pool that remembers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from minivllm.core.block_allocator import BlockAllocator
+from minivllm.course.lessons.lesson_08.situations import expect
+
+# -- hashes ----------------------------------------------------------------------------------------------------------
+
+Text = tuple[list[int], str | None]
+"""Tokens, and a salt."""
+
+
+def make_texts(rng: random.Random, block_size: int) -> list[Text]:
+    """Texts that are alike: the same beginning, one other token, blocks in another order, digits that run together, salts."""
+    size = block_size
+    base = [rng.randrange(1, 200) for _ in range(rng.randint(2, 4) * size + rng.randrange(size))]
+    changed = list(base)
+    changed[rng.randrange(size)] += 1
+    later = list(base)
+    later[size + rng.randrange(size)] += 1
+    swapped = base[size : 2 * size] + base[:size] + base[2 * size :]
+    longer = [*base, *(rng.randrange(200) for _ in range(rng.randint(1, 2 * size)))]
+    repeated = base[:size] * 3
+    joined = [1, 23, *base[2:]] if size > 1 else base
+    other = [12, 3, *base[2:]] if size > 1 else changed
+    large = [token + 256 for token in base]
+    larger = [token + 65536 for token in base]
+    reversed_first = base[:size][::-1] + base[size:]
+    texts: list[Text] = [
+        (tokens, None)
+        for tokens in (base, changed, later, swapped, longer, repeated, joined, other, large, larger, reversed_first)
+    ]
+    texts += [
+        (base, "a"),
+        (base, "b"),
+        (changed, "a"),
+        (longer, "a"),
+        (base, "None"),
+        (base[:size], None),
+        (base[: size - 1], None),
+        ([], "a"),
+    ]
+    return texts
+
+
+def check_hash_blocks(hash_blocks: Any) -> None:
+    """Equal if and only if the salt and all tokens up to the end of the block are equal; full blocks only; of constant size."""
+    for seed in range(60):
+        rng = random.Random(f"hash {seed}")
+        size = rng.choice((1, 2, 3, 4, 16))
+        seen: dict[tuple[Any, ...], Any] = {}
+        for tokens, salt in make_texts(rng, size):
+            said = f"hash_blocks({tokens}, block_size={size}, salt={salt!r})"
+            given = list(tokens)
+            got = hash_blocks(given, size, salt) if salt is not None else hash_blocks(given, size)
+            expect(said, "tokens of the caller afterwards", tokens, given, "what changes the list that was given")
+            assert isinstance(got, list | tuple), f"{said}\nExpected: a list\nGot: {got!r}\nLook at what is returned."
+            expect(said, "hashes", len(tokens) // size, len(got), "which blocks are full: tokens that fill no block have no hash")
+            for i, block_hash in enumerate(got):
+                key = (salt, tuple(tokens[: (i + 1) * size]))
+                first = seen.setdefault(key, block_hash)
+                look = "where chance, or anything but salt and tokens, comes in"
+                assert first == block_hash, (
+                    f"{said}\nExpected hash {i}: the same as of the same tokens before\nGot: another one\nLook at {look}."
+                )
+        for (one, hash_of_one), (two, hash_of_two) in itertools.combinations(seen.items(), 2):
+            if hash_of_one == hash_of_two:
+                raise AssertionError(
+                    f"Blocks of {size} tokens.\nExpected: different hashes for the blocks that end {_show(one)} and {_show(two)}\nGot: the same hash\n"
+                    "Look at what goes into a hash: the salt, the hash of the block before, and the block's tokens, each distinguishable from the next."
+                )
+    sizes = [len(repr(block_hash)) for block_hash in hash_blocks(list(range(100, 110)), 1)]
+    assert max(sizes) < 1.5 * min(sizes) + 20, (
+        f"hash_blocks of ten blocks.\nExpected: hashes of a constant size\nGot: from {min(sizes)} to {max(sizes)} characters\n"
+        "Look at what is kept of the block before: its hash, not all of its tokens."
+    )
+
+
+def _show(key: tuple[Any, ...]) -> str:
+    salt, tokens = key
+    return f"{list(tokens)}" + (f" with the salt {salt!r}" if salt is not None else "")
+
+
+def observe_hashes(hash_blocks: Any, rng: random.Random) -> list[Any]:
+    """Which blocks of some texts have the same hash: the number of the first block with it."""
+    facts: list[Any] = []
+    for _ in range(20):
+        size, numbers = rng.choice((1, 2, 3, 4, 16)), dict[Any, int]()
+        for tokens, salt in make_texts(rng, size):
+            facts.append([numbers.setdefault(block_hash, len(numbers)) for block_hash in hash_blocks(list(tokens), size, salt)])
+    return facts
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------
+
+_HASHES = ("A", "B", "C", "D", "E", "F", "G")
+
+
+def run_pool(pool: Any, rng: random.Random, num_blocks: int) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Random calls of a pool: each call, what it returned, and the pool's state afterwards."""
+    held: list[int] = []
+    history = []
+    for _ in range(rng.randint(5, 40)):
+        kind = rng.choice(("allocate", "allocate", "share", "release", "release", "cache", "cache", "find"))
+        name = rng.choice(_HASHES)
+        returned: Any = None
+        if kind == "allocate":
+            call = "allocate()"
+            try:
+                returned = pool.allocate()
+                held.append(returned)
+            except IndexError:
+                returned = "an IndexError"
+        elif kind == "share":
+            found = pool.find(name)
+            candidates = [found] if found is not None else held
+            if not candidates:
+                continue
+            block = rng.choice(candidates)
+            call, returned = f"share({block})", pool.share(block)
+            held.append(block)
+        elif kind == "release" and held:
+            block = held.pop(rng.randrange(len(held)))
+            call, returned = f"release({block})", pool.release(block)
+        elif kind == "cache" and held:
+            block = rng.choice(held)
+            call, returned = f"cache({block}, {name!r})", pool.cache(block, name)
+        else:
+            call, returned = f"find({name!r})", pool.find(name)
+        history.append((call, returned if call[0] in "af" else None, state_of(pool, num_blocks)))
+    return history
+
+
+def state_of(pool: Any, num_blocks: int) -> dict[str, Any]:
+    """What can be seen of a pool."""
+    return {
+        "reference counts": [int(pool.ref_counts[block]) for block in range(num_blocks)],
+        "num_free": int(pool.num_free),
+        "free blocks, in order": [int(block) for block in pool.get_free_blocks()],
+        "what is found": {name: pool.find(name) for name in _HASHES if pool.find(name) is not None},
+    }
+
+
+_LOOK = {
+    "reference counts": "who is counted",
+    "num_free": "when a block is free, and when it is no longer",
+    "free blocks, in order": "the order: the one that has been free the longest goes first, one that was just freed goes to the end",
+    "what is found": "when a hash is forgotten (only when its block is handed out), and which block is found if two hold the same (the first)",
+}
+
+
+def check_pool(cls: Any) -> None:
+    """Random calls, the same as of the package's pool."""
+    for seed in range(150):
+        num_blocks = random.Random(f"size {seed}").randint(1, 6)
+        theirs = run_pool(BlockAllocator(num_blocks), random.Random(f"pool {seed}"), num_blocks)
+        pool = cls(num_blocks)
+        mine: list[Any] = []
+        try:
+            mine = run_pool(pool, random.Random(f"pool {seed}"), num_blocks)
+        except (IndexError, KeyError, ValueError) as error:
+            calls = ", ".join(call for call, _, _ in theirs[:12])
+            raise AssertionError(
+                f"A pool of {num_blocks} blocks. Calls like {calls} …\nExpected: no error\nGot: {error!r}\nLook at blocks that are free, or hold nothing, when a method is called."
+            ) from error
+        for number, ((call, expected, state), (_, got, my_state)) in enumerate(zip(theirs, mine, strict=True)):
+            before = ", ".join(call for call, _, _ in theirs[:number]) or "nothing"
+            said = f"A pool of {num_blocks} blocks. Before: {before}. Now: {call}."
+            expect(said, "return value", expected, got, "what is returned, or raised")
+            for name, value in state.items():
+                expect(said, name, value, my_state[name], _LOOK[name])
+
+
+def observe_pool(cls: Any, rng: random.Random) -> list[Any]:
+    """What random calls return and leave."""
+    facts: list[Any] = []
+    for _ in range(20):
+        num_blocks = rng.randint(1, 6)
+        history = run_pool(cls(num_blocks), random.Random(rng.random()), num_blocks)
+        facts.append([[call, returned, list(state.values())] for call, returned, state in history])
+    return facts

@@ -1,0 +1,277 @@
+"""The checks of lesson 10 for a block manager that matches, counts, takes and offers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.request import Request, Sequence
+from minivllm.sampling_params import SamplingParams
+
+_ROUNDS = 120
+
+
+@dataclass
+class Scene:
+    """A manager whose cache knows parts of a text, and a sequence that begins like it.
+
+    Attributes:
+        manager: The learner's.
+        seq: The sequence, without a table.
+        known: The blocks that hold the text's blocks, by their number in the text.
+        num_shared: Tokens that the sequence has in common with the text.
+        enabled: Whether prefix caching is on.
+    """
+
+    manager: Any
+    seq: Sequence
+    known: dict[int, int]
+    num_shared: int
+    enabled: bool
+
+    def describe(self) -> str:
+        """In words."""
+        size, pool = self.manager.block_size, self.manager.gpu_allocator
+        known = ", ".join(
+            f"{i} in block {block}" + (" (free)" if pool.ref_counts[block] == 0 else "") for i, block in self.known.items()
+        )
+        return (
+            f"Blocks of {size} tokens. In the cache are these blocks of a text: {known or 'none'}. A sequence of {self.seq.num_tokens} tokens begins with the first "
+            f"{self.num_shared} of that text; enable_prefix_caching={self.enabled}; {pool.num_free} blocks are free, watermark_blocks={self.manager.watermark_blocks}."
+        )
+
+    def matched(self) -> list[int]:
+        """What should be found."""
+        size, blocks = self.manager.block_size, []
+        if self.enabled:
+            for i in range(min(self.num_shared, self.seq.num_tokens - 1) // size):
+                if i not in self.known:
+                    break
+                blocks.append(self.known[i])
+        return blocks
+
+
+def make_sequence(token_ids: list[int], number: int, num_outputs: int = 0) -> Sequence:
+    """A sequence, some of whose tokens are output."""
+    prompt = token_ids[: len(token_ids) - num_outputs]
+    seq = Sequence(number, Request(f"r{number}", prompt, SamplingParams(temperature=0), max_num_tokens=10_000))
+    seq.token_ids = list(token_ids)
+    return seq
+
+
+def make_scene(cls: Any, seed: str) -> Scene:
+    """A cache with parts of a text: some blocks in use, some free, perhaps with a gap; and few blocks that are free."""
+    rng = random.Random(seed)
+    size, num_blocks = rng.choice((1, 2, 4, 4)), rng.randint(8, 24)
+    enabled = rng.random() > 0.1
+    manager = cls(size, num_blocks, 0, rng.choice((0.0, 0.1, 0.2)), enabled)
+    pool = manager.gpu_allocator
+    text = [rng.randrange(50) for _ in range(size * rng.randint(1, 6) + rng.randrange(size))]
+    others = [pool.allocate() for _ in range(rng.randint(0, num_blocks - len(text) // size - 1))]
+    writer = make_sequence(text, 0)
+    known = {}
+    for i, block_hash in enumerate(manager.hashes(writer)):
+        block = pool.allocate()
+        if rng.random() < 0.9:
+            pool.cache(block, block_hash)
+            known[i] = block
+        if rng.random() < 0.6:
+            pool.release(block)
+    for block in others[: rng.randint(0, len(others))]:
+        pool.release(block)
+    num_shared = rng.choice((len(text), len(text), rng.randint(0, len(text)), len(text) // size * size))
+    tail = [rng.randrange(50, 99) for _ in range(rng.choice((0, 0, 1, rng.randint(1, 3 * size))))]
+    tokens = text[:num_shared] + tail or [77]
+    return Scene(manager, make_sequence(tokens, 1, rng.choice((0, len(tokens) // 3))), known, num_shared, enabled)
+
+
+def facts_of(manager: Any) -> dict[str, Any]:
+    """What can be seen of a manager."""
+    pool = manager.gpu_allocator
+    return {
+        "block tables": {number: list(table) for number, table in manager.block_tables.items()},
+        "num_cached_blocks": dict(manager.num_cached_blocks),
+        "reference counts": [int(pool.ref_counts[block]) for block in range(manager.num_gpu_blocks)],
+        "free blocks, in order": list(pool.get_free_blocks()),
+        "blocks with contents": sorted(pool.get_cached_blocks()),
+    }
+
+
+def expect_unchanged(said: str, before: dict[str, Any], manager: Any, name: str) -> None:
+    """The manager is as it was."""
+    after = facts_of(manager)
+    for what, value in before.items():
+        expect(said, f"{what} after {name}", value, after[what], f"what {name} changes: nothing")
+
+
+def check_find_cached_blocks(cls: Any) -> None:
+    """The longest known beginning, without the last token."""
+    for number in range(2 * _ROUNDS):
+        scene = make_scene(cls, f"match {number}")
+        said, before = scene.describe(), facts_of(scene.manager)
+        got = scene.manager.find_cached_blocks(scene.seq)
+        assert isinstance(got, list | tuple), f"{said}\nExpected: a list of blocks\nGot: {got!r}\nLook at what is returned."
+        look = "where it stops (at the first block that is not known, and before the block with the last token), and what counts (all tokens, output too)"
+        expect(said, "find_cached_blocks", scene.matched(), list(got), look)
+        expect_unchanged(said, before, scene.manager, "find_cached_blocks")
+
+
+def check_can_allocate(cls: Any) -> None:
+    """Enough blocks for the rest, when found blocks that are free are taken too."""
+    for number in range(3 * _ROUNDS):
+        scene = make_scene(cls, f"room {number}")
+        manager, seq = scene.manager, scene.seq
+        found: list[int] | None = scene.matched()
+        if not found and number % 2:
+            found = None
+        keep = number % 3 != 0
+        said = f"{scene.describe()} can_allocate(seq, {found}, keep_watermark={keep})."
+        before = facts_of(manager)
+        pool = manager.gpu_allocator
+        taken = sum(pool.ref_counts[block] == 0 for block in found or [])
+        needed = -(-seq.num_tokens // manager.block_size) - len(found or []) + taken
+        expected = pool.num_free - needed >= (manager.watermark_blocks if keep else 0)
+        got = manager.can_allocate(seq, found, keep_watermark=keep)
+        look = f"what is needed: {needed} of the free blocks, {taken} of which are among those that were found"
+        expect(said, "can_allocate", expected, bool(got), look)
+        assert isinstance(got, bool) or hasattr(got, "dtype"), (
+            f"{said}\nExpected: True or False\nGot: {got!r}\nLook at what is returned."
+        )
+        expect_unchanged(said, before, manager, "can_allocate")
+
+
+def check_allocate(cls: Any) -> None:
+    """Found blocks are shared first; then new ones, those that have been free the longest."""
+    count = 0
+    for number in range(8 * _ROUNDS):
+        scene = make_scene(cls, f"take {number}")
+        manager, seq, found = scene.manager, scene.seq, scene.matched()
+        if not manager.can_allocate(seq, found, keep_watermark=False):
+            continue
+        count += 1
+        pool = manager.gpu_allocator
+        said = f"{scene.describe()} allocate(seq, {found})."
+        before = facts_of(manager)
+        num_new = -(-seq.num_tokens // manager.block_size) - len(found)
+        free = [block for block in before["free blocks, in order"] if block not in found]
+        given = list(found)
+        manager.allocate(seq, given if found or number % 2 else None)
+        expect(said, "the caller's list afterwards", found, given, "the table: a new list")
+        expected = found + free[:num_new]
+        look = "the order: share what was found, then allocate the rest"
+        expect(said, "table", expected, list(manager.block_tables.get(seq.seq_id, [])), look)
+        counts = [old + (block in expected) for block, old in enumerate(before["reference counts"])]
+        expect(
+            said,
+            "reference counts",
+            counts,
+            [int(pool.ref_counts[block]) for block in range(manager.num_gpu_blocks)],
+            "who is counted once more: each block of the table",
+        )
+        expect(said, "free blocks, in order", free[num_new:], list(pool.get_free_blocks()), "which blocks are free no longer")
+        expect(
+            said,
+            "num_cached_blocks",
+            len(found),
+            manager.num_cached_blocks.get(seq.seq_id),
+            "self.num_cached_blocks: how many of the table the cache knows",
+        )
+    assert count > 100
+
+
+def check_cache_full_blocks(cls: Any) -> None:
+    """Full and computed blocks are offered after each step, no others, and each once."""
+    for number in range(_ROUNDS):
+        said, differences = run_offers(cls, f"offer {number}")
+        for what, expected, got in differences:
+            look = "which blocks are offered: full ones (//), computed ones (num_computed_tokens, not num_tokens), from num_cached_blocks on, and only with prefix caching"
+            expect(said, what, expected, got, look)
+
+
+def run_offers(cls: Any, seed: str) -> tuple[str, list[tuple[str, Any, Any]]]:
+    """A prompt is computed in chunks and then goes on; beside it another one that begins alike. What was expected and what came."""
+    rng = random.Random(seed)
+    size, enabled = rng.choice((1, 2, 4)), rng.random() > 0.15
+    manager = cls(size, 60, 0, 0.0, enabled)
+    shared = [rng.randrange(50) for _ in range(rng.randint(0, 3 * size))]
+    texts = [shared + [rng.randrange(50 * i, 50 * i + 50) for _ in range(rng.randint(1, 3 * size))] for i in (1, 2)]
+    sequences = [make_sequence(text, i) for i, text in enumerate(texts)]
+    for seq in sequences:
+        manager.allocate(seq, manager.find_cached_blocks(seq))
+        seq.num_computed_tokens = manager.num_cached_blocks[seq.seq_id] * size
+    told: list[tuple[int, Any]] = []
+    pool_cache = manager.gpu_allocator.cache
+
+    def note(block: int, block_hash: Any) -> None:
+        told.append((block, block_hash))
+        pool_cache(block, block_hash)
+
+    manager.gpu_allocator.cache = note
+    differences: list[tuple[str, Any, Any]] = []
+    did: list[str] = []
+    wanted: list[tuple[int, Any]] = []
+    known = {seq.seq_id: manager.num_cached_blocks[seq.seq_id] for seq in sequences}
+    for _ in range(rng.randint(3, 14)):
+        seq = rng.choice(sequences)
+        if seq.num_uncomputed_tokens == 0:
+            seq.token_ids.append(rng.randrange(50))
+        manager.append_slots(seq)
+        count = rng.randint(1, seq.num_uncomputed_tokens)
+        seq.num_computed_tokens += count
+        did.append(
+            f"{seq.request.request_id} computes {count} of its {seq.num_tokens} tokens, so {seq.num_computed_tokens} are computed"
+        )
+        manager.cache_full_blocks(seq)
+        if enabled:
+            hashes, table = manager.hashes(seq), manager.block_tables[seq.seq_id]
+            num_full = seq.num_computed_tokens // size
+            wanted += [(table[i], hashes[i]) for i in range(known[seq.seq_id], num_full)]
+            known[seq.seq_id] = max(known[seq.seq_id], num_full)
+        differences.append(
+            ("calls of cache(block, hash) so far (the blocks)", [block for block, _ in wanted], [block for block, _ in told])
+        )
+        differences.append(("hashes that were offered", [True] * len(wanted), [pair in wanted for pair in told]))
+        differences.append(("num_cached_blocks", dict(known), dict(manager.num_cached_blocks)))
+        if any(expected != got for _, expected, got in differences):
+            break
+    return f"Blocks of {size} tokens, enable_prefix_caching={enabled}. " + "; ".join(did[-6:]) + ".", differences
+
+
+# -- the witness -----------------------------------------------------------------------------------------------------
+
+
+def observe_match(cls: Any, rng: random.Random) -> list[Any]:
+    """What is found in random caches."""
+    return [
+        list(scene.manager.find_cached_blocks(scene.seq)) for scene in (make_scene(cls, str(rng.random())) for _ in range(60))
+    ]
+
+
+def observe_room(cls: Any, rng: random.Random) -> list[Any]:
+    """Whether there is room, in random caches."""
+    facts = []
+    for _ in range(400):
+        scene = make_scene(cls, str(rng.random()))
+        facts.append(bool(scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=rng.random() < 0.6)))
+    return facts
+
+
+def observe_take(cls: Any, rng: random.Random) -> list[Any]:
+    """The state after a table was made."""
+    facts: list[Any] = []
+    for _ in range(60):
+        scene = make_scene(cls, str(rng.random()))
+        if scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=False):
+            scene.manager.allocate(scene.seq, scene.matched())
+            seen = facts_of(scene.manager)
+            facts.append(
+                [seen["block tables"][1], seen["reference counts"], seen["free blocks, in order"], seen["num_cached_blocks"][1]]
+            )
+    return facts
+
+
+def observe_offers(cls: Any, rng: random.Random) -> list[Any]:
+    """Which blocks are offered, call by call."""
+    return [[got for _, _, got in run_offers(cls, str(rng.random()))[1][::3]] for _ in range(20)]
