@@ -32,12 +32,14 @@ class _Reference(BudgetScheduler):
         self._admit(output)
 
 
-def make_engine(scheduler_cls: Any, manager_cls: Any, rng: random.Random, budget: int | None = None) -> LLMEngine:
-    """An engine with few blocks and, mostly, a small budget."""
+def make_engine(
+    scheduler_cls: Any, manager_cls: Any, rng: random.Random, budget: int | None = None, tight: bool = False
+) -> LLMEngine:
+    """An engine with few blocks (a tight one has just enough for the longest request) and, mostly, a small budget."""
     max_num_seqs = rng.randint(2, 6)
     return make_simulated_engine(
-        scheduler=scheduler_cls, block_space_manager_cls=manager_cls, max_model_len=100, block_size=4, num_gpu_blocks=rng.randint(25, 32),
-        watermark=rng.choice((0.0, 0.1)), enable_prefix_caching=True, enable_chunked_prefill=True, max_num_seqs=max_num_seqs,
+        scheduler=scheduler_cls, block_space_manager_cls=manager_cls, max_model_len=100, block_size=4, num_gpu_blocks=25 if tight else rng.randint(25, 32),
+        watermark=0.1 if tight else rng.choice((0.0, 0.1)), enable_prefix_caching=True, enable_chunked_prefill=True, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget or rng.choice((max_num_seqs + 1, max_num_seqs + 6, 20, 80)),
     )  # fmt: skip
 
@@ -94,7 +96,7 @@ def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
     engines = []
     for base in (_Reference, cls):
         past = type("Past", (base,), {"schedule": Scheduler.schedule})
-        engines.append(make_engine(past, BlockSpaceManager, random.Random(shape), 80 if kind > 3 else None))
+        engines.append(make_engine(past, BlockSpaceManager, random.Random(shape), 80 if kind > 3 else None, kind == 3))
     chats = Chats(rng)
     for number in range(80):
         if rng.random() < 0.3 and chats.number < 40:
