@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 
@@ -252,3 +253,10 @@ def test_only_requests_with_the_same_salt_share_blocks():
     tokens = list(range(13))
     found = [allocate_and_compute(manager, make_salted(tokens, salt)) for salt in (None, "a", "b", "a", None, "\ud800", "")]
     assert found == [0, 0, 0, 12, 12, 0, 0]
+
+
+def test_no_salt_stands_for_a_block():
+    tokens = list(range(1, 9))
+    salt = array("q", tokens[:4]).tobytes().decode()  # what the first block is hashed from
+    plain, salted = make_salted(tokens, None), make_salted(tokens[4:], salt)
+    assert not set(plain.extend_block_hashes(4)) & set(salted.extend_block_hashes(4))

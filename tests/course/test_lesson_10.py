@@ -33,6 +33,8 @@ FIRST = (
 )
 WRONG = {
     "a hash of the block alone": (HASH, "repr((parent, list(token_ids[end - block_size : end])))", "repr((salt, list(token_ids[end - block_size : end])))"),
+    "the first letter of a salt": (HASH, "hashes, parent = [], salt", "hashes, parent = [], salt and salt[0]"),
+    "hashes that are no keys": (HASH, "parent = hashlib.sha256(data).digest()", "parent = list(hashlib.sha256(data).digest())"),
     "no salt": (HASH, "hashes, parent = [], salt", "hashes, parent = [], None"),
     "a salt of None is 'None'": (HASH, "hashes, parent = [], salt", "hashes, parent = [], str(salt)"),
     "the block at the end too": (HASH, "range(block_size, len(token_ids) + 1, block_size)", "range(block_size, len(token_ids) + block_size, block_size)"),
@@ -66,6 +68,7 @@ WRONG = {
     "all found blocks are taken from the free": (ROOM, "num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)", "num_needed += len(cached_blocks)"),
     "found blocks that are used count": (ROOM, "self.gpu_allocator.ref_counts[block] == 0", "self.gpu_allocator.ref_counts[block] > 0"),
     "what was found is needed anew": (ROOM, "self.num_blocks_for(seq.num_tokens) - len(cached_blocks)", "self.num_blocks_for(seq.num_tokens)"),
+    "the caller's list is used up": (ROOM, "num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)", "while cached_blocks:\n            num_needed += self.gpu_allocator.ref_counts[cached_blocks.pop()] == 0"),
     "the watermark is always kept": (ROOM, "(self.watermark_blocks if keep_watermark else 0)", "self.watermark_blocks"),
     "the watermark is never kept": (ROOM, "(self.watermark_blocks if keep_watermark else 0)", "0"),
     "one more than the watermark": (ROOM, "num_needed >= (self", "num_needed > (self"),
@@ -96,8 +99,10 @@ WRONG = {
     "a count kept from a try that failed (vLLM 18957)": (ADMIT, CHECKS, "            if not seq.num_computed_tokens:\n                seq.num_computed_tokens = len(cached) * self.block_manager.block_size\n" + CHECKS),
     "blocks kept of a try that failed (vLLM 18411)": (ADMIT, CHECKS, "            for block in cached:\n                self.block_manager.gpu_allocator.share(block)\n" + CHECKS + "            for block in cached:\n                self.block_manager.gpu_allocator.release(block)\n"),
     "what was found is computed again": (ADMIT, "            seq.num_computed_tokens = len(cached) * self.block_manager.block_size\n            if", "            seq.num_computed_tokens = 0\n            if"),
+    "what was found is remembered": (ADMIT, "            cached = self.block_manager.find_cached_blocks(seq)\n", "            self.known = getattr(self, 'known', {})\n            cached = self.known.setdefault(seq.seq_id, self.block_manager.find_cached_blocks(seq))\n"),
     "found, but not taken": (ADMIT, "self.block_manager.allocate(seq, cached)", "self.block_manager.allocate(seq)"),
     "room without what was found": (ADMIT, "can_allocate(seq, cached, keep", "can_allocate(seq, [], keep"),
+    "one preempted in its prompt tells of its hits": (ADMIT, " and seq.request.metrics.num_preemptions == 0:", ":"),
     "a preempted one tells of its hits": (ADMIT, FIRST, "            if True:\n                seq.request.metrics"),
     "one seat too many": (ADMIT, "if len(self.running) >= self.config.max_num_seqs", "if len(self.running) > self.config.max_num_seqs"),
     "nobody joins unless all of it fits": (ADMIT, "or budget == 0:", "or budget < seq.num_tokens:"),
@@ -107,7 +112,7 @@ WRONG = {
     "newcomers are no prefills": (ADMIT, "budget))\n            output.num_prefills += 1\n", "budget))\n"),
     "newcomers before those that run": (ADMIT, "        self.schedule_decodes(output)\n        self.schedule_chunks(output)\n        if", "        self.admit(output)\n        self.schedule_decodes(output)\n        self.schedule_chunks(output)\n        if"),
     "chunks before decodes": (ADMIT, "        self.schedule_decodes(output)\n        self.schedule_chunks(output)\n        if", "        self.schedule_chunks(output)\n        self.schedule_decodes(output)\n        if"),
-    "newcomers after a preemption": (DECISIONS, "        if not output.preempted:\n            self.admit(output)\n", "        self.admit(output)\n"),
+    "newcomers after a preemption": (ADMIT, "        if not output.preempted:\n            self.admit(output)\n", "        self.admit(output)\n"),
     "no chunks": (ADMIT, "        self.schedule_chunks(output)\n        if", "        if"),
 }  # fmt: skip
 """For each mistake: the first check that fails, and what is replaced by what."""
@@ -138,6 +143,7 @@ RIGHT = {
         "        for seq in list(self.running):\n            if seq in self.running and seq.num_uncomputed_tokens == 1 and self.make_room_for(seq, output):\n"
         "                self.block_manager.append_slots(seq)\n                self.add(output, seq, 1)\n",
     ),
+    "a helper with a common name": ("            if len(self.running) >= self.config.max_num_seqs or budget == 0:\n                break\n", "            if not self.may_join(seq, budget):\n                break\n", "    def admit(self, output):", "    def may_join(self, seq, budget=1):\n        return len(self.running) < self.config.max_num_seqs and budget > 0\n\n    def admit(self, output):"),
     "tokens counted by hand": ("self.add(output, seq, min(seq.num_uncomputed_tokens, budget))\n            output", "self.add(output, seq, min(seq.num_tokens - len(cached) * self.block_manager.block_size, budget))\n            output"),
 }  # fmt: skip
 
@@ -171,8 +177,10 @@ def test_a_wrong_solution_fails_where_it_is_wrong_and_hears_why(name):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_another_right_answer_passes(name):
-    old, new = RIGHT[name]
-    outcome = run_cells(edited(CELLS, old, new))
+    edits, cells = RIGHT[name], CELLS
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
+        cells = edited(cells, old, new)
+    outcome = run_cells(cells)
     assert outcome.failed == [] and outcome.broken == {}
 
 

@@ -10,7 +10,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
 from minivllm.course.lessons.lesson_07.engine import describe_steps
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.lessons.lesson_07.situations import expect
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def make_engine(
     return make_simulated_engine(
         scheduler=scheduler_cls, block_space_manager_cls=manager_cls, max_model_len=100, block_size=4, num_gpu_blocks=25 if tight else rng.randint(25, 32),
         watermark=0.1 if tight else rng.choice((0.0, 0.1)), enable_prefix_caching=True, enable_chunked_prefill=True, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget or rng.choice((max_num_seqs + 1, max_num_seqs + 6, 20, 80)),
+        max_num_batched_tokens=budget or rng.choice((max_num_seqs, max_num_seqs + 1, max_num_seqs + 6, 20, 80)),
     )  # fmt: skip
 
 
@@ -73,6 +73,10 @@ class Chats:
         self.number += 1
 
 
+_DECISIONS = {name: value for name, value in vars(Scheduler).items() if not name.startswith("__")}
+"""The package's methods, which play the past whatever a learner's are called."""
+
+
 def _is_telling(scheduler: Any, kind: int) -> bool:
     """Whether a situation is one of a kind that needs care."""
     running, waiting = scheduler.running, list(scheduler.waiting)
@@ -83,6 +87,8 @@ def _is_telling(scheduler: Any, kind: int) -> bool:
         return bool(waiting) and sum(len(seq.token_ids) % 4 == 1 for seq in running) > manager.get_num_free_gpu_blocks()
     if kind == 2:  # one that was preempted waits
         return any(seq.request.metrics.num_preemptions for seq in waiting)
+    if kind == 6:  # one that was preempted in the middle of its prompt waits
+        return any(seq.request.metrics.num_preemptions and not seq.num_output_tokens for seq in waiting)
     if kind == 3:  # nobody runs
         return not running
     seats = scheduler.config.max_num_seqs - len(running)  # there is room for two newcomers at once
@@ -92,11 +98,11 @@ def _is_telling(scheduler: Any, kind: int) -> bool:
 def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
     """A learner's scheduler and the reference in the same situation: the package's decisions have brought both there."""
     rng = random.Random(seed)
-    shape, kind = rng.random(), rng.randrange(6)
+    shape, kind = rng.random(), rng.randrange(7)
     engines = []
     for base in (_Reference, cls):
-        past = type("Past", (base,), {"schedule": Scheduler.schedule})
-        engines.append(make_engine(past, BlockSpaceManager, random.Random(shape), 80 if kind > 3 else None, kind == 3))
+        past = type("Past", (base,), _DECISIONS)
+        engines.append(make_engine(past, BlockSpaceManager, random.Random(shape), 80 if kind in (4, 5) else None, kind == 3))
     chats = Chats(rng)
     for number in range(80):
         if rng.random() < 0.3 and chats.number < 40:
@@ -110,6 +116,7 @@ def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
     for _ in range(rng.randint(0, 3)):
         chats.add_to(engines)
     theirs, mine = (engine.scheduler for engine in engines)
+    theirs.__class__, mine.__class__ = _Reference, cls
     return theirs, mine
 
 
@@ -119,12 +126,14 @@ def describe(scheduler: Any) -> str:
     running = ", ".join(
         f"{seq.request.request_id} ({seq.num_tokens} tokens, {seq.num_uncomputed_tokens} to compute)" for seq in scheduler.running
     )
+    first = list(scheduler.waiting)[:3]
+    more = f" and {len(scheduler.waiting) - 3} more" if len(scheduler.waiting) > 3 else ""
     waiting = ", ".join(
         f"{seq.request.request_id} ({seq.num_tokens} tokens, {len(manager.find_cached_blocks(seq)) * manager.block_size} of them in the cache)"
-        for seq in scheduler.waiting
+        for seq in first
     )
     return (
-        f"running: {running or 'nobody'}; waiting: {waiting or 'nobody'}. max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}; "
+        f"running: {running or 'nobody'}; waiting: {waiting or 'nobody'}{more}. max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}; "
         f"{manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} blocks are free, watermark {manager.watermark_blocks}."
     )
 
@@ -151,7 +160,7 @@ def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
 
 
 _LOOK = {
-    "tokens to compute": "who computes how many tokens: num_uncomputed_tokens, what was found in the cache, and what is left of the budget",
+    "tokens to compute": "who computes how many tokens: num_uncomputed_tokens, what was found in the cache, and what is left of the budget (output.num_batched_tokens says how much is given away)",
     "order of the batch": "the order in which sequences are added",
     "preempted": "make_room_for: for whom it is called, and in which order",
     "num_prefills": "who counts as a prefill: each prompt, or chunk of one",
@@ -190,7 +199,12 @@ def check_admit(cls: Any) -> None:
     """Newcomers, and the whole step, in random situations."""
     for number in range(3 * _ROUNDS):
         theirs, mine = make_twins(cls, f"admit {number}")
-        said = describe(theirs)
+        said = ""
+        if number % 3 == 0 and theirs.running:
+            _try_in_vain(theirs)
+            _try_in_vain(mine)
+            said = " admit was called once before, when no block could be had; since then all free blocks were handed out to others and came back."
+        said = describe(theirs) + said
         outputs = SchedulerOutput(), SchedulerOutput()
         limit = theirs.config.max_num_batched_tokens
         for output in outputs:  # as if others had taken a part of the budget
@@ -203,10 +217,50 @@ def check_admit(cls: Any) -> None:
         theirs, mine = make_twins(cls, f"schedule {number}")
         said = f"schedule(). Before: {describe(theirs)}"
         outputs = Scheduler.schedule(theirs), cls.schedule(mine)
-        assert isinstance(outputs[1], SchedulerOutput), (
-            f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns."
-        )
+        if not isinstance(outputs[1], SchedulerOutput):
+            raise AssertionError(f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns.")
         compare(said, theirs, mine, outputs)
+    _check_nobody_joins_after_a_preemption(cls)
+
+
+def _try_in_vain(scheduler: Any) -> None:
+    """Have `admit` fail for lack of blocks, and then lose what the free blocks hold."""
+    manager = scheduler.block_manager
+    pool, watermark = manager.gpu_allocator, manager.watermark_blocks
+    manager.watermark_blocks = 10**6
+    scheduler.admit(SchedulerOutput())
+    manager.watermark_blocks = watermark
+    held = [pool.allocate() for _ in range(pool.num_free)]
+    for block in held:
+        pool.release(block)
+
+
+def _check_nobody_joins_after_a_preemption(cls: Any) -> None:
+    def preempt(self: Any, output: SchedulerOutput) -> None:
+        output.preempted.append(None)  # type: ignore[arg-type]
+
+    made_up = type(cls.__name__, (cls,), {"schedule_decodes": preempt})
+    for number in range(_ROUNDS):
+        _, mine = make_twins(made_up, f"after {number}")
+        before = [seq.request.request_id for seq in mine.waiting]
+        said = f"A step in which schedule_decodes has preempted somebody. Before: {describe(mine)}"
+        made_up.schedule(mine)
+        after = [seq.request.request_id for seq in mine.waiting]
+        expect(
+            said, "waiting", before, after, "when admit is called: not in a step that has preempted somebody (output.preempted)"
+        )
+
+
+def _step(engine: LLMEngine) -> None:
+    try:
+        engine.step()
+    except NotImplementedError:
+        raise
+    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
+        running, waiting = (len(getattr(engine.scheduler, name)) for name in ("running", "waiting"))
+        raise AssertionError(
+            f"A workload of chats; {running} run, {waiting} wait.\nExpected: a step\nGot: {error!r}\nLook at what each waits for, and at what the methods return."
+        ) from error
 
 
 def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
@@ -220,11 +274,11 @@ def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
         if rng.random() < 0.1:
             engine.abort_request(f"{rng.randrange(chats.number)}")
         for _ in range(rng.randint(0, 8)):
-            engine.step()
+            _step(engine)
     for _ in range(5000):
         if not engine.has_unfinished_requests():
             return trace
-        engine.step()
+        _step(engine)
     raise AssertionError(
         f"Forty requests.\nExpected unfinished requests after 5,000 further steps: 0\nGot: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, budget, or blocks."
     )

@@ -35,16 +35,9 @@ def make_texts(rng: random.Random, block_size: int) -> list[Text]:
         (tokens, None)
         for tokens in (base, changed, later, swapped, longer, repeated, joined, other, large, larger, reversed_first)
     ]
-    texts += [
-        (base, "a"),
-        (base, "b"),
-        (changed, "a"),
-        (longer, "a"),
-        (base, "None"),
-        (base[:size], None),
-        (base[: size - 1], None),
-        ([], "a"),
-    ]
+    texts += [(base, salt) for salt in ("a", "b", "ab", "ba", "None", "é", "a" * 40, "a" * 40 + "b")]
+    texts += [(base[size:], str(base[:size])), (base[size:], repr((None, base[:size]))), (base[size:], repr(base[:size]))]
+    texts += [(changed, "a"), (longer, "a"), (base[:size], None), (base[: size - 1], None), ([], "a")]
     return texts
 
 
@@ -62,6 +55,12 @@ def check_hash_blocks(hash_blocks: Any) -> None:
             assert isinstance(got, list | tuple), f"{said}\nExpected: a list\nGot: {got!r}\nLook at what is returned."
             expect(said, "hashes", len(tokens) // size, len(got), "which blocks are full: tokens that fill no block have no hash")
             for i, block_hash in enumerate(got):
+                try:
+                    hash(block_hash)
+                except TypeError:
+                    raise AssertionError(
+                        f"{said}\nExpected: hashes that can be keys of a dict\nGot: {block_hash!r:.100}\nLook at what a hash is made of: bytes, a string or a number will do."
+                    ) from None
                 key = (salt, tuple(tokens[: (i + 1) * size]))
                 first = seen.setdefault(key, block_hash)
                 look = "where chance, or anything but salt and tokens, comes in"
@@ -106,7 +105,7 @@ def run_pool(pool: Any, rng: random.Random, num_blocks: int) -> list[tuple[str, 
     held: list[int] = []
     history = []
     for _ in range(rng.randint(5, 40)):
-        kind = rng.choice(("allocate", "allocate", "share", "release", "release", "cache", "cache", "find"))
+        kind = rng.choice(("allocate", "allocate", "share", "release", "release", "cache", "cache", "find", "forget"))
         name = rng.choice(_HASHES)
         returned: Any = None
         if kind == "allocate":
@@ -124,6 +123,10 @@ def run_pool(pool: Any, rng: random.Random, num_blocks: int) -> list[tuple[str, 
             block = rng.choice(candidates)
             call, returned = f"share({block})", pool.share(block)
             held.append(block)
+        elif kind == "forget":
+            if rng.random() < 0.7:
+                continue
+            call, returned = "forget_all()", pool.forget_all()
         elif kind == "release" and held:
             block = held.pop(rng.randrange(len(held)))
             call, returned = f"release({block})", pool.release(block)
@@ -132,7 +135,7 @@ def run_pool(pool: Any, rng: random.Random, num_blocks: int) -> list[tuple[str, 
             call, returned = f"cache({block}, {name!r})", pool.cache(block, name)
         else:
             call, returned = f"find({name!r})", pool.find(name)
-        history.append((call, returned if call[0] in "af" else None, state_of(pool, num_blocks)))
+        history.append((call, returned if call.startswith(("allocate", "find")) else None, state_of(pool, num_blocks)))
     return history
 
 
@@ -141,12 +144,14 @@ def state_of(pool: Any, num_blocks: int) -> dict[str, Any]:
     return {
         "reference counts": [int(pool.ref_counts[block]) for block in range(num_blocks)],
         "num_free": int(pool.num_free),
+        "blocks with contents": sorted(pool.get_cached_blocks()),
         "free blocks, in order": [int(block) for block in pool.get_free_blocks()],
         "what is found": {name: pool.find(name) for name in _HASHES if pool.find(name) is not None},
     }
 
 
 _LOOK = {
+    "blocks with contents": "hash_of and block_of, which must agree",
     "reference counts": "who is counted",
     "num_free": "when a block is free, and when it is no longer",
     "free blocks, in order": "the order: the one that has been free the longest goes first, one that was just freed goes to the end",
@@ -163,10 +168,10 @@ def check_pool(cls: Any) -> None:
         mine: list[Any] = []
         try:
             mine = run_pool(pool, random.Random(f"pool {seed}"), num_blocks)
-        except (IndexError, KeyError, ValueError) as error:
+        except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             calls = ", ".join(call for call, _, _ in theirs[:12])
             raise AssertionError(
-                f"A pool of {num_blocks} blocks. Calls like {calls} …\nExpected: no error\nGot: {error!r}\nLook at blocks that are free, or hold nothing, when a method is called."
+                f"A pool of {num_blocks} blocks. Calls like {calls} …\nExpected: no error, but for an IndexError of allocate() when no block is free\nGot: {error!r}\nLook at blocks that are free, or hold nothing, when a method is called."
             ) from error
         for number, ((call, expected, state), (_, got, my_state)) in enumerate(zip(theirs, mine, strict=True)):
             before = ", ".join(call for call, _, _ in theirs[:number]) or "nothing"

@@ -83,13 +83,13 @@ def check_chat(llm: LLM) -> list[str]:
 
 
 def check_spike(llm: LLM) -> list[str]:
-    """With the learner's scheduler no step is over its budget, everybody who writes gets a token in each, and texts are as without chunks.
+    """With the learner's scheduler no step is over its budget, and texts are as without chunks.
 
     Args:
         llm: An `LLM` with the learner's scheduler and chunked prefill.
 
     Returns:
-        Lines that say how long a token was waited for.
+        Lines that say how long the longest step took.
     """
     core: Any = llm.llm_engine.core
     config, mine = core.scheduler_config, type(core.scheduler)

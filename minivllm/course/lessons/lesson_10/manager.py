@@ -52,6 +52,12 @@ class Scene:
                 blocks.append(self.known[i])
         return blocks
 
+    def has_room(self) -> bool:
+        """Whether there are enough free blocks for the sequence, without a watermark."""
+        pool, found = self.manager.gpu_allocator, self.matched()
+        num_new = -(-self.seq.num_tokens // self.manager.block_size) - len(found)
+        return bool(pool.num_free - num_new - sum(pool.ref_counts[block] == 0 for block in found) >= 0)
+
 
 def make_sequence(token_ids: list[int], number: int, num_outputs: int = 0) -> Sequence:
     """A sequence, some of whose tokens are output."""
@@ -111,7 +117,16 @@ def check_find_cached_blocks(cls: Any) -> None:
     for number in range(2 * _ROUNDS):
         scene = make_scene(cls, f"match {number}")
         said, before = scene.describe(), facts_of(scene.manager)
+        was = (list(scene.seq.token_ids), scene.seq.num_computed_tokens, scene.seq.request.metrics.num_cached_tokens)
         got = scene.manager.find_cached_blocks(scene.seq)
+        now = (list(scene.seq.token_ids), scene.seq.num_computed_tokens, scene.seq.request.metrics.num_cached_tokens)
+        expect(
+            said,
+            "tokens, num_computed_tokens and num_cached_tokens of the sequence afterwards",
+            was,
+            now,
+            "what changes the sequence: finding does not",
+        )
         assert isinstance(got, list | tuple), f"{said}\nExpected: a list of blocks\nGot: {got!r}\nLook at what is returned."
         look = "where it stops (at the first block that is not known, and before the block with the last token), and what counts (all tokens, output too)"
         expect(said, "find_cached_blocks", scene.matched(), list(got), look)
@@ -133,7 +148,9 @@ def check_can_allocate(cls: Any) -> None:
         taken = sum(pool.ref_counts[block] == 0 for block in found or [])
         needed = -(-seq.num_tokens // manager.block_size) - len(found or []) + taken
         expected = pool.num_free - needed >= (manager.watermark_blocks if keep else 0)
-        got = manager.can_allocate(seq, found, keep_watermark=keep)
+        given = None if found is None else list(found)
+        got = manager.can_allocate(seq, given, keep_watermark=keep)
+        expect(said, "the caller's list afterwards", found, given, "what changes cached_blocks: nothing may")
         look = f"what is needed: {needed} of the free blocks, {taken} of which are among those that were found"
         expect(said, "can_allocate", expected, bool(got), look)
         assert isinstance(got, bool) or hasattr(got, "dtype"), (
@@ -148,7 +165,7 @@ def check_allocate(cls: Any) -> None:
     for number in range(8 * _ROUNDS):
         scene = make_scene(cls, f"take {number}")
         manager, seq, found = scene.manager, scene.seq, scene.matched()
-        if not manager.can_allocate(seq, found, keep_watermark=False):
+        if not scene.has_room():
             continue
         count += 1
         pool = manager.gpu_allocator
@@ -263,7 +280,7 @@ def observe_take(cls: Any, rng: random.Random) -> list[Any]:
     facts: list[Any] = []
     for _ in range(60):
         scene = make_scene(cls, str(rng.random()))
-        if scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=False):
+        if scene.has_room():
             scene.manager.allocate(scene.seq, scene.matched())
             seen = facts_of(scene.manager)
             facts.append(
