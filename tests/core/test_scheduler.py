@@ -336,7 +336,7 @@ class IdleScheduler(Scheduler):
 def test_a_scheduler_that_schedules_nothing_is_named_instead_of_running_for_ever():
     engine, _ = shadow_engine(10, scheduler_cls=IdleScheduler)
     engine.add_request("a", [1], SamplingParams())
-    with pytest.raises(RuntimeError, match="IdleScheduler scheduled nothing, though 1 requests are unfinished"):
+    with pytest.raises(RuntimeError, match="IdleScheduler scheduled nothing, though 1 request is unfinished"):
         engine.step()
 
 
