@@ -12,7 +12,6 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticBatchScheduler, "continuous": Scheduler}
 
@@ -49,9 +48,7 @@ def run_offline(
     arrival = engine.clock()
     try:
         for i, request in enumerate(requests):
-            params = SamplingParams(
-                temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-            )
+            params = request.sampling_params()
             engine.add_request(f"{i}", request.prompt_token_ids, params, arrival_time=arrival)
         with tqdm(
             total=len(requests), desc=f"{name}, {scheduler}", unit="request", disable=not use_tqdm, dynamic_ncols=True

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from minivllm.bench.workloads import WorkloadRequest
+from minivllm.bench.workloads import WorkloadRequest, consecutive_tokens
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 
@@ -112,7 +112,6 @@ def replay_trace(
     for arrival_time, prompt_len, output_len in chosen:
         prompt_len = min(max(1, round(prompt_len * length)), max_len // 2)
         output_len = min(max(1, round(output_len * length)), max_len - prompt_len)
-        start = rng.randrange(vocab_size)
-        prompt = [(start + i) % vocab_size for i in range(prompt_len)]
+        prompt = consecutive_tokens(rng.randrange(vocab_size), prompt_len, vocab_size)
         requests.append(WorkloadRequest(prompt, output_len, (arrival_time - first) * stretch))
     return requests

@@ -22,7 +22,6 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
 from minivllm.outputs import RequestOutput
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 def make_simulated_engine(
@@ -168,9 +167,7 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
             f"num_gpu_blocks, or make requests shorter."
         )
     try:
-        params = SamplingParams(
-            temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = request.sampling_params()
         engine.add_request(str(number), request.prompt_token_ids, params, arrival_time=arrival_time)
     except RequestError as error:
         raise ConfigError(f"Request {number} cannot be served. {error}") from None

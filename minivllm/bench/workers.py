@@ -22,7 +22,7 @@ from minivllm.engine.core_handle import CoreProcess
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.sampling_params import RequestOutputKind
 
 
 class Workers:
@@ -114,7 +114,7 @@ class Workers:
 
 def _answer(engine: LLMEngine, request: WorkloadRequest) -> list[float]:
     """Have one request answered; when each of its tokens came."""
-    params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = request.sampling_params(RequestOutputKind.DELTA)
     engine.add_request("the only one", request.prompt_token_ids, params)
     times: list[float] = []
     try:

@@ -14,6 +14,7 @@ import msgspec
 
 from minivllm.config import check_at_least, check_choice
 from minivllm.errors import ConfigError
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 DISTRIBUTIONS = ("uniform", "longtail")
 ARRIVALS = ("poisson", "bursts", "at-once")
@@ -26,6 +27,10 @@ class WorkloadRequest:
     prompt_token_ids: list[int]
     output_len: int
     arrival_time: float = 0.0
+
+    def sampling_params(self, output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY) -> SamplingParams:
+        """Greedy, past end-of-sequence tokens, so that exactly `output_len` tokens come."""
+        return SamplingParams(temperature=0, max_tokens=self.output_len, ignore_eos=True, output_kind=output_kind)
 
 
 def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int = 0) -> Iterator[float]:
@@ -111,13 +116,14 @@ def generate_requests(
         prefix = [token_id % vocab_size for token_id in range(num_shared_prompt_tokens)]
         for time in itertools.islice(times, num_requests):
             prompt_len = min(length(mean_prompt_len), longest_prompt)
-            prompt = prefix + _consecutive(rng.randrange(vocab_size), prompt_len, vocab_size)
+            prompt = prefix + consecutive_tokens(rng.randrange(vocab_size), prompt_len, vocab_size)
             yield WorkloadRequest(prompt, min(length(mean_output_len), max_len - len(prompt)), time)
 
     return requests()
 
 
-def _consecutive(first: int, count: int, vocab_size: int) -> list[int]:
+def consecutive_tokens(first: int, count: int, vocab_size: int) -> list[int]:
+    """A prompt without a meaning: consecutive token ids from the first on."""
     return [(first + i) % vocab_size for i in range(count)]
 
 
@@ -149,7 +155,7 @@ def make_workload(
     requests = []
     for request, prompt_len, output_len in zip(drawn, prompt_lens, output_lens, strict=True):
         prompt_len = min(prompt_len, max_len // 2)
-        prompt = _consecutive(request.prompt_token_ids[0], prompt_len, vocab_size)
+        prompt = consecutive_tokens(request.prompt_token_ids[0], prompt_len, vocab_size)
         requests.append(WorkloadRequest(prompt, min(output_len, max_len - prompt_len)))
     return requests
 

@@ -13,7 +13,6 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace, SequenceKey
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.executor.simulated import VirtualClock
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ class TimedEngine:
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """Hand over a request; `arrival` is when its user sent it, which may have been a moment ago."""
-        params = SamplingParams(
-            temperature=0, max_tokens=request.output_len, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = request.sampling_params()
         self.engine.add_request(str(self._num_added), request.prompt_token_ids, params, arrival_time=arrival)
         self._num_added += 1
 

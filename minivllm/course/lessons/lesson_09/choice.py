@@ -13,7 +13,7 @@ from minivllm.bench.costs import DEFAULT_COSTS
 from minivllm.bench.production import load_conversation_trace
 from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.course.lessons.lesson_09.metrics import waits_of
+from minivllm.course.lessons.lesson_09.metrics import is_good
 from minivllm.course.lessons.timing import RequestTimes, request_times
 from minivllm.executor.simulated import CostModel
 
@@ -83,9 +83,7 @@ def _trace() -> list[Any]:
 
 def goodput_of(machine: Machine, records: Sequence[RequestTimes]) -> float:
     """Requests per second of a run that met both goals."""
-    good = 0
-    for ttft, gaps, latency in map(waits_of, records):
-        good += ttft <= machine.max_ttft and (not gaps or (latency - ttft) / len(gaps) <= machine.max_tpot)
+    good = sum(is_good(times, machine.max_ttft, machine.max_tpot) for times in records)
     return good / (max(times.tokens[-1] for times in records) - min(times.arrival for times in records))
 
 

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from minivllm.course.lessons.lesson_08.situations import expect
@@ -129,7 +130,6 @@ class MadeUpEngine:
 
     schedule: Schedule
     clock: float = field(init=False)
-    arrivals: dict[int, float] = field(default_factory=dict)
     added: list[tuple[int, float, float]] = field(default_factory=list)
     """Of each request: its number, the arrival that was given, and the clock when it was handed over."""
     left: list[int] = field(default_factory=list)
@@ -162,7 +162,7 @@ class MadeUpEngine:
     def add(self, request: Item, arrival: float) -> None:
         """As `TimedEngine.add`."""
         self._count()
-        if not isinstance(request, Item) or not isinstance(arrival, int | float):
+        if not isinstance(request, Item) or not isinstance(arrival, Real):
             said = f"{self.schedule.describe()}\nExpected: engine.add(request, arrival), with one of the requests and a number"
             raise AssertionError(f"{said}\nGot: engine.add({request!r}, {arrival!r})\nLook at the arguments of engine.add.")
         self.added.append((request.number, arrival, self.clock))
@@ -200,7 +200,7 @@ class MadeUpEngine:
         """As `TimedEngine.wait_until`."""
         self._count()
         said = self.schedule.describe()
-        if not isinstance(moment, int | float):
+        if not isinstance(moment, Real):
             raise AssertionError(
                 f"{said}\nExpected: wait_until(moment), with a number\nGot: wait_until({moment!r})\nLook at what is waited for."
             )
