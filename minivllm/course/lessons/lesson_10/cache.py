@@ -42,7 +42,8 @@ def make_texts(rng: random.Random, block_size: int) -> list[Text]:
 
 
 def check_hash_blocks(hash_blocks: Any) -> None:
-    """Equal if and only if the salt and all tokens up to the end of the block are equal; full blocks only; of constant size."""
+    """Equal if and only if the salt and all tokens up to the end of the block are equal; full blocks only; of constant size, and not of a few bits."""
+    longest = 0
     for seed in range(60):
         rng = random.Random(f"hash {seed}")
         size = rng.choice((1, 2, 3, 4, 16))
@@ -61,6 +62,7 @@ def check_hash_blocks(hash_blocks: Any) -> None:
                     raise AssertionError(
                         f"{said}\nExpected: hashes that can be keys of a dict\nGot: {block_hash!r:.100}\nLook at what a hash is made of: bytes, a string or a number will do."
                     ) from None
+                longest = max(longest, _num_bits(block_hash))
                 key = (salt, tuple(tokens[: (i + 1) * size]))
                 first = seen.setdefault(key, block_hash)
                 look = "where chance, or anything but salt and tokens, comes in"
@@ -73,11 +75,24 @@ def check_hash_blocks(hash_blocks: Any) -> None:
                     f"Blocks of {size} tokens.\nExpected: different hashes for the blocks that end {_show(one)} and {_show(two)}\nGot: the same hash\n"
                     "Look at what goes into a hash: the salt, the hash of the block before, and the block's tokens, each distinguishable from the next."
                 )
+    assert longest > 120, (
+        f"Hashes of a few thousand blocks.\nExpected: 128 bits or more\nGot: at most {longest} bits\n"
+        "Look at how the hash is made: of 64 bits, as of Python's own `hash`, an attacker can find two texts with the same; hashlib's are long enough."
+    )
     sizes = [len(repr(block_hash)) for block_hash in hash_blocks(list(range(100, 110)), 1)]
     assert max(sizes) < 1.5 * min(sizes) + 20, (
         f"hash_blocks of ten blocks.\nExpected: hashes of a constant size\nGot: from {min(sizes)} to {max(sizes)} characters\n"
         "Look at what is kept of the block before: its hash, not all of its tokens."
     )
+
+
+def _num_bits(block_hash: Any) -> int:
+    """How many bits a hash has; for numbers, up to the highest that is set."""
+    if isinstance(block_hash, int):
+        return block_hash.bit_length()
+    if isinstance(block_hash, bytes):
+        return 8 * len(block_hash)
+    return 6 * len(repr(block_hash).strip("'"))  # text, of at most 64 characters that differ
 
 
 def _show(key: tuple[Any, ...]) -> str:
