@@ -74,6 +74,7 @@ WRONG = {
     "the caller's list is used up": (ROOM, "num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)", "while cached_blocks:\n            num_needed += self.gpu_allocator.ref_counts[cached_blocks.pop()] == 0"),
     "the watermark is always kept": (ROOM, "(self.watermark_blocks if keep_watermark else 0)", "self.watermark_blocks"),
     "the watermark is never kept": (ROOM, "(self.watermark_blocks if keep_watermark else 0)", "0"),
+    "a block too few without the watermark": (ROOM, "if keep_watermark else 0)", "if keep_watermark else -1)"),
     "one more than the watermark": (ROOM, "num_needed >= (self", "num_needed > (self"),
     "new blocks before found ones are held": (TAKE, SHARE + NUM_CACHED + NEW, "        found = list(table)\n" + NUM_CACHED + NEW + "        for block in found:\n            self.gpu_allocator.share(block)\n"),
     "found blocks are nobody's": (TAKE, SHARE, ""),

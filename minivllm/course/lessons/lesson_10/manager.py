@@ -52,11 +52,19 @@ class Scene:
                 blocks.append(self.known[i])
         return blocks
 
-    def has_room(self) -> bool:
-        """Whether there are enough free blocks for the sequence, without a watermark."""
+    def num_blocks_left(self) -> int:
+        """How many blocks would be free if the sequence had its table; negative if there are too few."""
         pool, found = self.manager.gpu_allocator, self.matched()
         num_new = -(-self.seq.num_tokens // self.manager.block_size) - len(found)
-        return bool(pool.num_free - num_new - sum(pool.ref_counts[block] == 0 for block in found) >= 0)
+        return int(pool.num_free - num_new - sum(pool.ref_counts[block] == 0 for block in found))
+
+
+def make_tight_scene(cls: Any, seed: str) -> Scene:
+    """A scene whose sequence is so long that it just fits, or just does not."""
+    scene, rng = make_scene(cls, seed), random.Random(f"tight {seed}")
+    wanted = scene.num_blocks_left() - rng.choice((-1, -1, 0, 1))
+    scene.seq.token_ids += [rng.randrange(50, 99) for _ in range(wanted * scene.manager.block_size)]
+    return scene
 
 
 def make_sequence(token_ids: list[int], number: int, num_outputs: int = 0) -> Sequence:
@@ -136,18 +144,18 @@ def check_find_cached_blocks(cls: Any) -> None:
 def check_can_allocate(cls: Any) -> None:
     """Enough blocks for the rest, when found blocks that are free are taken too."""
     for number in range(3 * _ROUNDS):
-        scene = make_scene(cls, f"room {number}")
+        scene = (make_tight_scene if number % 2 else make_scene)(cls, f"room {number}")
         manager, seq = scene.manager, scene.seq
         found: list[int] | None = scene.matched()
-        if not found and number % 2:
+        if not found and number % 4 < 2:
             found = None
         keep = number % 3 != 0
         said = f"{scene.describe()} can_allocate(seq, {found}, keep_watermark={keep})."
         before = facts_of(manager)
         pool = manager.gpu_allocator
         taken = sum(pool.ref_counts[block] == 0 for block in found or [])
-        needed = -(-seq.num_tokens // manager.block_size) - len(found or []) + taken
-        expected = pool.num_free - needed >= (manager.watermark_blocks if keep else 0)
+        needed = pool.num_free - scene.num_blocks_left()
+        expected = scene.num_blocks_left() >= (manager.watermark_blocks if keep else 0)
         given = None if found is None else list(found)
         got = manager.can_allocate(seq, given, keep_watermark=keep)
         expect(said, "the caller's list afterwards", found, given, "what changes cached_blocks: nothing may")
@@ -165,7 +173,7 @@ def check_allocate(cls: Any) -> None:
     for number in range(8 * _ROUNDS):
         scene = make_scene(cls, f"take {number}")
         manager, seq, found = scene.manager, scene.seq, scene.matched()
-        if not scene.has_room():
+        if scene.num_blocks_left() < 0:
             continue
         count += 1
         pool = manager.gpu_allocator
@@ -270,7 +278,7 @@ def observe_room(cls: Any, rng: random.Random) -> list[Any]:
     """Whether there is room, in random caches."""
     facts = []
     for _ in range(400):
-        scene = make_scene(cls, str(rng.random()))
+        scene = rng.choice((make_scene, make_tight_scene))(cls, str(rng.random()))
         facts.append(bool(scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=rng.random() < 0.6)))
     return facts
 
@@ -280,7 +288,7 @@ def observe_take(cls: Any, rng: random.Random) -> list[Any]:
     facts: list[Any] = []
     for _ in range(60):
         scene = make_scene(cls, str(rng.random()))
-        if scene.has_room():
+        if scene.num_blocks_left() >= 0:
             scene.manager.allocate(scene.seq, scene.matched())
             seen = facts_of(scene.manager)
             facts.append(
