@@ -16,7 +16,7 @@ MEMBER = float("-inf")
 
 
 class StaticBatchScheduler(Scheduler):
-    """No sequence joins a running batch, and no slot is reused until its slowest member has finished."""
+    """No sequence joins a running batch: the next one is formed when its slowest member has finished."""
 
     def schedule(self) -> SchedulerOutput:
         """Form a new batch when the last one is done, then schedule as usual."""
@@ -27,9 +27,9 @@ class StaticBatchScheduler(Scheduler):
 
     def _form_batch(self) -> None:
         """Make as many sequences members as fit, from the head of the queue. They stay members when preempted."""
-        num_slots, members = self.config.max_num_seqs, []
-        while (seq := self.waiting.first()) is not None and 1 + seq.num_unforked_siblings <= num_slots:
-            num_slots -= 1 + seq.num_unforked_siblings
+        num_seats, members = self.config.max_num_seqs, []
+        while (seq := self.waiting.first()) is not None and 1 + seq.num_unforked_siblings <= num_seats:
+            num_seats -= 1 + seq.num_unforked_siblings
             members.append(self.waiting.pop())
         for seq in members:
             seq.order = (MEMBER, *seq.order)

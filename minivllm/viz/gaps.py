@@ -36,5 +36,5 @@ def draw_gaps(traces: Mapping[str, EngineTrace], *, leave_out: tuple[str, ...] =
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].set_ylim(bottom=0)
     all_axes[0].set_xlim(left=0)
-    all_axes[-1].set_xlabel("time (s); each line is a token that came", fontsize=9)
+    all_axes[-1].set_xlabel("time (s); each line is a step in which tokens came", fontsize=9)
     return figure

@@ -23,7 +23,7 @@ from minivllm.course.lessons.timing import RequestTimes, request_times, timed
 
 CELLS = read_cells("09")
 PERCENTILE, LATENCIES = "a percentile is one of the values", "a user's time starts with the click"
-SUMMARIZE, GOODPUT = "rates are of the whole run, and the warm-up is no part of it", "who misses a goal does not count"
+SUMMARIZE, GOODPUT = "rates are of the whole run, and the warm-up is no part of it", "a request that misses a goal does not count"
 UTILISATION, IN_SYSTEM = "padding is no work, and idle time is no step", "the average is over time, not over requests"
 POISSON, DRIVE = "arrivals that know nothing of each other", "requests come at their times, whatever the engine does"
 STATIC, DECISIONS = "a batch is filled, and nobody joins it", "the same decisions as the package's static batcher"
@@ -112,6 +112,7 @@ WRONG = {
     "all who wait": (STATIC, "list(self.waiting)[: self.config.max_num_seqs]", "list(self.waiting)"),
     "whoever is preempted is no member": (DECISIONS, FORM, "        if not self.running:\n            self.batch = list(self.waiting)[: self.config.max_num_seqs]\n"),
     "the highest throughput": (CHOOSE, "results.append(goodput(records, seconds, max_ttft, max_tpot))", "results.append(len(records) / seconds)"),
+    "requests, not requests a second": (CHOOSE, "goodput(records, seconds, max_ttft, max_tpot))", "goodput(records, 1, max_ttft, max_tpot))"),
     "the first token alone": (CHOOSE, "goodput(records, seconds, max_ttft, max_tpot))", "goodput(records, seconds, max_ttft, math.inf))"),
     "the largest": (CHOOSE, "    return max(candidates, key=mean_goodput)", "    return [mean_goodput(value) for value in candidates] and max(candidates)"),
     "the lowest goodput": (CHOOSE, "return max(candidates, key=mean_goodput)", "return min(candidates, key=mean_goodput)"),

@@ -46,6 +46,7 @@ MACHINES = (
     Machine("a laptop", DEFAULT_COSTS, 8.6, 0.6, 0.050, (2, 4, 8, 16)),
     Machine("a large GPU", CostModel(fixed=0.005, per_prefill_step=0.001, per_prefill_token=4e-5, per_decode_seq=5e-4), 80, 0.3, 0.022, (8, 16, 32, 64)),
     Machine("a device that slows down with every sequence", CostModel(fixed=0.012, per_prefill_step=0.002, per_prefill_token=3e-4, per_decode_seq=0.003), 12, 0.4, 0.055, (4, 8, 16, 32)),
+    Machine("a laptop whose users all come at once, and have time", DEFAULT_COSTS, 60, 60, 0.12, (4, 8, 16, 32)),
 )  # fmt: skip
 
 

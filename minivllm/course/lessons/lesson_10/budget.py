@@ -129,7 +129,8 @@ def describe(scheduler: Any) -> str:
     first = list(scheduler.waiting)[:3]
     more = f" and {len(scheduler.waiting) - 3} more" if len(scheduler.waiting) > 3 else ""
     waiting = ", ".join(
-        f"{seq.request.request_id} ({seq.num_tokens} tokens, {len(manager.find_cached_blocks(seq)) * manager.block_size} of them in the cache)"
+        f"{seq.request.request_id} ({seq.num_tokens} tokens, {len(manager.find_cached_blocks(seq)) * manager.block_size} of them in the cache"
+        f"{', preempted before' if seq.request.metrics.num_preemptions else ''})"
         for seq in first
     )
     return (

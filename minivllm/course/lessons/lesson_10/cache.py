@@ -77,7 +77,7 @@ def check_hash_blocks(hash_blocks: Any) -> None:
                 )
     assert longest > 120, (
         f"Hashes of a few thousand blocks.\nExpected: 128 bits or more\nGot: at most {longest} bits\n"
-        "Look at how the hash is made: of 64 bits, as of Python's own `hash`, an attacker can find two texts with the same; hashlib's are long enough."
+        "Look at how the hash is made: hashlib's are long enough if they are kept whole; with 64 bits, as Python's own `hash` has, an attacker can find two texts with the same."
     )
     sizes = [len(repr(block_hash)) for block_hash in hash_blocks(list(range(100, 110)), 1)]
     assert max(sizes) < 1.5 * min(sizes) + 20, (
