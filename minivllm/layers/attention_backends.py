@@ -73,7 +73,8 @@ class CPUAttentionBackend(AttentionBackend):
         output = torch.zeros_like(query)
         for i in (i for i, long in enumerate(is_long) if long):
             start, end = starts[i : i + 2]
-            keys, values = key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)
+            # As the cache has them, which may be in fewer bits.
+            keys, values = (new[start:end].to(kv_cache[0].dtype).to(new.dtype).transpose(0, 1) for new in (key, value))
             output[start:end] = reference.causal_attention(query[start:end], keys, values, self.scale)
         others = [i for i, long in enumerate(is_long) if not long]
         if others:

@@ -30,15 +30,17 @@ class LinearMethod(ABC):
 
     Attributes:
         packed: The weight in the form that compiled blocks read (`layers.compiled`), if the method has it.
+        dtype: Of the parameters; None is torch's default.
     """
 
     packed: Any = None
+    dtype: torch.dtype | None = None
 
     def create_weights(self, layer: Linear) -> None:
         """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
         out_features = sum(layer.out_features)
-        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features), requires_grad=False)
-        layer.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if layer.has_bias else None
+        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features, dtype=self.dtype), requires_grad=False)
+        layer.bias = nn.Parameter(torch.empty(out_features, dtype=self.dtype), requires_grad=False) if layer.has_bias else None
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Linear) -> None:
@@ -115,11 +117,12 @@ class PackedLinearMethod(LinearMethod):
 
     Args:
         packed_linear: The product.
-        packed_weight: `PackedWeight` or `PackedInt8Weight` of `kernels.cpu`, which cannot be imported where Numba is missing.
+        packed_weight: `PackedWeight`, `PackedBfloat16Weight` or `PackedInt8Weight` of `kernels.cpu`, which cannot be imported
+            where Numba is missing.
     """
 
-    def __init__(self, packed_linear: Callable[..., Tensor], packed_weight: type) -> None:
-        self.packed_linear, self.packed_weight = packed_linear, packed_weight
+    def __init__(self, packed_linear: Callable[..., Tensor], packed_weight: Any) -> None:
+        self.packed_linear, self.packed_weight, self.dtype = packed_linear, packed_weight, packed_weight.dtype
 
     def process_weights_after_loading(self, layer: Linear) -> None:
         self.packed = self.packed_weight(*take_weights(layer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -21,12 +22,15 @@ class Platform:
     """Chooses operations, linear methods and the attention backend, once, before any layer is made.
 
     Args:
-        device, dtype: Where the model lies, and in what.
+        device, dtype: Where the model lies, and in what; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None, "int8" or "int4".
         low_memory: Leave weights that are not quantized as they are loaded, instead of packing them.
 
     Attributes:
+        dtype: Of the KV cache, and of the weights unless they are quantized.
+        activation_dtype: Of what flows between the layers. On a CPU it is float32 also where `dtype` is bfloat16: memory is what limits
+            there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
         max_compiled_rows: The largest batch for which halves of layers can be compiled.
 
@@ -55,13 +59,20 @@ class Platform:
             check_quantization(quantization, device, dtype, getattr(self.kernels, "HAS_INT8_DOT", False))
         self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
-        self._packs = hasattr(self.kernels, "packed_linear") and dtype == torch.float32 and not low_memory
+        self._packed_weight: Any = None
+        if hasattr(self.kernels, "packed_linear") and not low_memory:
+            if dtype == torch.float32:
+                self._packed_weight = self.kernels.PackedWeight
+            elif dtype == torch.bfloat16 and is_compiled(self.attention_backend):  # other backends want all in one dtype
+                self._packed_weight = self.kernels.PackedBfloat16Weight
+        self.activation_dtype = dtype if self._packed_weight is None else torch.float32
 
     def get_linear_method(self, layer: Linear) -> LinearMethod:
         """How to compute a linear layer."""
         kernels = self.kernels
         if self.quantization is None:
-            return PackedLinearMethod(kernels.packed_linear, kernels.PackedWeight) if self._packs else UnquantizedLinearMethod()
+            packed_weight = self._packed_weight
+            return UnquantizedLinearMethod() if packed_weight is None else PackedLinearMethod(kernels.packed_linear, packed_weight)
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         if self.quantization == "int4" and Int4LinearMethod.supports(layer) and not isinstance(layer, LMHead):
             return Int4LinearMethod()

@@ -14,6 +14,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
+from minivllm.layers.embedding import Embedding
 from minivllm.layers.linear import Linear, LMHead
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
@@ -108,7 +109,7 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, hidden_size, platform)
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.embedding import Embedding
 from minivllm.layers.linear import Linear, LMHead
 from minivllm.layers.platform import Platform
 from minivllm.models.base import CausalLM
@@ -58,8 +59,8 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
         hidden_size = config.hf_config["hidden_size"]
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
-        self.embed_positions = nn.Embedding(config.hf_config["max_position_embeddings"] + POSITION_OFFSET, hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, hidden_size, platform)
+        self.embed_positions = Embedding(config.hf_config["max_position_embeddings"] + POSITION_OFFSET, hidden_size, platform)
         self.layers = nn.ModuleList(OPTDecoderLayer(config, platform) for _ in range(config.num_layers))
         self.final_layer_norm = nn.LayerNorm(hidden_size)
 

@@ -30,7 +30,7 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
     default_dtype = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(platform.dtype)
+        torch.set_default_dtype(platform.activation_dtype)
         with torch.device(platform.device):
             model = model_cls(config, platform)
     except ModelLoadError:

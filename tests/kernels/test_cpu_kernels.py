@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +37,11 @@ def random(shape, seed, dtype=torch.float32, strided=False):
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
+KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
+"""How a weight is packed, by the dtype that its numbers and those of `x` are rounded to."""
+
+
+@pytest.mark.parametrize("dtype", KINDS)
 @given(
     rows=ROWS,
     in_features=st.sampled_from([1, 3, 16, 64, 100, 576]),
@@ -40,19 +50,21 @@ def random(shape, seed, dtype=torch.float32, strided=False):
     strided=st.booleans(),
     seed=SEEDS,
 )
-def test_packed_linear(rows, in_features, out_features, bias, strided, seed):
+def test_packed_linear(dtype, rows, in_features, out_features, bias, strided, seed):
     x, weight = random((rows, in_features), seed, strided=strided), random((out_features, in_features), seed + 1)
     b = random((out_features,), seed + 2) if bias else None
-    product = cpu.packed_linear(cpu.PackedWeight(weight, b), x)
+    product = cpu.packed_linear(KINDS[dtype](weight, b), x)
     assert product.dtype == torch.float32
-    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    size = F.linear(x.double().abs(), weight.double().abs())  # of what is summed: terms may cancel
+    x, weight = (numbers.to(dtype).double() for numbers in (x, weight))
+    expected = F.linear(x, weight, None if b is None else b.double())
+    size = F.linear(x.abs(), weight.abs())  # of what is summed: terms may cancel
     assert ((product - expected).abs() <= 1e-6 * size + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", KINDS)
 @given(rows=ROWS.filter(bool), seed=SEEDS)
-def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(rows, seed):
-    weight = cpu.PackedWeight(random((100, 200), seed), random((100,), seed + 1))
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(dtype, rows, seed):
+    weight = KINDS[dtype](random((100, 200), seed), random((100,), seed + 1))
     x = random((rows, 200), seed + 2)
     together = cpu.packed_linear(weight, x)
     assert all(torch.equal(cpu.packed_linear(weight, x[i : i + 1])[0], together[i]) for i in range(rows))
@@ -90,10 +102,40 @@ def test_torchs_default_dtype_does_not_matter(dtype):
         torch.set_default_dtype(torch.float32)
 
 
-def test_nan_stays_in_its_row():
+@given(
+    bits=st.integers(0, 2**32 - 1)
+    | st.sampled_from([0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 0x00000001, 0x80000000])
+)
+def test_inputs_are_rounded_to_bfloat16_as_torch_does(bits):
+    """Ties, what rounds up to infinity, subnormals, infinities and NaN."""
+    x = torch.tensor([[bits]], dtype=torch.uint32).view(torch.float32)
+    product = cpu.packed_linear(cpu.PackedBfloat16Weight(torch.ones(1, 1)), x)
+    assert torch.equal(product, x.bfloat16().float()) or bool(product.isnan() & x.isnan())
+
+
+def test_a_bfloat16_weight_is_packed_as_it_is():
+    weight, x = random((48, 64), 0), random((3, 64), 1)
+    packed = cpu.PackedBfloat16Weight(weight.bfloat16(), random((48,), 2).bfloat16())
+    assert packed.panels.nbytes == 2 * weight.numel()
+    assert torch.equal(
+        cpu.packed_linear(packed, x),
+        cpu.packed_linear(cpu.PackedBfloat16Weight(weight.bfloat16().float(), random((48,), 2).bfloat16().float()), x),
+    )
+
+
+@pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16", "-avx512vnni"])
+def test_linear_layers_on_other_processors(changes):
+    """As far as this processor has their instructions: `kernels.cpu.features`."""
+    script = Path(__file__).parents[1] / "support" / "linear_paths.py"
+    environment = {**os.environ, "MINIVLLM_CPU_FEATURES": changes}
+    subprocess.run([sys.executable, str(script)], env=environment, check=True)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_nan_stays_in_its_row(dtype):
     x = random((14, 64), 0)
     x[5, 3] = float("nan")
-    product = cpu.packed_linear(cpu.PackedWeight(random((40, 64), 1)), x)
+    product = cpu.packed_linear(KINDS[dtype](random((40, 64), 1)), x)
     assert product[5].isnan().all()
     assert not torch.cat((product[:5], product[6:])).isnan().any()
 
@@ -111,6 +153,8 @@ def test_packed_linear_refuses():
     for wrong in (torch.zeros(4, 8).double(), torch.zeros(4), torch.zeros(4, 8, device="meta")):
         with pytest.raises(KernelError, match="cannot be packed: only float32 matrices on the CPU can"):
             cpu.PackedWeight(wrong)
+        with pytest.raises(KernelError, match="cannot be packed: only bfloat16 and float32 matrices on the CPU can"):
+            cpu.PackedBfloat16Weight(wrong)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,9 @@ def test_which_layer_is_computed_how():
     assert method("int4", out_features=20) is int8, "20 outputs are no multiple of 16"
     assert method(None) is PackedLinearMethod
     assert method(None, low_memory=True) is UnquantizedLinearMethod
-    assert method(None, dtype=torch.bfloat16) is UnquantizedLinearMethod, "packed weights are float32"
+    assert method(None, dtype=torch.bfloat16) is PackedLinearMethod
+    assert method(None, dtype=torch.bfloat16, low_memory=True) is UnquantizedLinearMethod
+    assert method(None, dtype=torch.float16) is UnquantizedLinearMethod, "there is no packed float16"
 
 
 @pytest.mark.parametrize("rows", [3, 10])

@@ -15,10 +15,13 @@ from pathlib import Path
 import numba
 from numba.core import event
 
+from minivllm.kernels.cpu.features import CHANGES
+
 # Numba keeps compiled kernels on disk, and compiles anew when a kernel's own file has changed, but not when a function that it
-# calls has. So the folder is named after all sources of this package; the setting applies to these imports alone.
+# calls has. So the folder is named after all sources of this package, and the instructions that they may use; the setting applies to
+# these imports alone.
 _folder = Path(__file__).parent
-_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py")))
+_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py"))) + repr(CHANGES).encode()
 _cache_dir_before = numba.config.CACHE_DIR
 if not _cache_dir_before:
     numba.config.CACHE_DIR = str(_folder / "__pycache__" / hashlib.sha256(_sources).hexdigest()[:16])
@@ -27,8 +30,11 @@ from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import AttentionWeights, MLPWeights, attention_block, mlp_block  # noqa: E402
-from minivllm.kernels.cpu.linear import PANEL, PackedWeight, packed_linear  # noqa: E402
-from minivllm.kernels.cpu.linear_int8 import HAS_INT8_DOT, PackedInt8Weight  # noqa: E402
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_INT8_DOT  # noqa: E402
+from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
+from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E402
+from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight  # noqa: E402
+from minivllm.kernels.cpu.panels import PANEL  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
 
@@ -56,11 +62,13 @@ def give_notice_of_compilation() -> None:
 
 
 __all__ = [
+    "HAS_BFLOAT16_DOT",
     "HAS_INT8_DOT",
     "MAX_DECODER_ROWS",
     "PANEL",
     "AttentionWeights",
     "MLPWeights",
+    "PackedBfloat16Weight",
     "PackedInt8Weight",
     "PackedWeight",
     "add_rms_norm",

@@ -6,7 +6,7 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.cpu.launch import as_numpy, check_launch
+from minivllm.kernels.cpu.launch import as_numpy, check_launch, store
 
 
 @checks.RESHAPE_AND_CACHE
@@ -27,5 +27,5 @@ def _write(key, value, key_cache, value_cache, slot_mapping):
             block, offset = slot // block_size, slot % block_size
             for head in range(num_kv_heads):
                 for d in range(head_dim):
-                    key_cache[block, offset, head, d] = key[token, head, d]
-                    value_cache[block, offset, head, d] = value[token, head, d]
+                    key_cache[block, offset, head, d] = store(key[token, head, d], key_cache[0, 0, 0, 0])
+                    value_cache[block, offset, head, d] = store(value[token, head, d], value_cache[0, 0, 0, 0])

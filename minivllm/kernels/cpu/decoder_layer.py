@@ -12,14 +12,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 from numba.extending import overload
 from torch import Tensor
 
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
+from minivllm.kernels.cpu.launch import as_numpy, constant, use_threads_of_torch
 from minivllm.kernels.cpu.linear import FEW_ROWS, few_rows, multiply_float32
+from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
@@ -65,10 +66,10 @@ def attention_block(
     """Norm, attention and output projection for one new token of each sequence.
 
     Args:
-        weights: The layer's, float32 or int8.
+        weights: The layer's.
         x, residual: `[num_seqs, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
         positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
-        key_cache, value_cache: The layer's, float32.
+        key_cache, value_cache: The layer's.
         group: Query heads that share a KV head.
         scale, eps: Of attention and of the norm.
 
@@ -78,7 +79,7 @@ def attention_block(
     num_seqs, num_threads = len(x), use_threads_of_torch()
     out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
-        x.numpy(), residual.numpy(), positions.numpy(), key_cache.numpy(), value_cache.numpy(), slot_mapping.numpy(),
+        x.numpy(), residual.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
         block_tables.numpy(), context_lens.numpy(), *weights, np.float32(scale), np.float32(eps), out.numpy(), total.numpy(),
         num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
         constant(few_rows(num_seqs)), constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
@@ -90,7 +91,7 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
     """Norm, SwiGLU and down projection of a few rows.
 
     Args:
-        weights: The layer's, float32 or int8.
+        weights: The layer's.
         x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
             checked.
         eps: Of the norm.
@@ -108,13 +109,13 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
 
 
 def multiply(x, weight, out, num_threads, rows):
-    """`x` by a packed weight, of either kind."""
+    """`x` by a packed weight, whatever its words hold."""
     raise NotImplementedError("only within compiled functions")
 
 
 @overload(multiply)
 def _compile_multiply(x, weight, out, num_threads, rows):
-    kernel = multiply_float32 if len(weight) == 2 else multiply_int8
+    kernel = {types.float32: multiply_float32, types.uint32: multiply_bfloat16, types.int32: multiply_int8}[weight[0].dtype]
     return lambda x, weight, out, num_threads, rows: kernel(x, weight, out, num_threads, rows, (None,))
 
 

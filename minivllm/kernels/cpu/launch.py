@@ -108,6 +108,27 @@ def _from_bfloat16(x):
     return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
 
+@njit
+def round_bfloat16(x):
+    """The upper half of a float32, as an unsigned integer, rounded to the nearest, ties to even."""
+    bits = np.float32(x).view(np.uint32)
+    if x != x:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))  # still NaN, when its lower bits are gone
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def store(x, number_type):
+    """A number as the cache keeps it, whose type is that of `number_type`; float32 is rounded for a cache of bfloat16."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(store)
+def _compile_store(x, number_type):
+    if x == types.float32 and number_type == types.int16:
+        return lambda x, number_type: np.uint16(round_bfloat16(x)).view(np.int16)
+    return lambda x, number_type: x
+
+
 def _from_float16(x):
     """Exponent and fraction move to their new places, and the exponent's bias changes by 2**112.
 

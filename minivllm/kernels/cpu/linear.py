@@ -2,14 +2,12 @@
 
 A general matrix product, made for large matrices, is far from that with 16 rows. Instead:
 
-- The weight is packed once, when it is loaded, in panels of 16 output features. A panel holds its 16 numbers for the first
-  input feature, then for the second, and so on, so that a thread reads memory sequentially.
+- The weight is packed once, when it is loaded, in panels of 16 output features (see `panels`), which a thread reads sequentially.
 - The sums of up to 24 rows of `x`, for the 16 outputs of a panel, stay in vector registers while the panel is read: one
   vector is loaded, and used for one multiply-add per row.
 - Memory is prefetched a few thousand bytes ahead.
 
-Compilers do not keep an array of sums in registers. So the innermost loop, `multiply_panels`, is written in LLVM
-IR; it is this loop:
+The innermost loop, `multiply_panels`, is written in LLVM IR; it is this loop:
 
     for k in range(in_features):
         for row in range(rows):
@@ -23,32 +21,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import llvmlite.binding
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import njit
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.errors import KernelError
+from minivllm.kernels.cpu.features import HAS_AVX512
 from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
+from minivllm.kernels.cpu.panels import PANEL, multiply_panels
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 if TYPE_CHECKING:
+    from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight
     from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
 
-PANEL = 16
-"""Output features of a panel: the float32 numbers of one AVX-512 register."""
-_HAS_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
-FEW_ROWS = (1, 2, 4, 8, 12, 16, 20, 24) if _HAS_AVX512 else (1, 2, 4, 6)
+FEW_ROWS = (1, 2, 4, 8, 12, 16, 20, 24) if HAS_AVX512 else (1, 2, 4, 6)
 """Batch sizes that read each panel once; a kernel is compiled for each. Their sums must fit the vector registers: AVX-512 has
 32, AVX2 has 16 of half the size."""
-MANY_ROWS, MANY_PANELS = (12, 2) if _HAS_AVX512 else (3, 2)
+MANY_ROWS, MANY_PANELS = (12, 2) if HAS_AVX512 else (3, 2)
 """Larger batches go in tiles of this many rows and panels: each number of `x` that is loaded is used twice."""
-PREFETCH_DISTANCE = 64
-"""How many vectors ahead memory is prefetched: 4 KiB."""
 PART_BYTES = 2**17
 """How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
 second-level cache while all rows pass by."""
@@ -63,6 +55,9 @@ class PackedWeight:
         weight: `[out_features, in_features]`, float32 on the CPU; copied.
         bias: `[out_features]` or None.
     """
+
+    dtype = torch.float32
+    """In which to load the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_weight(weight)
@@ -103,7 +98,7 @@ def check_weight(weight: Tensor) -> None:
         )
 
 
-def packed_linear(weight: PackedWeight | PackedInt8Weight, x: Tensor) -> Tensor:
+def packed_linear(weight: PackedWeight | PackedBfloat16Weight | PackedInt8Weight, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
     Args:
@@ -128,89 +123,6 @@ def packed_linear(weight: PackedWeight | PackedInt8Weight, x: Tensor) -> Tensor:
 def few_rows(num_rows: int) -> int:
     """The batch size of `FEW_ROWS`, to which the output is padded, for a batch of at most 24."""
     return next(rows for rows in FEW_ROWS if rows >= num_rows)
-
-
-@intrinsic
-def multiply_panels(
-    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
-) -> Any:
-    """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
-
-    `rows` and `width` are the `constant` of the number of rows and panels; `x` is `[in_features, rows]`. Numbers are float32,
-    or int32 that stand for four 8-bit integers each, unsigned in `x` and signed in `panels`, with int32 sums.
-    """
-    num_rows, num_panels = len(rows), len(width)
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
-        def array(i: int) -> Any:
-            return context.make_array(signature.args[i])(context, builder, arguments[i])
-
-        def index(i: int) -> Any:
-            return context.cast(builder, arguments[i], signature.args[i], types.intp)
-
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        # LLVM 21 has given the instruction's inputs the type of bytes.
-        has_bytes = llvmlite.binding.llvm_version_info[0] >= 21
-        is_int8 = signature.args[1].dtype == types.int32
-        vector, byte_pointer = ir.VectorType(int32 if is_int8 else ir.FloatType(), PANEL), ir.IntType(8).as_pointer()
-        undefined = ir.Constant(vector, ir.Undefined)
-        to_all = ir.Constant(ir.VectorType(int32, PANEL), [0] * PANEL)
-        if is_int8:
-            inputs = ir.VectorType(ir.IntType(8), 4 * PANEL) if has_bytes else vector
-            dot = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(vector, [vector, inputs, inputs]), "llvm.x86.avx512.vpdpbusd.512"
-            )
-
-            def multiply_add(numbers: Any, weight: Any, total: Any) -> Any:
-                return builder.call(dot, [total, builder.bitcast(numbers, inputs), builder.bitcast(weight, inputs)])
-        else:
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{PANEL}f32")
-
-            def multiply_add(numbers: Any, weight: Any, total: Any) -> Any:
-                return builder.call(fma, [numbers, weight, total])
-
-        prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32]), "llvm.prefetch.p0"
-        )
-
-        def at(start: Any, offset: Any) -> Any:
-            return builder.gep(start, [offset])
-
-        def as_vector(address: Any) -> Any:
-            return builder.bitcast(address, vector.as_pointer())
-
-        in_features = cgutils.unpack_tuple(builder, array(1).shape)[1]
-        out_width = cgutils.unpack_tuple(builder, array(4).shape)[1]
-        first_output = builder.mul(index(2), int64(PANEL))
-        panel_size = builder.mul(in_features, int64(PANEL))
-        weights = at(array(1).data, builder.mul(index(2), panel_size))
-        corner = at(array(4).data, builder.add(builder.mul(index(5), out_width), first_output))
-        sums = [[cgutils.alloca_once(builder, vector) for _ in range(num_panels)] for _ in range(num_rows)]
-        for panel in range(num_panels):
-            start = builder.load(as_vector(at(array(3).data, builder.add(first_output, int64(panel * PANEL)))), align=4)
-            for row in range(num_rows):
-                builder.store(start, sums[row][panel])
-        with cgutils.for_range(builder, in_features) as loop:
-            weight = []
-            for panel in range(num_panels):
-                offset = builder.add(builder.mul(panel_size, int64(panel)), builder.mul(loop.index, int64(PANEL)))
-                weight.append(builder.load(as_vector(at(weights, offset)), align=4))
-                ahead = builder.bitcast(at(weights, builder.add(offset, int64(PANEL * PREFETCH_DISTANCE))), byte_pointer)
-                builder.call(prefetch, [ahead, int32(0), int32(3), int32(1)])  # to read, to keep, data
-            column = at(array(0).data, builder.mul(loop.index, int64(num_rows)))
-            for row in range(num_rows):
-                number = builder.insert_element(undefined, builder.load(at(column, int64(row))), int32(0))
-                repeated = builder.shuffle_vector(number, undefined, to_all)
-                for panel in range(num_panels):
-                    total = builder.load(sums[row][panel])
-                    builder.store(multiply_add(repeated, weight[panel], total), sums[row][panel])
-        for row in range(num_rows):
-            for panel in range(num_panels):
-                offset = builder.add(builder.mul(out_width, int64(row)), int64(panel * PANEL))
-                builder.store(builder.load(sums[row][panel]), as_vector(at(corner, offset)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, panels, first_panel, bias, out, first_row, rows, width), generate
 
 
 @njit(error_model="numpy")

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.linear import PANEL, check_weight, multiply_panels, panels_per_part, transpose_tiles
+from minivllm.kernels.cpu.linear import check_weight, panels_per_part, transpose_tiles
+from minivllm.kernels.cpu.panels import PANEL, multiply_panels
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
-
-HAS_INT8_DOT = llvmlite.binding.get_host_cpu_features().get("avx512vnni", False)
-"""Whether this processor has the instruction."""
 
 
 class PackedInt8Weight:
@@ -31,6 +28,9 @@ class PackedInt8Weight:
         weight: `[out_features, in_features]`, float32 on the CPU; rounded by `round_weight`.
         bias: `[out_features]` or None.
     """
+
+    dtype = torch.float32
+    """In which to load the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_weight(weight)

@@ -1,0 +1,110 @@
+"""Linear layers with bfloat16 weights: the loop of `linear`, two input features at a time.
+
+A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are
+float32. Where the processor has an instruction for such products (VDPBF16PS, of AVX-512 BF16), it is used; elsewhere the weights become
+float32 in registers, which takes nothing but a shift, and memory is read half as much all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from minivllm.errors import KernelError
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
+from minivllm.kernels.cpu.launch import round_bfloat16
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, _multiply_part, panels_per_part
+from minivllm.kernels.cpu.panels import PANEL
+from minivllm.kernels.cpu.thread_pool import parallel_for
+
+
+class PackedBfloat16Weight:
+    """A bfloat16 weight in panels; each 32-bit word holds two input features of one output.
+
+    Args:
+        weight: `[out_features, in_features]`, bfloat16 or float32 on the CPU; float32 is rounded.
+        bias: `[out_features]` or None.
+    """
+
+    dtype = torch.bfloat16
+    """In which to load the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() != 2:
+            raise KernelError(
+                f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only bfloat16 and "
+                "float32 matrices on the CPU can."
+            )
+        self.out_features, self.in_features = weight.shape
+        num_panels, num_words = -(-self.out_features // PANEL), -(-self.in_features // 2)
+        padded = weight.to(torch.bfloat16).contiguous()
+        if weight.shape != (num_panels * PANEL, 2 * num_words):
+            padded = padded.new_zeros(num_panels * PANEL, 2 * num_words)
+            padded[: self.out_features, : self.in_features] = weight
+        words = padded.view(torch.int32).view(num_panels, PANEL, num_words)
+        self.panels = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+        self.bias = np.zeros(num_panels * PANEL, np.float32)
+        if bias is not None:
+            self.bias[: self.out_features] = bias.float().numpy()
+
+    @property
+    def fills_panels(self) -> bool:
+        """Whether the outputs are whole panels, which compiled callers need."""
+        return self.out_features % PANEL == 0
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What `multiply` takes as the weight."""
+        return self.panels, self.bias
+
+    @property
+    def multiply(self) -> Any:
+        """The compiled product."""
+        return multiply_bfloat16
+
+
+@njit(error_model="numpy")
+def _pair_part(part, num_parts, x, columns, rows):
+    """Each word is two neighbours of a row, rounded."""
+    num_tiles, num_words, _ = columns.shape
+    for i in range(num_tiles):
+        tokens = x[i * len(rows) : (i + 1) * len(rows)]
+        for word in range(num_words * part // num_parts, num_words * (part + 1) // num_parts):
+            for row in range(len(rows)):
+                token = tokens[min(row, len(tokens) - 1)]
+                pair = np.uint32(round_bfloat16(token[2 * word]))
+                if 2 * word + 1 < len(token):
+                    pair |= np.uint32(round_bfloat16(token[2 * word + 1])) << np.uint32(16)
+                columns[i, word, row] = pair
+
+
+@njit(error_model="numpy")
+def _round_part(part, num_parts, x, columns, rows):
+    """Each number is one of a row, rounded, but still a float32."""
+    num_tiles, in_features, _ = columns.shape
+    for i in range(num_tiles):
+        tokens = x[i * len(rows) : (i + 1) * len(rows)]
+        for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
+            for row in range(len(rows)):
+                number = np.uint32(0)
+                if k < x.shape[1]:
+                    number = np.uint32(round_bfloat16(tokens[min(row, len(tokens) - 1), k])) << np.uint32(16)
+                columns[i, k, row] = np.uint32(number).view(np.float32)
+
+
+_fill_part, _DTYPE, _PER_WORD = (_pair_part, np.uint32, 1) if HAS_BFLOAT16_DOT else (_round_part, np.float32, 2)
+
+
+@njit(error_model="numpy", cache=True)
+def multiply_bfloat16(x, weight, out, num_threads, rows, width):
+    """`linear.multiply_float32` for a packed bfloat16 weight."""
+    panels, bias = weight
+    columns = np.empty((out.shape[0] // len(rows), _PER_WORD * panels.shape[1], len(rows)), _DTYPE)
+    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _fill_part, (num_parts, x, columns, rows))
+    size = panels_per_part(panels, width)
+    parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))

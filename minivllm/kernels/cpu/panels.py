@@ -1,0 +1,158 @@
+"""The innermost loop of the linear layers, in LLVM IR, because compilers do not keep an array of sums in registers.
+
+A weight is packed once, when it is loaded, in *panels* of 16 output features. A panel is made of *words* of 32 bits, one for each
+output and as many input features as fit: one of float32, two of bfloat16, four of 8 bits. It holds its 16 words for the first input
+features, then for the next, and so on, so that a thread reads memory sequentially.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+PANEL = 16
+"""Output features of a panel: the words of one AVX-512 register."""
+PREFETCH_DISTANCE = 64
+"""How many vectors ahead memory is prefetched: 4 KiB."""
+
+_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_LLVM = llvmlite.binding.llvm_version_info[0]
+
+
+class _BFloat16(ir.Type):
+    """LLVM's `bfloat`, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+@intrinsic
+def multiply_panels(
+    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
+) -> Any:
+    """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
+
+    The types say what the numbers are:
+
+    ====== ======= ====================================================================================================
+    x      panels
+    ====== ======= ====================================================================================================
+    float32 float32
+    uint32 uint32  two bfloat16 in a word, multiplied by VDPBF16PS; `[words, rows]`
+    float32 uint32 two bfloat16 in a word of the panel, made float32 in registers; `x` is `[2 * words, rows]`
+    int32  int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, by VPDPBUSD, with int32 sums
+    ====== ======= ====================================================================================================
+
+    Args:
+        x: `[in_features, rows]`, or as the table says.
+        panels: `[num_panels, words, PANEL]`.
+        first_panel, first_row: Where to begin in `panels` and in `out`.
+        bias: What the sums start with, for all outputs.
+        out: `[num_rows, outputs]`.
+        rows, width: The `constant` of the number of rows and panels.
+    """
+    num_rows, num_panels = len(rows), len(width)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        def array(i: int) -> Any:
+            return context.make_array(signature.args[i])(context, builder, arguments[i])
+
+        def index(i: int) -> Any:
+            return context.cast(builder, arguments[i], signature.args[i], types.intp)
+
+        def at(start: Any, offset: Any) -> Any:
+            return builder.gep(start, [offset])
+
+        def as_pointer_to(kind: Any, address: Any) -> Any:
+            return builder.bitcast(address, kind.as_pointer())
+
+        kinds = signature.args[0].dtype, signature.args[1].dtype
+        is_int8 = kinds[1] == types.int32
+        total, word = (ir.VectorType(kind, PANEL) for kind in (_INT32 if is_int8 else _FLOAT, _INT32))
+        number = ir.VectorType(_FLOAT if kinds[0] == types.float32 else _INT32, PANEL)
+        undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(_INT32, PANEL), [0] * PANEL)
+        multiply_add = _get_multiply_add(builder, kinds)
+        numbers_per_word = 2 if kinds == (types.float32, types.uint32) else 1
+
+        num_words = cgutils.unpack_tuple(builder, array(1).shape)[1]
+        out_width = cgutils.unpack_tuple(builder, array(4).shape)[1]
+        first_output = builder.mul(index(2), _INT64(PANEL))
+        panel_size = builder.mul(num_words, _INT64(PANEL))
+        weights = at(as_pointer_to(_INT32, array(1).data), builder.mul(index(2), panel_size))
+        corner = at(array(4).data, builder.add(builder.mul(index(5), out_width), first_output))
+        sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
+        for panel in range(num_panels):
+            offset = builder.add(first_output, _INT64(panel * PANEL))
+            start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
+            for row in range(num_rows):
+                builder.store(start, sums[row][panel])
+        with cgutils.for_range(builder, num_words) as loop:
+            words = []
+            for panel in range(num_panels):
+                offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
+                words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
+                _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
+            column = at(array(0).data, builder.mul(loop.index, _INT64(num_rows * numbers_per_word)))
+            for i in range(numbers_per_word):
+                # The second of two bfloat16 numbers is the word without its lower half, the first is the lower half moved up.
+                if numbers_per_word == 1:
+                    factors = words
+                elif i == 0:
+                    factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
+                else:
+                    factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
+                for row in range(num_rows):
+                    one = builder.load(at(column, _INT64(i * num_rows + row)))
+                    repeated = builder.shuffle_vector(builder.insert_element(undefined, one, _INT32(0)), undefined, to_all)
+                    for panel in range(num_panels):
+                        before = builder.load(sums[row][panel])
+                        builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
+        for row in range(num_rows):
+            for panel in range(num_panels):
+                offset = builder.add(builder.mul(out_width, _INT64(row)), _INT64(panel * PANEL))
+                builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, panels, first_panel, bias, out, first_row, rows, width), generate
+
+
+def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:
+    """The instruction: from 16 numbers or words of `x`, 16 of the weight and 16 sums to the new sums."""
+    floats, words = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
+    if kinds[0] == types.float32:
+        name, total, factors = f"llvm.fma.v{PANEL}f32", floats, floats
+    elif kinds == (types.uint32, types.uint32):
+        # LLVM has given the inputs of both instructions a type of their own, one after the other.
+        name, total = "llvm.x86.avx512bf16.dpbf16ps.512", floats
+        factors = ir.VectorType(_BFloat16(), 2 * PANEL) if _LLVM >= 16 else words
+    else:
+        name, total = "llvm.x86.avx512.vpdpbusd.512", words
+        factors = ir.VectorType(ir.IntType(8), 4 * PANEL) if _LLVM >= 21 else words
+    sum_comes_last = kinds[0] == types.float32
+    order = [factors, factors, total] if sum_comes_last else [total, factors, factors]
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(total, order), name)
+
+    def multiply_add(numbers: Any, weight: Any, before: Any) -> Any:
+        pair = [builder.bitcast(numbers, factors), builder.bitcast(weight, factors)]
+        return builder.call(function, [*pair, before] if sum_comes_last else [before, *pair])
+
+    return multiply_add
+
+
+def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
+    pointer = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
+    )
+    builder.call(function, [builder.bitcast(address, pointer), _INT32(0), _INT32(3), _INT32(1)])  # to read, to keep, data
