@@ -1,6 +1,6 @@
-"""What quantized weights do to a model: how often another token becomes the most likely, and how far the distributions move.
+"""What fewer bits do to a model: how often another token becomes the most likely, and how far the distributions move.
 
-    python benchmarks/quality.py --quantization int8
+    python benchmarks/quality.py --weights bfloat16 int8
 
 The default model is published as a 4-bit GGUF file (Q4_1), so its "float32" weights are dequantized 4-bit ones. That int4 agrees with
 them so well says little about models that were trained in 16 bits.
@@ -33,14 +33,16 @@ TEXT = (Path(__file__).parent / "workloads" / "prose.txt").read_text(encoding="u
 WINDOW = 500
 """The text is read in pieces of this many tokens."""
 NUM_POSITIONS = 2000
+DTYPES = ("bfloat16",)
+WEIGHTS = (*DTYPES, *QUANTIZATIONS)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """A quantized model compared with itself in float32, at each position of a text.
+    """A model in fewer bits compared with itself in float32, at each position of a text.
 
     Attributes:
-        quantization: As in `EngineArgs`.
+        quantization: As in `EngineArgs`, or "bfloat16" for that dtype.
         num_positions: Number of positions.
         agreement: Share of the positions where both have the same most likely next token.
         mean_kl: Mean Kullback-Leibler divergence from the float32 distribution, in nats.
@@ -63,7 +65,7 @@ def measure_quality(
 
     Args:
         reference: The model in float32.
-        engines: The quantized models, by their quantization.
+        engines: The models in fewer bits, by their quantization or dtype.
         num_positions: How many positions to compare.
         text: The text.
         use_tqdm: Show progress.
@@ -105,19 +107,20 @@ def compute_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
 
 
 def measure_qualities(model: str, quantizations: list[str], num_positions: int = NUM_POSITIONS) -> list[Quality]:
-    """Load the model in float32 and in each quantization, and compare."""
+    """Load the model in float32 and in each quantization or dtype, and compare."""
 
-    def load(**options: Any) -> LLMEngine:
-        return LLM(model, device="cpu", dtype="float32", num_gpu_blocks_override=64, max_num_seqs=1, **options).llm_engine
+    def load(dtype: str = "float32", **options: Any) -> LLMEngine:
+        return LLM(model, device="cpu", dtype=dtype, num_gpu_blocks_override=64, max_num_seqs=1, **options).llm_engine
 
     reference = load(low_memory=True)
-    return measure_quality(reference, {name: load(quantization=name) for name in quantizations}, num_positions)
+    engines = {name: load(name) if name in DTYPES else load(quantization=name) for name in quantizations}
+    return measure_quality(reference, engines, num_positions)
 
 
 def format_qualities(qualities: list[Quality]) -> str:
     """The comparison as a table of text, with a title."""
     rows = [(quality.quantization, f"{quality.agreement:.1%}", f"{quality.mean_kl:.4f} nats") for quality in qualities]
-    title = f"Quantized weights against float32, at {qualities[0].num_positions} positions of prose"
+    title = f"Weights of fewer bits against float32, at {qualities[0].num_positions} positions of prose"
     return f"{title}\n\n{format_table(('weights', 'same next token', 'mean KL'), rows)}"
 
 
@@ -125,13 +128,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EngineArgs.model, help="(default: %(default)s)")
     parser.add_argument(
-        "--quantization", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS), help="(default: %(default)s)"
+        "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="(default: %(default)s)"
     )
     parser.add_argument("--positions", type=int, default=NUM_POSITIONS, help="positions to compare (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
     check_writable(arguments.json)
-    qualities = measure_qualities(arguments.model, arguments.quantization, arguments.positions)
+    qualities = measure_qualities(arguments.model, arguments.weights, arguments.positions)
     results = {"model": arguments.model, "results": [vars(quality) for quality in qualities]}
     report(arguments.model, format_qualities(qualities), results, file=arguments.json)
 

@@ -135,7 +135,7 @@ def report_engine(arguments: argparse.Namespace, what: str, table: str, results:
     if arguments.quantization:
         model += f" with {arguments.quantization} weights"
         table += (
-            "\n\nQuantized weights change some tokens: `python benchmarks/quality.py --quantization "
+            "\n\nQuantized weights change some tokens: `python benchmarks/quality.py --weights "
             f"{arguments.quantization}` measures how many."
         )
     origin = {"model": arguments.model, "quantization": arguments.quantization}

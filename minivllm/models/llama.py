@@ -14,7 +14,6 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
-from minivllm.layers.embedding import Embedding
 from minivllm.layers.linear import Linear, LMHead
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
@@ -109,13 +108,14 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.embed_tokens = Embedding(config.vocab_size, hidden_size, platform)
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size, dtype=platform.dtype)
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)
+        self.activation_dtype = platform.activation_dtype
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        x = self.embed_tokens(input_ids)
+        x = self.embed_tokens(input_ids).to(self.activation_dtype)
         residual = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)

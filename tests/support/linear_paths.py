@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from minivllm.kernels import cpu
 from minivllm.kernels.cpu.features import HAS_AVX512, HAS_BFLOAT16_DOT
-from minivllm.kernels.cpu.linear import FEW_ROWS
+from minivllm.kernels.cpu.panels import FEW_ROWS
 
 KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
 TOLERANCE = 1e-6
@@ -20,7 +20,7 @@ def main() -> None:
     """Check each kind of weight with one row, some, and many."""
     print(f"AVX-512: {HAS_AVX512}, VDPBF16PS: {HAS_BFLOAT16_DOT}, VPDPBUSD: {cpu.HAS_INT8_DOT}, batches of {FEW_ROWS}")
     generator = torch.Generator().manual_seed(0)
-    weight, bias = torch.randn(117, 65, generator=generator), torch.randn(117, generator=generator)
+    weight, bias = torch.randn(107, 65, generator=generator), torch.randn(107, generator=generator)
     x = torch.randn(30, 65, generator=generator)
     for dtype, kind in KINDS.items():
         packed = kind(weight, bias)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.launch import as_numpy, constant, use_threads_of_torch
-from minivllm.kernels.cpu.linear import FEW_ROWS, few_rows, multiply_float32
+from minivllm.kernels.cpu.launch import address, as_numpy, constant, use_threads_of_torch
+from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
 from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
+from minivllm.kernels.cpu.panels import FEW_ROWS
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
 MAX_ROWS = FEW_ROWS[-1]
@@ -77,12 +78,12 @@ def attention_block(
         What attention adds to the residual stream, and the stream, `x` added.
     """
     num_seqs, num_threads = len(x), use_threads_of_torch()
-    out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
         x.numpy(), residual.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
         block_tables.numpy(), context_lens.numpy(), *weights, np.float32(scale), np.float32(eps), out.numpy(), total.numpy(),
         num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
-        constant(few_rows(num_seqs)), constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+        constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip
     return out[:num_seqs], total
 
@@ -100,29 +101,29 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
         What the MLP adds to the residual stream, and the stream, `x` added.
     """
     num_seqs, num_threads = len(x), use_threads_of_torch()
-    out, total = x.new_empty(few_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
     _mlp_block(
         x.numpy(), residual.numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
-        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads, constant(few_rows(num_seqs)),
+        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
     )  # fmt: skip
     return out[:num_seqs], total
 
 
-def multiply(x, weight, out, num_threads, rows):
+def multiply(x, weight, out, num_threads):
     """`x` by a packed weight, whatever its words hold."""
     raise NotImplementedError("only within compiled functions")
 
 
 @overload(multiply)
-def _compile_multiply(x, weight, out, num_threads, rows):
+def _compile_multiply(x, weight, out, num_threads):
     kernel = {types.float32: multiply_float32, types.uint32: multiply_bfloat16, types.int32: multiply_int8}[weight[0].dtype]
-    return lambda x, weight, out, num_threads, rows: kernel(x, weight, out, num_threads, rows, (None,))
+    return lambda x, weight, out, num_threads: kernel(x, weight, out, num_threads)
 
 
 @njit(error_model="numpy", cache=True)
 def _attention_block(
     x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, norm, qkv_weight, output_weight,
-    cos, sin, scale, eps, out, total, num_threads, row_threads, rows, channels, half_head, group,
+    cos, sin, scale, eps, out, total, num_threads, row_threads, channels, half_head, group,
 ):  # fmt: skip
     num_seqs, hidden_size = x.shape
     num_kv_heads, head_dim = key_cache.shape[2], len(channels)
@@ -131,37 +132,37 @@ def _attention_block(
 
     normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        row_threads, num_seqs, hidden_size, x.ctypes.data, residual.ctypes.data, norm.ctypes.data, eps, normed.ctypes.data,
-        total.ctypes.data,
+        row_threads, num_seqs, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
+        address(total),
     )  # fmt: skip
-    qkv = np.empty((len(rows), q_size + 2 * kv_size), np.float32)
-    multiply(normed, qkv_weight, qkv, num_threads, rows)
+    qkv = np.empty((len(out), q_size + 2 * kv_size), np.float32)
+    multiply(normed, qkv_weight, qkv, num_threads)
 
     query = np.empty((num_seqs, num_heads, head_dim), np.float32)
     key = np.empty((num_seqs, num_kv_heads, head_dim), np.float32)
     stride = q_size + 2 * kv_size
     _rotate(
-        row_threads, num_seqs, positions.ctypes.data, half_head, cos.ctypes.data, sin.ctypes.data,
-        qkv.ctypes.data, stride, num_heads, query.ctypes.data, qkv.ctypes.data + 4 * q_size, stride, num_kv_heads, key.ctypes.data,
+        row_threads, num_seqs, address(positions), half_head, address(cos), address(sin),
+        address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
     value = qkv[:num_seqs, q_size + kv_size :].copy().reshape((num_seqs, num_kv_heads, head_dim))
     _write(key, value, key_cache, value_cache, slot_mapping)
     attended = np.empty((num_seqs, num_heads, head_dim), np.float32)
     _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
-    multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads, rows)
+    multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads)
 
 
 @njit(error_model="numpy", cache=True)
-def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads, rows):
+def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads):
     num_seqs, hidden_size = x.shape
     normed = np.empty((num_seqs, hidden_size), np.float32)
     _norm(
-        row_threads, num_seqs, hidden_size, x.ctypes.data, residual.ctypes.data, norm.ctypes.data, eps, normed.ctypes.data,
-        total.ctypes.data,
+        row_threads, num_seqs, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
+        address(total),
     )  # fmt: skip
     intermediate_size = gate_up_weight[-1].shape[0] // 2
-    gate_up = np.empty((len(rows), 2 * intermediate_size), np.float32)
-    multiply(normed, gate_up_weight, gate_up, num_threads, rows)
+    gate_up = np.empty((len(out), 2 * intermediate_size), np.float32)
+    multiply(normed, gate_up_weight, gate_up, num_threads)
     gated = np.empty((num_seqs, intermediate_size), np.float32)
-    _gate(row_threads, num_seqs, intermediate_size, gate_up.ctypes.data, gated.ctypes.data)
-    multiply(gated, down_weight, out, num_threads, rows)
+    _gate(row_threads, num_seqs, intermediate_size, address(gate_up), address(gated))
+    multiply(gated, down_weight, out, num_threads)

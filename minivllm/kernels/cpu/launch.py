@@ -62,6 +62,13 @@ def use_threads_of_torch() -> int:
     return num_threads
 
 
+@njit
+def address(x):
+    """Where an array's numbers begin, as the kernels of `rows` take it: of the type that an address has in Python, so that they are compiled
+    once."""
+    return np.int64(x.ctypes.data)
+
+
 @intrinsic
 def prefetch(typing_context: Any, array: Any, block: Any, offset: Any, head: Any, channels: Any) -> Any:
     """Ask for the memory of `array[block, offset, head]` without waiting for it: one instruction for each cache line.

@@ -27,20 +27,14 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels.cpu.features import HAS_AVX512
-from minivllm.kernels.cpu.launch import constant, use_threads_of_torch
-from minivllm.kernels.cpu.panels import PANEL, multiply_panels
+from minivllm.kernels.cpu.launch import use_threads_of_torch
+from minivllm.kernels.cpu.panels import FEW_ROWS, MANY_ROWS, PANEL, ROW_PADDING, WIDTHS, multiply_panels
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 if TYPE_CHECKING:
     from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight
     from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
 
-FEW_ROWS = (1, 2, 4, 8, 12, 16, 20, 24) if HAS_AVX512 else (1, 2, 4, 6)
-"""Batch sizes that read each panel once; a kernel is compiled for each. Their sums must fit the vector registers: AVX-512 has
-32, AVX2 has 16 of half the size."""
-MANY_ROWS, MANY_PANELS = (12, 2) if HAS_AVX512 else (3, 2)
-"""Larger batches go in tiles of this many rows and panels: each number of `x` that is loaded is used twice."""
 PART_BYTES = 2**17
 """How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
 second-level cache while all rows pass by."""
@@ -113,48 +107,60 @@ def packed_linear(weight: PackedWeight | PackedBfloat16Weight | PackedInt8Weight
             f"x is {list(x.shape)} of {x.dtype} on {x.device}, but [num_tokens, {weight.in_features}] of float32 on the CPU is needed."
         )
     num_rows = x.shape[0]
-    tile, width = (few_rows(num_rows), 1) if num_rows <= FEW_ROWS[-1] else (MANY_ROWS, MANY_PANELS)
-    out = x.new_empty(-(-num_rows // tile) * tile, len(weight.panels) * PANEL)
-    num_threads = use_threads_of_torch()
-    weight.multiply(x.contiguous().numpy(), weight.arrays, out.numpy(), num_threads, constant(tile), constant(width))
+    out = x.new_empty(padded_rows(num_rows), len(weight.panels) * PANEL)
+    if num_rows > 0:
+        weight.multiply(x.contiguous().numpy(), weight.arrays, out.numpy(), use_threads_of_torch())
     return out if out.shape == (num_rows, weight.out_features) else out[:num_rows, : weight.out_features]
 
 
-def few_rows(num_rows: int) -> int:
-    """The batch size of `FEW_ROWS`, to which the output is padded, for a batch of at most 24."""
+def padded_rows(num_rows: int) -> int:
+    """How many rows `out` of a product must have, so that tiles are whole."""
+    if num_rows > FEW_ROWS[-1]:
+        return -(-num_rows // MANY_ROWS) * MANY_ROWS
     return next(rows for rows in FEW_ROWS if rows >= num_rows)
+
+
+_WIDTHS = np.array([WIDTHS.get(rows, 0) for rows in range(FEW_ROWS[-1] + 1)])
+
+
+@njit(error_model="numpy")
+def tile_of(out_rows):
+    """The rows and panels of a tile for a batch that is padded to so many rows."""
+    rows = out_rows if out_rows <= FEW_ROWS[-1] else MANY_ROWS
+    return rows, _WIDTHS[rows]
 
 
 @njit(error_model="numpy")
 def _transpose_part(part, num_parts, x, columns, rows):
     num_tiles, in_features, _ = columns.shape
     for i in range(num_tiles):
-        tokens = x[i * len(rows) : (i + 1) * len(rows)]
         for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
-            if len(tokens) == len(rows):
-                for row in range(len(rows)):
-                    columns[i, k, row] = tokens[row, k]
-            else:  # the last tile is filled up with its last row
-                for row in range(len(rows)):
-                    columns[i, k, row] = tokens[min(row, len(tokens) - 1), k]
+            for row in range(rows):  # the last tile is filled up with the last row
+                columns[i, k, row] = x[min(i * rows + row, len(x) - 1), k]
+
+
+@njit(error_model="numpy")
+def multiply_tile(x, panels, first, last, bias, out, first_row, rows, width):
+    """A tile of rows by the panels from `first` to `last`, `width` at a time and the rest one by one."""
+    panel = first
+    while panel < last:
+        count = width if last - panel >= width else 1
+        multiply_panels(x, panels, panel, bias, out, first_row, rows, count)
+        panel += count
 
 
 @njit(error_model="numpy")
 def _multiply_part(part, size, columns, panels, bias, out, rows, width):
     """`size` panels by all rows."""
     first, last = part * size, min((part + 1) * size, len(panels))
-    odd = (last - first) % len(width)
     for i in range(len(columns)):
-        for panel in range(first, last - odd, len(width)):
-            multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, width)
-        for panel in range(last - odd, last):
-            multiply_panels(columns[i], panels, panel, bias, out, i * len(rows), rows, (None,))
+        multiply_tile(columns[i], panels, first, last, bias, out, i * rows, rows, width)
 
 
 @njit(error_model="numpy")
 def transpose_tiles(x, num_tiles, num_threads, rows):
-    """`[num_tiles, in_features, len(rows)]`: the rows of `x`, tile by tile."""
-    columns = np.empty((num_tiles, x.shape[1], len(rows)), x.dtype)
+    """`[num_tiles, in_features, rows + ROW_PADDING]`: the rows of `x`, tile by tile."""
+    columns = np.empty((num_tiles, x.shape[1], rows + ROW_PADDING), x.dtype)
     num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
     parallel_for(num_threads, num_parts, _transpose_part, (num_parts, x, columns, rows))
     return columns
@@ -163,13 +169,14 @@ def transpose_tiles(x, num_tiles, num_threads, rows):
 @njit(error_model="numpy")
 def panels_per_part(panels, width):
     """How many panels a thread takes at a time."""
-    return max(len(width), PART_BYTES // (4 * panels.shape[1] * panels.shape[2]))
+    return max(width, PART_BYTES // (4 * panels.shape[1] * panels.shape[2]))
 
 
 @njit(error_model="numpy", cache=True)
-def multiply_float32(x, weight, out, num_threads, rows, width):
-    """`x @ W.T + b`, the arrays of `W` and `b` in `weight`. `out` has the rows of `x`, and as many more as fill the last tile."""
+def multiply_float32(x, weight, out, num_threads):
+    """`x @ W.T + b`, the arrays of `W` and `b` in `weight`. `out` has `padded_rows` of the rows of `x`, which are at least one."""
     panels, bias = weight
-    columns = transpose_tiles(x, out.shape[0] // len(rows), num_threads, rows)
+    rows, width = tile_of(len(out))
+    columns = transpose_tiles(x, out.shape[0] // rows, num_threads, rows)
     size = panels_per_part(panels, width)
     parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))

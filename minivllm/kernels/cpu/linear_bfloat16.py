@@ -17,7 +17,7 @@ from torch import Tensor
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, _multiply_part, panels_per_part
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, _multiply_part, panels_per_part, tile_of, transpose_tiles
 from minivllm.kernels.cpu.panels import PANEL
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
@@ -68,43 +68,37 @@ class PackedBfloat16Weight:
 
 
 @njit(error_model="numpy")
-def _pair_part(part, num_parts, x, columns, rows):
-    """Each word is two neighbours of a row, rounded."""
-    num_tiles, num_words, _ = columns.shape
-    for i in range(num_tiles):
-        tokens = x[i * len(rows) : (i + 1) * len(rows)]
-        for word in range(num_words * part // num_parts, num_words * (part + 1) // num_parts):
-            for row in range(len(rows)):
-                token = tokens[min(row, len(tokens) - 1)]
-                pair = np.uint32(round_bfloat16(token[2 * word]))
-                if 2 * word + 1 < len(token):
-                    pair |= np.uint32(round_bfloat16(token[2 * word + 1])) << np.uint32(16)
-                columns[i, word, row] = pair
+def _pair_part(part, num_parts, x, words):
+    """Words of two neighbours of a row, rounded."""
+    num_pairs = x.shape[1] // 2
+    for row in range(len(x) * part // num_parts, len(x) * (part + 1) // num_parts):
+        for i in range(num_pairs):
+            words[row, i] = round_bfloat16(x[row, 2 * i]) | np.uint32(round_bfloat16(x[row, 2 * i + 1])) << np.uint32(16)
+        if x.shape[1] % 2 == 1:
+            words[row, num_pairs] = round_bfloat16(x[row, 2 * num_pairs])
 
 
 @njit(error_model="numpy")
-def _round_part(part, num_parts, x, columns, rows):
-    """Each number is one of a row, rounded, but still a float32."""
-    num_tiles, in_features, _ = columns.shape
-    for i in range(num_tiles):
-        tokens = x[i * len(rows) : (i + 1) * len(rows)]
-        for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
-            for row in range(len(rows)):
-                number = np.uint32(0)
-                if k < x.shape[1]:
-                    number = np.uint32(round_bfloat16(tokens[min(row, len(tokens) - 1), k])) << np.uint32(16)
-                columns[i, k, row] = np.uint32(number).view(np.float32)
+def _round_part(part, num_parts, x, numbers):
+    """The numbers of a row, rounded, but still float32."""
+    for row in range(len(x) * part // num_parts, len(x) * (part + 1) // num_parts):
+        for k in range(x.shape[1]):
+            numbers[row, k] = np.uint32(np.uint32(round_bfloat16(x[row, k])) << np.uint32(16)).view(np.float32)
+        for k in range(x.shape[1], numbers.shape[1]):
+            numbers[row, k] = np.float32(0)
 
 
 _fill_part, _DTYPE, _PER_WORD = (_pair_part, np.uint32, 1) if HAS_BFLOAT16_DOT else (_round_part, np.float32, 2)
 
 
 @njit(error_model="numpy", cache=True)
-def multiply_bfloat16(x, weight, out, num_threads, rows, width):
+def multiply_bfloat16(x, weight, out, num_threads):
     """`linear.multiply_float32` for a packed bfloat16 weight."""
     panels, bias = weight
-    columns = np.empty((out.shape[0] // len(rows), _PER_WORD * panels.shape[1], len(rows)), _DTYPE)
-    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
-    parallel_for(num_threads, num_parts, _fill_part, (num_parts, x, columns, rows))
+    rows, width = tile_of(len(out))
+    numbers = np.empty((len(x), _PER_WORD * panels.shape[1]), _DTYPE)
+    num_parts = 1 if numbers.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _fill_part, (num_parts, x, numbers))
+    columns = transpose_tiles(numbers, len(out) // rows, num_threads, rows)
     size = panels_per_part(panels, width)
     parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))

@@ -14,8 +14,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.linear import check_weight, panels_per_part, transpose_tiles
-from minivllm.kernels.cpu.panels import PANEL, multiply_panels
+from minivllm.kernels.cpu.launch import address
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, check_weight, multiply_tile, panels_per_part, tile_of
+from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
@@ -64,19 +65,46 @@ class PackedInt8Weight:
         return multiply_int8
 
 
+_ROWS = tuple(rows for rows in FEW_ROWS if 2 * rows in FEW_ROWS)
+"""Numbers of rows whose digits, two for each, have a loop."""
+
+
+def _rows_of_tile(num_rows: int) -> int:
+    """As few as leave the number of tiles what it is."""
+    num_tiles = -(-num_rows // _ROWS[-1])
+    return next(rows for rows in _ROWS if rows * num_tiles >= num_rows)
+
+
+_TILES = np.array([1, *(_rows_of_tile(num_rows) for num_rows in range(1, 2 * _ROWS[-1] + 1))])
+
+
+@njit(error_model="numpy")
+def _transpose_part(part, num_parts, digits, columns, rows):
+    """Tiles of both digits of some rows: all high ones, then all low ones."""
+    num_tiles, num_words, _ = columns.shape
+    for i in range(num_tiles):
+        for word in range(num_words * part // num_parts, num_words * (part + 1) // num_parts):
+            for digit in range(2):
+                for row in range(rows):
+                    columns[i, word, digit * rows + row] = digits[digit, min(i * rows + row, digits.shape[1] - 1), word]
+
+
 @njit(error_model="numpy", cache=True)
-def multiply_int8(x, weight, out, num_threads, rows, width):
+def multiply_int8(x, weight, out, num_threads):
     """`linear.multiply_float32` for a packed 8-bit weight."""
     panels, corrections, scales, bias = weight
-    (num_rows, in_features), out_rows, num_words = x.shape, len(out), panels.shape[1]
-    digits = np.empty((2 * out_rows, 4 * num_words), np.uint8)
-    digits[num_rows:out_rows] = digits[out_rows + num_rows :] = DIGIT_ZERO
-    digits[:, in_features:] = DIGIT_ZERO
+    (num_rows, in_features), num_words = x.shape, panels.shape[1]
+    digits = np.empty((2, num_rows, 4 * num_words), np.uint8)
+    digits[:, :, in_features:] = DIGIT_ZERO
     row_scales = np.empty(num_rows, np.float32)
     _split(
-        num_threads, num_rows, in_features, x.ctypes.data, digits.ctypes.data, 4 * num_words, out_rows, row_scales.ctypes.data
+        num_threads, num_rows, in_features, address(x), address(digits), 4 * num_words, num_rows, address(row_scales)
     )  # fmt: skip
-    columns = transpose_tiles(digits.view(np.int32), 2 * out_rows // len(rows), num_threads, rows)
+    rows = _TILES[min(num_rows, len(_TILES) - 1)]
+    width = tile_of(2 * rows)[1]
+    columns = np.empty((-(-num_rows // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
+    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, digits.view(np.int32), columns, rows))
     size = panels_per_part(panels, width)
     parallel_for(
         num_threads, -(-len(panels) // size), _multiply_part,
@@ -87,23 +115,16 @@ def multiply_int8(x, weight, out, num_threads, rows, width):
 @njit(error_model="numpy")
 def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_scales, out, rows, width):
     """`size` panels by all rows: the sums of both digits, one tile at a time, then their total."""
-    num_tiles, tile = len(columns) // 2, len(rows)
     first, last = part * size, min((part + 1) * size, len(panels))
     start, stop = first * PANEL, last * PANEL
     own_panels, own_corrections = panels[first:last], corrections[start:stop]
-    odd = (last - first) % len(width)
-    sums = np.empty((2, tile, stop - start), np.int32)
-    for i in range(num_tiles):
-        for digit in range(2):
-            x, digit_sums = columns[digit * num_tiles + i], sums[digit]
-            for panel in range(0, last - first - odd, len(width)):
-                multiply_panels(x, own_panels, panel, own_corrections, digit_sums, 0, rows, width)
-            for panel in range(last - first - odd, last - first):
-                multiply_panels(x, own_panels, panel, own_corrections, digit_sums, 0, rows, (None,))
-        for row in range(min(tile, len(row_scales) - i * tile)):
-            token = i * tile + row
+    sums = np.empty((2 * rows, stop - start), np.int32)
+    for i in range(len(columns)):
+        multiply_tile(columns[i], own_panels, 0, last - first, own_corrections, sums, 0, 2 * rows, width)
+        for row in range(min(rows, len(row_scales) - i * rows)):
+            token = i * rows + row
             _add_digits(
-                sums[0, row], sums[1, row], scales[start:stop], row_scales[token], bias[start:stop], out[token, start:stop]
+                sums[row], sums[rows + row], scales[start:stop], row_scales[token], bias[start:stop], out[token, start:stop]
             )
 
 

@@ -15,12 +15,26 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from minivllm.kernels.cpu.features import HAS_AVX512
+
 PANEL = 16
 """Output features of a panel: the words of one AVX-512 register."""
+WIDTHS = {1: 4, 2: 4, 4: 2, 8: 2, 12: 2, 16: 1, 20: 1, 24: 1} if HAS_AVX512 else {1: 4, 2: 2, 3: 2, 4: 1, 6: 1}
+"""Numbers of rows that have a loop of their own, and how many panels it takes at a time. Its sums must fit the vector registers:
+AVX-512 has 32, AVX2 has 16 of half the size. Several are needed, because an addition takes four cycles, and the next one to the same sum
+waits for it."""
+FEW_ROWS = tuple(WIDTHS)
+MANY_ROWS = 12 if HAS_AVX512 else 3
+"""Batches that are larger than `FEW_ROWS` go in tiles of this many rows."""
+ROW_PADDING = 2
+"""Numbers that are left out after each column of `x`. Where columns were as long as the rows of a panel, 64 bytes, compilers would address
+both with one counter, which takes the processor twice as many steps."""
 PREFETCH_DISTANCE = 64
 """How many vectors ahead memory is prefetched: 4 KiB."""
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_CASE = 64
+"""Larger than any number of rows."""
 _LLVM = llvmlite.binding.llvm_version_info[0]
 
 
@@ -39,9 +53,9 @@ class _BFloat16(ir.Type):
 
 @intrinsic
 def multiply_panels(
-    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, rows: Any, width: Any
+    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, num_rows: Any, num_panels: Any
 ) -> Any:
-    """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`.
+    """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`, for 16 outputs each.
 
     The types say what the numbers are:
 
@@ -49,20 +63,19 @@ def multiply_panels(
     x      panels
     ====== ======= ====================================================================================================
     float32 float32
-    uint32 uint32  two bfloat16 in a word, multiplied by VDPBF16PS; `[words, rows]`
-    float32 uint32 two bfloat16 in a word of the panel, made float32 in registers; `x` is `[2 * words, rows]`
+    uint32 uint32  two bfloat16 in a word, multiplied by VDPBF16PS
+    float32 uint32 two bfloat16 in a word of the panel, made float32 in registers; `x` has two columns for each word
     int32  int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, by VPDPBUSD, with int32 sums
     ====== ======= ====================================================================================================
 
     Args:
-        x: `[in_features, rows]`, or as the table says.
+        x: `[words, num_rows + ROW_PADDING]`, or as the table says.
         panels: `[num_panels, words, PANEL]`.
         first_panel, first_row: Where to begin in `panels` and in `out`.
         bias: What the sums start with, for all outputs.
         out: `[num_rows, outputs]`.
-        rows, width: The `constant` of the number of rows and panels.
+        num_rows, num_panels: Of `WIDTHS`, or 1 panel.
     """
-    num_rows, num_panels = len(rows), len(width)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
         def array(i: int) -> Any:
@@ -91,40 +104,53 @@ def multiply_panels(
         panel_size = builder.mul(num_words, _INT64(PANEL))
         weights = at(as_pointer_to(_INT32, array(1).data), builder.mul(index(2), panel_size))
         corner = at(array(4).data, builder.add(builder.mul(index(5), out_width), first_output))
-        sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
-        for panel in range(num_panels):
-            offset = builder.add(first_output, _INT64(panel * PANEL))
-            start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
-            for row in range(num_rows):
-                builder.store(start, sums[row][panel])
-        with cgutils.for_range(builder, num_words) as loop:
-            words = []
+
+        def generate_loop(num_rows: int, num_panels: int) -> None:
+            sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
             for panel in range(num_panels):
-                offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
-                words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
-                _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
-            column = at(array(0).data, builder.mul(loop.index, _INT64(num_rows * numbers_per_word)))
-            for i in range(numbers_per_word):
-                # The second of two bfloat16 numbers is the word without its lower half, the first is the lower half moved up.
-                if numbers_per_word == 1:
-                    factors = words
-                elif i == 0:
-                    factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
-                else:
-                    factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
+                offset = builder.add(first_output, _INT64(panel * PANEL))
+                start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
                 for row in range(num_rows):
-                    one = builder.load(at(column, _INT64(i * num_rows + row)))
-                    repeated = builder.shuffle_vector(builder.insert_element(undefined, one, _INT32(0)), undefined, to_all)
-                    for panel in range(num_panels):
-                        before = builder.load(sums[row][panel])
-                        builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
-        for row in range(num_rows):
-            for panel in range(num_panels):
-                offset = builder.add(builder.mul(out_width, _INT64(row)), _INT64(panel * PANEL))
-                builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
+                    builder.store(start, sums[row][panel])
+            with cgutils.for_range(builder, num_words) as loop:
+                words = []
+                for panel in range(num_panels):
+                    offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
+                    words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
+                    _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
+                stride = num_rows + ROW_PADDING
+                column = at(array(0).data, builder.mul(loop.index, _INT64(stride * numbers_per_word)))
+                for i in range(numbers_per_word):
+                    # The second of two bfloat16 numbers is the word without its lower half, the first is the lower half moved up.
+                    if numbers_per_word == 1:
+                        factors = words
+                    elif i == 0:
+                        factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
+                    else:
+                        factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
+                    for row in range(num_rows):
+                        one = builder.load(at(column, _INT64(i * stride + row)))
+                        repeated = builder.shuffle_vector(builder.insert_element(undefined, one, _INT32(0)), undefined, to_all)
+                        for panel in range(num_panels):
+                            before = builder.load(sums[row][panel])
+                            builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
+            for row in range(num_rows):
+                for panel in range(num_panels):
+                    offset = builder.add(builder.mul(out_width, _INT64(row)), _INT64(panel * PANEL))
+                    builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
+
+        end = builder.append_basic_block("end")
+        switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), end)
+        for rows, width in sorted({*WIDTHS.items(), *((rows, 1) for rows in WIDTHS)}):
+            block = builder.append_basic_block(f"rows{rows}x{width}")
+            switch.add_case(_INT64(rows + _CASE * width), block)
+            builder.position_at_end(block)
+            generate_loop(rows, width)
+            builder.branch(end)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(x, panels, first_panel, bias, out, first_row, rows, width), generate
+    return types.void(x, panels, first_panel, bias, out, first_row, num_rows, num_panels), generate
 
 
 def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:
