@@ -29,8 +29,8 @@ from minivllm.errors import ConfigError, MinivllmError
 from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
 ENGINE_NAMES = (
-    "minivllm", "minivllm-int8", "minivllm-int4", "transformers-static", "transformers-continuous", "vllm", "vllm-eager",
-    "llama.cpp",
+    "minivllm", "minivllm-bfloat16", "minivllm-int8", "minivllm-int4", "transformers-static", "transformers-continuous", "vllm",
+    "vllm-bfloat16", "vllm-eager", "llama.cpp",
 )  # fmt: skip
 TOKEN_REFERENCE = "transformers-static"
 SPEED_REFERENCE = "vllm"
@@ -139,13 +139,13 @@ def make_specs(
         kind, _, variant = name.rpartition("-") if name.startswith(("minivllm-", "vllm-")) else (name, "", "")
         python, settings, install = sys.executable, peer, "run `make setup`"
         if kind == "minivllm":
-            args = mine | ({"quantization": variant} if variant else {})
+            args = mine | ({"dtype": variant} if variant == "bfloat16" else {"quantization": variant} if variant else {})
             if unknown_args := args.keys() - set(EngineArgs.names()):
                 raise ConfigError(f"{name} cannot be started: the engine has no argument {', '.join(sorted(unknown_args))}.")
             settings = {"engine_args": args}
         elif kind == "vllm":
             python, install = vllm_python or python, vllm_hint
-            settings = peer | {"enforce_eager": variant == "eager"}
+            settings = peer | {"enforce_eager": variant == "eager", "dtype": "bfloat16" if variant == "bfloat16" else "float32"}
         elif kind == "llama.cpp":
             python, install = llama_python or python, llama_hint
             if gguf is None:
@@ -300,7 +300,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the engines, print a table, and measure the quality of quantized weights."""
     check_writable(arguments.json)
     if arguments.quantization or arguments.dtype not in ("auto", "float32"):
-        raise ConfigError("Engines are compared in float32: name minivllm-int8 or minivllm-int4 as an engine instead.")
+        raise ConfigError("Name minivllm-bfloat16, minivllm-int8 or minivllm-int4 as an engine instead of --dtype and --quantization.")
     config = find_model_config(arguments)
     name, requests = one_workload(arguments, config)
     specs = make_specs(

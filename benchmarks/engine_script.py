@@ -120,14 +120,14 @@ class TransformersContinuous:
 
 
 class VllmEngine:
-    """vLLM with float32 weights, compiled unless `enforce_eager` is set.
+    """vLLM in float32 or bfloat16, compiled unless `enforce_eager` is set.
 
     By default vLLM reserves a core for its scheduler, a great loss on few cores: all cores are used unless VLLM_CPU_NUM_OF_RESERVED_CPU or
     VLLM_CPU_OMP_THREADS_BIND say otherwise. It also runs in this process unless VLLM_ENABLE_V1_MULTIPROCESSING says otherwise: by default
     it has an engine process, which would compete with the workers for the cores.
     """
 
-    how = "continuous batching, paged KV cache, float32"
+    how = "continuous batching, paged KV cache"
 
     def __init__(self, settings: dict[str, Any]) -> None:
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
@@ -137,7 +137,7 @@ class VllmEngine:
 
         self.llm = LLM(
             settings["model"],
-            dtype="float32",
+            dtype=settings["dtype"],
             enforce_eager=settings["enforce_eager"],
             max_num_seqs=settings["max_num_seqs"],
             max_model_len=settings["max_model_len"],
@@ -147,7 +147,7 @@ class VllmEngine:
         )
         chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_CPU_", "VLLM_ENABLE_"))}
         mode = "eager" if settings["enforce_eager"] else "compiled"
-        self.how = ", ".join([VllmEngine.how, mode, *(f"{name}={value}" for name, value in chosen.items())])
+        self.how = ", ".join([VllmEngine.how, settings["dtype"], mode, *(f"{name}={value}" for name, value in chosen.items())])
 
     def run(self, requests: Requests) -> list[Tokens]:
         """Generate for all requests. Returns the tokens of each."""

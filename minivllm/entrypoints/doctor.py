@@ -18,6 +18,7 @@ def examine() -> int:
 
     from minivllm.bench.report import processor_name
     from minivllm.layers.attention_backends import BACKENDS, get_attention_backend
+    from minivllm.layers.platform import describe_cpu_kernels
     from minivllm.models.gguf_files import cache_folder
     from minivllm.worker.memory import available_cpu_memory
     from minivllm.worker.worker import resolve_device
@@ -37,6 +38,7 @@ def examine() -> int:
     line("Triton", _triton(torch.cuda.is_available()))
     backend = get_attention_backend("auto", resolve_device("auto"))
     line("attention", f"attention_backend='auto' selects {next(name for name, cls in BACKENDS.items() if cls is backend)!r}")
+    line("CPU kernels", describe_cpu_kernels())
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

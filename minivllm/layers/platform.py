@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from minivllm.kernels.checks import Checks
-from minivllm.kernels.ops import Ops, load_platform_kernels
+from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend
 from minivllm.layers.compiled import is_compiled
@@ -86,3 +86,15 @@ class Platform:
         if self.attention_backend in BACKENDS.values():
             backend.ops = Ops(backend.load_ops(), Checks.NONE)
         return backend
+
+
+def describe_cpu_kernels() -> str:
+    """How weights are multiplied on this machine's processor, in words."""
+    if not has_cpu_kernels():
+        return "none, because Numba is missing: PyTorch computes everything"
+    from minivllm.kernels.cpu import features
+
+    vectors = "AVX-512" if features.HAS_AVX512 else "vectors of at most 8 numbers"
+    bfloat16 = "by VDPBF16PS" if features.HAS_BFLOAT16_DOT else "made float32 in registers"
+    int8 = "by VPDPBUSD" if features.HAS_INT8_DOT else "by PyTorch"
+    return f"float32 ({vectors}), bfloat16 ({bfloat16}), int8 ({int8})"

@@ -235,18 +235,20 @@ def test_every_engine_gets_the_same_limits_and_the_kind_that_the_script_knows(sm
         assert (settings["max_num_seqs"], settings["max_model_len"]) == (4, 1024)
         assert settings["kv_cache_memory_bytes"] == 4 * 1024 * 2 * 30 * 3 * 64 * 4
     assert specs["minivllm-int8"].settings["engine_args"]["quantization"] == "int8"
-    assert "quantization" not in specs["minivllm"].settings["engine_args"]
+    assert specs["minivllm-bfloat16"].settings["engine_args"]["dtype"] == "bfloat16"
+    assert not {"quantization", "dtype"} & set(specs["minivllm"].settings["engine_args"])
+    assert [specs[name].settings["dtype"] for name in ("vllm", "vllm-bfloat16")] == ["float32", "bfloat16"]
     assert [specs[name].settings["enforce_eager"] for name in ("vllm", "vllm-eager")] == [False, True]
     assert specs["vllm"].python == "/v/python"
 
 
-NAMES = ["device", "max_model_len", "kv_cache_memory_bytes", "quantization"]
+NAMES = ["device", "dtype", "max_model_len", "kv_cache_memory_bytes", "quantization"]
 
 
 @pytest.mark.parametrize(
     "options,sentence",
     [
-        (["--engines", "minivllm", "--quantization", "int8"], "Engines are compared in float32"),
+        (["--engines", "minivllm", "--quantization", "int8"], "Name minivllm-bfloat16, minivllm-int8 or minivllm-int4"),
         (["--engines", "minivllm", "--rounds", "0"], "The number of rounds is 0"),
         (["--engines", "minivllm", "minivllm"], "The engine minivllm is named more than once"),
         (["--engines", "minivllm", "--device", "cuda"], "is made on the CPU"),

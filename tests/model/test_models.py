@@ -81,6 +81,30 @@ def test_logits_of_tiny_models_equal_transformers(tiny):
         assert expected.std() > 0.05, "the logits are too flat to tell anything"
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_bfloat16_is_near(tiny, backend):
+    """On a CPU: with packed weights, and float32 between the layers, closer than torch with everything in bfloat16."""
+    model, folder = tiny
+    options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 40, "block_size": 8}
+    llm = LLM(str(folder), dtype="bfloat16", attention_backend=backend, **options)
+    worker = llm.llm_engine.executor.worker
+    assert worker.cache_engine.gpu_cache[0][0].dtype == torch.bfloat16
+    assert worker.platform.activation_dtype == (torch.bfloat16 if backend == "torch" else torch.float32)
+    prompts = random_prompts([1, 7, 8, 9, 60])
+    limit = 0.1 if backend == "torch" else 0.03
+    for prompt, logits in zip(prompts, engine_logits(llm, prompts), strict=True):
+        expected = model(torch.tensor([prompt])).logits[0]
+        assert (logits.float() - expected).norm() < limit * expected.norm()
+    # Steps that decode compute the same as a prompt that has these tokens.
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    output = llm.generate([prompts[1]], params, use_tqdm=False)[0].outputs[0].token_ids
+    (logits,) = engine_logits(llm, [prompts[1] + output[:-1]])
+    logits = logits[len(prompts[1]) - 1 :].float()
+    best = logits.max(dim=-1).values
+    assert (best - logits[range(12), output] < limit * best.abs() + 0.05).all()
+
+
 @pytest.mark.slow
 def test_tokens_of_tiny_models_equal_transformers(tiny):
     model, folder = tiny

@@ -143,6 +143,7 @@ def engines():
     return {
         "float32": load(low_memory=True),
         "packed": load(),
+        "bfloat16": load(dtype="bfloat16"),
         "int8": load(quantization="int8"),
         "int4": load(quantization="int4"),
     }
@@ -150,18 +151,19 @@ def engines():
 
 @pytest.mark.slow
 def test_quality_of_the_default_model(engines):
-    quantized = {name: engines[name].llm_engine for name in ("packed", "int8", "int4")}
+    quantized = {name: engines[name].llm_engine for name in ("packed", "bfloat16", "int8", "int4")}
     results = {
         result.quantization: result
         for result in measure_quality(engines["float32"].llm_engine, quantized, num_positions=200, use_tqdm=False)
     }
     assert results["packed"].agreement == 1 and abs(results["packed"].mean_kl) < 1e-6
+    assert results["bfloat16"].agreement >= 0.97 and 0 < results["bfloat16"].mean_kl <= 0.002
     for name in ("int8", "int4"):
         assert results[name].agreement >= 0.9 and 1e-5 < results[name].mean_kl <= 0.03, results[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("name", ["packed", "bfloat16", "int8", "int4"])
 def test_tokens_do_not_depend_on_the_batch(engines, name):
     """To the last bit: rows are rounded for themselves, and sums are made in one order."""
     prompts = ["The capital of France is", "def mean(values):", "Water boils at", "Once upon a time", "The best way to learn"]
