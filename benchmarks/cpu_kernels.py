@@ -34,7 +34,7 @@ def kernel_points(
 
     Args:
         results: The content of the file that `python benchmarks/cpu_kernels.py --json FILE` wrote.
-        ways: Those of `linear_layers.WAYS` to show; "F.linear" if none of them was measured. No way with 8 or 4 bits: its arithmetic
+        ways: Those of `linear_layers.WAYS` to show; "F.linear" if none of them was measured. No way with fewer bits: its arithmetic
             has another roof, which is not measured.
         backends: The attention backends to show: "cpu" or "torch".
 
@@ -45,9 +45,9 @@ def kernel_points(
         ConfigError: These are not results of this benchmark, or a way is not float32.
     """
     for way in ways:
-        if "int" in way:
+        if "int" in way or "bfloat16" in way:
             raise ConfigError(
-                f"{way!r} does not calculate in float32, and the roof of 8 and 4 bits is not measured: leave it out."
+                f"{way!r} does not calculate in float32, and the roof of fewer bits is not measured: leave it out."
             )
     try:
         linear, attention = results["linear"], results["attention"]

@@ -56,6 +56,7 @@ WAYS: dict[str, Callable[[Tensor, int], Product]] = {
     "oneDNN packed": _onednn,
     "MKL packed": _mkl,
     "minivllm": lambda weight, rows: make_linear(weight, None),
+    "minivllm bfloat16": lambda weight, rows: make_linear(weight.bfloat16(), None),
     "minivllm int8": lambda weight, rows: make_linear(weight, "int8"),
     "minivllm int4": lambda weight, rows: make_linear(weight, "int4"),
 }
@@ -99,7 +100,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _can_measure(name: str, weight: Tensor) -> bool:
     """Whether torch has the operators of a way on this machine."""
-    if name == "minivllm":
+    if name in ("minivllm", "minivllm bfloat16"):
         return has_cpu_kernels()
     if name == "MKL packed":
         return torch.backends.mkl.is_available()
