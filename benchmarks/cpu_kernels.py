@@ -46,9 +46,7 @@ def kernel_points(
     """
     for way in ways:
         if "int" in way or "bfloat16" in way:
-            raise ConfigError(
-                f"{way!r} does not calculate in float32, and the roof of fewer bits is not measured: leave it out."
-            )
+            raise ConfigError(f"{way!r} does not calculate in float32, and the roof of fewer bits is not measured: leave it out.")
     try:
         linear, attention = results["linear"], results["attention"]
         shown = [way for way in ways if way in linear] or ["F.linear"]

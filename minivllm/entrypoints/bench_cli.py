@@ -132,13 +132,15 @@ def report_engine(arguments: argparse.Namespace, what: str, table: str, results:
     from minivllm.bench.report import report
 
     model = arguments.model
+    if arguments.dtype not in ("auto", "float32"):
+        model += f" in {arguments.dtype}"
     if arguments.quantization:
         model += f" with {arguments.quantization} weights"
         table += (
             "\n\nQuantized weights change some tokens: `python benchmarks/quality.py --weights "
             f"{arguments.quantization}` measures how many."
         )
-    origin = {"model": arguments.model, "quantization": arguments.quantization}
+    origin = {"model": arguments.model, "dtype": arguments.dtype, "quantization": arguments.quantization}
     report(f"{model}, {what}", table, origin | results, file=arguments.json, command=arguments.command)
 
 

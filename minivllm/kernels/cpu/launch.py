@@ -65,8 +65,14 @@ def use_threads_of_torch() -> int:
 @njit
 def address(x):
     """Where an array's numbers begin, as the kernels of `rows` take it: of the type that an address has in Python, so that they are compiled
-    once."""
+    once. The array must be used after the call that takes the address, or `kept` until then: after its last use it is freed."""
     return np.int64(x.ctypes.data)
+
+
+@njit
+def keep(x):
+    """A use of an array, up to which it is not freed."""
+    return x.size
 
 
 @intrinsic
@@ -133,7 +139,9 @@ def store(x, number_type):
 def _compile_store(x, number_type):
     if x == types.float32 and number_type == types.int16:
         return lambda x, number_type: np.uint16(round_bfloat16(x)).view(np.int16)
-    return lambda x, number_type: x
+    if x == number_type:
+        return lambda x, number_type: x
+    return None  # no such conversion: an error when it is compiled
 
 
 def _from_float16(x):

@@ -1,10 +1,10 @@
-"""Linear layers for the few rows of a decode step: `x @ W.T + b` at the speed of reading `W` once.
+"""Linear layers: `x @ W.T + b`, for the few rows of a decode step at the speed of reading `W` once.
 
 A general matrix product, made for large matrices, is far from that with 16 rows. Instead:
 
 - The weight is packed once, when it is loaded, in panels of 16 output features (see `panels`), which a thread reads sequentially.
-- The sums of up to 24 rows of `x`, for the 16 outputs of a panel, stay in vector registers while the panel is read: one
-  vector is loaded, and used for one multiply-add per row.
+- The sums of up to 24 rows of `x`, for the 16 outputs of a panel or of a few panels, stay in vector registers while they are read: a
+  vector is loaded once, and used for one multiply-add per row.
 - Memory is prefetched a few thousand bytes ahead.
 
 The innermost loop, `multiply_panels`, is written in LLVM IR; it is this loop:
@@ -42,31 +42,24 @@ PARALLEL_NUMBERS = 2**13
 """A transposition of fewer numbers is not worth a second thread."""
 
 
-class PackedWeight:
-    """A weight in the layout of `packed_linear`.
+class Packed:
+    """What packed weights have in common; zeros fill up the last panel.
 
     Args:
-        weight: `[out_features, in_features]`, float32 on the CPU; copied.
+        weight: `[out_features, in_features]`, on the CPU; copied.
         bias: `[out_features]` or None.
     """
 
     dtype = torch.float32
     """In which to load the weight."""
+    panels: np.ndarray
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        check_weight(weight)
         self.out_features, self.in_features = weight.shape
-        num_panels = -(-self.out_features // PANEL)
-        panels = np.zeros((num_panels, self.in_features, PANEL), np.float32)
-        whole = self.out_features // PANEL
-        torch.from_numpy(panels)[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, self.in_features).transpose(1, 2)
-        if whole < num_panels:
-            rest = weight[whole * PANEL :]
-            torch.from_numpy(panels)[whole, :, : len(rest)] = rest.t()
-        self.panels = panels
-        self.bias = np.zeros(num_panels * PANEL, np.float32)
+        self.num_panels = -(-self.out_features // PANEL)
+        self.bias = np.zeros(self.num_panels * PANEL, np.float32)
         if bias is not None:
-            self.bias[: self.out_features] = bias.numpy()
+            self.bias[: self.out_features] = bias.float().numpy()
 
     @property
     def fills_panels(self) -> bool:
@@ -77,6 +70,21 @@ class PackedWeight:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What `multiply` takes as the weight."""
         return self.panels, self.bias
+
+
+class PackedWeight(Packed):
+    """A float32 weight in the layout of `packed_linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        check_weight(weight)
+        super().__init__(weight, bias)
+        panels = np.zeros((self.num_panels, self.in_features, PANEL), np.float32)
+        whole = self.out_features // PANEL
+        torch.from_numpy(panels)[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, self.in_features).transpose(1, 2)
+        if whole < self.num_panels:
+            rest = weight[whole * PANEL :]
+            torch.from_numpy(panels)[whole, :, : len(rest)] = rest.t()
+        self.panels = panels
 
     @property
     def multiply(self) -> Any:
@@ -120,7 +128,7 @@ def padded_rows(num_rows: int) -> int:
     return next(rows for rows in FEW_ROWS if rows >= num_rows)
 
 
-_WIDTHS = np.array([WIDTHS.get(rows, 0) for rows in range(FEW_ROWS[-1] + 1)])
+_WIDTHS = np.array([WIDTHS.get(rows, 1) for rows in range(FEW_ROWS[-1] + 1)])
 
 
 @njit(error_model="numpy")
@@ -168,8 +176,8 @@ def transpose_tiles(x, num_tiles, num_threads, rows):
 
 @njit(error_model="numpy")
 def panels_per_part(panels, width):
-    """How many panels a thread takes at a time."""
-    return max(width, PART_BYTES // (4 * panels.shape[1] * panels.shape[2]))
+    """How many panels a thread takes at a time, a multiple of `width`."""
+    return max(1, PART_BYTES // (4 * panels.shape[1] * panels.shape[2]) // width) * width
 
 
 @njit(error_model="numpy", cache=True)

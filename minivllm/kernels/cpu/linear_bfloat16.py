@@ -2,7 +2,8 @@
 
 A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are
 float32. Where the processor has an instruction for such products (VDPBF16PS, of AVX-512 BF16), it is used; elsewhere the weights become
-float32 in registers, which takes nothing but a shift, and memory is read half as much all the same.
+float32 in registers, which takes nothing but a shift, and memory is read half as much all the same. (The two differ in the last bit, and the instruction
+takes subnormal numbers for zero.)
 """
 
 from __future__ import annotations
@@ -17,21 +18,15 @@ from torch import Tensor
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, _multiply_part, panels_per_part, tile_of, transpose_tiles
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
 from minivllm.kernels.cpu.panels import PANEL
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 
-class PackedBfloat16Weight:
-    """A bfloat16 weight in panels; each 32-bit word holds two input features of one output.
-
-    Args:
-        weight: `[out_features, in_features]`, bfloat16 or float32 on the CPU; float32 is rounded.
-        bias: `[out_features]` or None.
-    """
+class PackedBfloat16Weight(Packed):
+    """A bfloat16 weight in panels; each word holds two input features of one output. A weight in float32 is rounded."""
 
     dtype = torch.bfloat16
-    """In which to load the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() != 2:
@@ -39,27 +34,14 @@ class PackedBfloat16Weight:
                 f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only bfloat16 and "
                 "float32 matrices on the CPU can."
             )
-        self.out_features, self.in_features = weight.shape
-        num_panels, num_words = -(-self.out_features // PANEL), -(-self.in_features // 2)
+        super().__init__(weight, bias)
+        num_panels, num_words = self.num_panels, -(-self.in_features // 2)
         padded = weight.to(torch.bfloat16).contiguous()
         if weight.shape != (num_panels * PANEL, 2 * num_words):
             padded = padded.new_zeros(num_panels * PANEL, 2 * num_words)
             padded[: self.out_features, : self.in_features] = weight
         words = padded.view(torch.int32).view(num_panels, PANEL, num_words)
         self.panels = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
-        self.bias = np.zeros(num_panels * PANEL, np.float32)
-        if bias is not None:
-            self.bias[: self.out_features] = bias.float().numpy()
-
-    @property
-    def fills_panels(self) -> bool:
-        """Whether the outputs are whole panels, which compiled callers need."""
-        return self.out_features % PANEL == 0
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """What `multiply` takes as the weight."""
-        return self.panels, self.bias
 
     @property
     def multiply(self) -> Any:

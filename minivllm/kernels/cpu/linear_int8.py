@@ -15,44 +15,29 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels.cpu.launch import address
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, check_weight, multiply_tile, panels_per_part, tile_of
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, check_weight, multiply_tile, panels_per_part, tile_of
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 
-class PackedInt8Weight:
-    """An 8-bit weight in panels; each 32-bit word holds four input features of one output.
-
-    Args:
-        weight: `[out_features, in_features]`, float32 on the CPU; rounded by `round_weight`.
-        bias: `[out_features]` or None.
-    """
-
-    dtype = torch.float32
-    """In which to load the weight."""
+class PackedInt8Weight(Packed):
+    """An 8-bit weight in panels; each word holds four input features of one output. It is given in float32 and rounded by `round_weight`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_weight(weight)
         rounded, scales = round_weight(weight)
-        self.out_features, self.in_features = rounded.shape
-        num_panels, num_words = -(-self.out_features // PANEL), -(-self.in_features // 4)
+        super().__init__(weight, bias)
+        num_panels, num_words = self.num_panels, -(-self.in_features // 4)
         padded = torch.zeros(num_panels * PANEL, num_words * 4, dtype=torch.int8)
         padded[: self.out_features, : self.in_features] = rounded
         panels = padded.view(num_panels, PANEL, num_words, 4).transpose(1, 2).contiguous()
         self.panels = panels.view(torch.int32).squeeze(-1).numpy()
         # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
         self.corrections = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
-        self.scales, self.bias = (np.zeros(num_panels * PANEL, np.float32) for _ in range(2))
+        self.scales = np.zeros(num_panels * PANEL, np.float32)
         self.scales[: self.out_features] = scales.numpy()
-        if bias is not None:
-            self.bias[: self.out_features] = bias.numpy()
-
-    @property
-    def fills_panels(self) -> bool:
-        """Whether the outputs are whole panels, which compiled callers need."""
-        return self.out_features % PANEL == 0
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -75,6 +60,7 @@ def _rows_of_tile(num_rows: int) -> int:
     return next(rows for rows in _ROWS if rows * num_tiles >= num_rows)
 
 
+# The rows of a tile by the rows of a batch; what is beyond the end is as the last.
 _TILES = np.array([1, *(_rows_of_tile(num_rows) for num_rows in range(1, 2 * _ROWS[-1] + 1))])
 
 

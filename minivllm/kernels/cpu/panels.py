@@ -34,7 +34,7 @@ PREFETCH_DISTANCE = 64
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _CASE = 64
-"""Larger than any number of rows."""
+"""The cases of the switch are `rows + _CASE * panels`."""
 _LLVM = llvmlite.binding.llvm_version_info[0]
 
 
@@ -53,23 +53,31 @@ class _BFloat16(ir.Type):
 
 @intrinsic
 def multiply_panels(
-    typing_context: Any, x: Any, panels: Any, first_panel: Any, bias: Any, out: Any, first_row: Any, num_rows: Any, num_panels: Any
+    typing_context: Any,
+    x: Any,
+    panels: Any,
+    first_panel: Any,
+    bias: Any,
+    out: Any,
+    first_row: Any,
+    num_rows: Any,
+    num_panels: Any,
 ) -> Any:
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`, for 16 outputs each.
 
     The types say what the numbers are:
 
-    ====== ======= ====================================================================================================
-    x      panels
-    ====== ======= ====================================================================================================
-    float32 float32
-    uint32 uint32  two bfloat16 in a word, multiplied by VDPBF16PS
-    float32 uint32 two bfloat16 in a word of the panel, made float32 in registers; `x` has two columns for each word
-    int32  int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, by VPDPBUSD, with int32 sums
-    ====== ======= ====================================================================================================
+    ======= ======= ===================================================================================================
+    x       panels  what they hold
+    ======= ======= ===================================================================================================
+    float32 float32 a number in a word
+    uint32  uint32  two bfloat16 in a word, multiplied by VDPBF16PS
+    float32 uint32  two bfloat16 in a word of the panel, made float32 in registers; `x` has two columns for each word
+    int32   int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, by VPDPBUSD, with int32 sums
+    ======= ======= ===================================================================================================
 
     Args:
-        x: `[words, num_rows + ROW_PADDING]`, or as the table says.
+        x: `[words, num_rows + ROW_PADDING]`, or as the table says; contiguous, of exactly that width.
         panels: `[num_panels, words, PANEL]`.
         first_panel, first_row: Where to begin in `panels` and in `out`.
         bias: What the sums start with, for all outputs.
@@ -139,8 +147,11 @@ def multiply_panels(
                     offset = builder.add(builder.mul(out_width, _INT64(row)), _INT64(panel * PANEL))
                     builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
 
-        end = builder.append_basic_block("end")
-        switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), end)
+        end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
+        switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), unknown)
+        with builder.goto_block(unknown):  # better an end here than a product that nobody has computed
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
+            builder.unreachable()
         for rows, width in sorted({*WIDTHS.items(), *((rows, 1) for rows in WIDTHS)}):
             block = builder.append_basic_block(f"rows{rows}x{width}")
             switch.add_case(_INT64(rows + _CASE * width), block)
