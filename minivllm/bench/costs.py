@@ -31,7 +31,7 @@ DEFAULT_COSTS = CostModel(
     ),
 )
 """SmolLM2-135M in float32 on 2 cores with AVX-512, from benchmarks/results/calibrate_2026-11-21.json: an engine that reads its weights from
-memory in every step, with kernels that are fast for up to 24 sequences.
+memory in every step. Steps of more than 24 sequences took another path on that day, and cost more.
 """
 
 

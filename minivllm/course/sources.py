@@ -33,7 +33,7 @@ class Source:
     """Source code under a line that says where it is from: highlighted in a notebook, plain text elsewhere.
 
     Attributes:
-        place: File and lines: "minivllm/core/scheduler.py, lines 30–77".
+        place: The file: "minivllm/core/scheduler.py". No line numbers: stored in a notebook, they would soon be wrong.
         code: The lines, dedented.
     """
 
@@ -61,7 +61,7 @@ class Source:
 
 
 def show_source(obj: type | Callable | property) -> None:
-    """Show the source of a class, method or function, under its file and line numbers.
+    """Show the source of a class, method or function, under the name of its file.
 
     Args:
         obj: For example `BlockSpaceManager`, `BlockSpaceManager.append_slots`, or a class defined in the notebook.
@@ -85,10 +85,8 @@ def find_source(obj: type | Callable | property) -> Source:
     found = _find_class(inner) if isinstance(inner, type) else _find_function(inner)
     if found is None:
         raise SourceError(f"{_shorten(obj)} has no Python source to show: it was not defined in a file or a cell.")
-    place, first, lines = found
-    code = textwrap.dedent("".join(lines)).rstrip()
-    last = first + len(lines) - 1
-    return Source(f"{place}, line {first}" if first == last else f"{place}, lines {first}–{last}", code)
+    place, lines = found
+    return Source(place, textwrap.dedent("".join(lines)).rstrip())
 
 
 def _unwrap(obj: Any) -> Any:
@@ -106,24 +104,24 @@ def _unwrap(obj: Any) -> Any:
     return obj
 
 
-def _find_function(function: Any) -> tuple[str, int, list[str]] | None:
+def _find_function(function: Any) -> tuple[str, list[str]] | None:
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename == _GENERATED:
         return None
     try:
-        lines, first = inspect.getsourcelines(code)
+        lines, _ = inspect.getsourcelines(code)
     except OSError:
         return None
-    return _place(code.co_filename), max(first, 1), lines
+    return _place(code.co_filename), lines
 
 
-def _find_class(cls: type) -> tuple[str, int, list[str]] | None:
+def _find_class(cls: type) -> tuple[str, list[str]] | None:
     """A class's lines: in the file of its methods, or else in the file of its module, as `inspect` does."""
     for name, lines in _candidates(cls):
         for node in ast.walk(_parse(lines)):
             if isinstance(node, ast.ClassDef) and node.name == cls.__name__ and _holds(node, cls):
                 first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                return name, first, lines[first - 1 : node.end_lineno]
+                return name, lines[first - 1 : node.end_lineno]
     return None
 
 

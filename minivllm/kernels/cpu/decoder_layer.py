@@ -25,7 +25,7 @@ from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
 MAX_ROWS = 64
-"""In larger batches, what these functions save is small beside the products."""
+"""Larger batches run the layer's modules one by one. Batches of 1 to 64 rows are what benchmarks/engine_comparison.py measures."""
 
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""

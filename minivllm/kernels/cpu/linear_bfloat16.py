@@ -1,9 +1,9 @@
 """Linear layers with bfloat16 weights: the loop of `linear`, two input features at a time.
 
 A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are
-float32. Where the processor has an instruction for such products (VDPBF16PS, of AVX-512 BF16), it is used; elsewhere the weights become
-float32 in registers, which takes nothing but a shift, and memory is read half as much all the same. (The two differ in the last bit, and the instruction
-takes subnormal numbers for zero.)
+float32. AMD's processors with an instruction for such products (VDPBF16PS, of AVX-512 BF16) use it. On others, Intel's included,
+whose VDPBF16PS takes two cycles, it is faster to turn the weights into float32 in registers, by a shift: memory is read half as much
+all the same. (The two differ in the last bit, and the instruction takes subnormal numbers for zero.)
 """
 
 from __future__ import annotations
