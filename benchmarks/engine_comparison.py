@@ -29,7 +29,7 @@ from minivllm.errors import ConfigError, MinivllmError
 from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
 ENGINE_NAMES = (
-    "minivllm", "minivllm-bfloat16", "minivllm-int8", "minivllm-int4", "transformers-static", "transformers-continuous", "vllm",
+    "minivllm", "minivllm-bfloat16", "minivllm-int8", "transformers-static", "transformers-continuous", "vllm",
     "vllm-bfloat16", "vllm-eager", "llama.cpp",
 )  # fmt: skip
 TOKEN_REFERENCE = "transformers-static"
@@ -300,9 +300,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the engines, print a table, and measure the quality of quantized weights."""
     check_writable(arguments.json)
     if arguments.quantization or arguments.dtype not in ("auto", "float32"):
-        raise ConfigError(
-            "Name minivllm-bfloat16, minivllm-int8 or minivllm-int4 as an engine instead of --dtype and --quantization."
-        )
+        raise ConfigError("Name minivllm-bfloat16 or minivllm-int8 as an engine instead of --dtype and --quantization.")
     config = find_model_config(arguments)
     name, requests = one_workload(arguments, config)
     specs = make_specs(

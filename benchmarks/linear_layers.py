@@ -23,9 +23,6 @@ from minivllm.layers.platform import Platform
 SHAPES = [*[(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30, (49152, 576)]
 """[out_features, in_features] of SmolLM2-135M: qkv, o, gate and up, down of 30 layers, and the head."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-SLOW_ROWS = 16
-"""With more rows than this, the 4-bit operator takes seconds."""
-
 
 Product = Callable[[Tensor], Tensor]
 """`[rows, in_features]` to `[rows, out_features]`, with a weight of its own inside."""
@@ -58,7 +55,6 @@ WAYS: dict[str, Callable[[Tensor, int], Product]] = {
     "minivllm": lambda weight, rows: make_linear(weight, None),
     "minivllm bfloat16": lambda weight, rows: make_linear(weight.bfloat16(), None),
     "minivllm int8": lambda weight, rows: make_linear(weight, "int8"),
-    "minivllm int4": lambda weight, rows: make_linear(weight, "int4"),
 }
 """Name to what prepares a weight for a number of rows. oneDNN's and MKL's packed products are those that torch.compile uses."""
 
@@ -118,8 +114,6 @@ def measure_linear(repeats: int = 5) -> dict[str, dict[int, float]]:
         products: list[Product] = []
         result[name] = {}
         for rows in ROWS:
-            if name == "minivllm int4" and rows > SLOW_ROWS:
-                continue
             inputs = {width: torch.randn(rows, width) for width in (576, 1536)}
             if not products or name == "MKL packed":  # whose weights serve one number of rows
                 del products

@@ -2,8 +2,8 @@
 
     python benchmarks/quality.py --weights bfloat16 int8
 
-The default model is published as a 4-bit GGUF file (Q4_1), so its "float32" weights are dequantized 4-bit ones. That int4 agrees with
-them so well says little about models that were trained in 16 bits.
+The default model is published as a 4-bit GGUF file (Q4_1), so its "float32" weights are dequantized 4-bit ones: the numbers say little
+about models that were trained in 16 bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The journey to continuous batching, as users see it over HTTP: three servers under the same load.
+"""The journey to continuous batching, as users see it over HTTP: servers under the same load.
 
     python benchmarks/serving_modes.py --json modes.json --plot modes.png
 
 A process for each request (benchmarks/process_per_request.py), then static batching, then continuous batching (`minivllm serve --mode`):
 one server after the other, with the same model, limits and long-tailed requests, which arrive over time whether the server keeps up or not.
+`--modes whole-prompts continuous chunks-of-256` compares steps that are either prefill or decode with chunked prefill.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ MODES = {
     "processes": (PROCESSES, ()),
     "static": (PROGRAM, ("--mode", "static")),
     "continuous": (PROGRAM, ("--mode", "continuous")),
+    "whole-prompts": (PROGRAM, ("--mode", "continuous", "--no-enable-chunked-prefill")),
+    "chunks-of-256": (PROGRAM, ("--mode", "continuous", "--max-num-batched-tokens", "256")),
 }
 """What Python runs as `minivllm`, and the options of its `serve`."""
 MODEL = "smollm2-135m"
@@ -67,16 +70,20 @@ def _pair(times: Distribution) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="(default: %(default)s)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["processes", "static", "continuous"], help="(default: %(default)s)"
+    )
     parser.add_argument("--num-requests", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--request-rate", type=float, default=4.0, help="requests per second (default: %(default)s)")
+    parser.add_argument("--mean-prompt-len", type=int, default=48, help="tokens (default: %(default)s)")
     parser.add_argument("--mean-output-len", type=int, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, with each request's times")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw them here")
     arguments = parser.parse_args()
     for path in (arguments.json, arguments.plot):
         check_writable(path)
-    requests = make_workload("longtail", arguments.num_requests, mean_output_len=arguments.mean_output_len, max_len=1024)
+    lengths = {"mean_prompt_len": arguments.mean_prompt_len, "mean_output_len": arguments.mean_output_len}
+    requests = make_workload("longtail", arguments.num_requests, **lengths, max_len=1024)
     load = Load(arguments.request_rate)
     served = {}
     for mode in arguments.modes:
@@ -86,7 +93,7 @@ def main() -> int:
         print(f"\n{mode}\n\n{format_serving(summarize(served[mode], load, Goals()), Goals(), served[mode])}\n", flush=True)
     results = {mode: summarize(of_mode, load, Goals()) for mode, of_mode in served.items()}
     what = (
-        f"{MODEL} behind three servers, at most {MAX_NUM_SEQS} running; {len(requests)} long-tailed requests, "
+        f"{MODEL} behind one server after another, at most {MAX_NUM_SEQS} running; {len(requests)} long-tailed requests, "
         f"{sum(request.output_len for request in requests)} output tokens, {load.describe()}"
     )
     content = {

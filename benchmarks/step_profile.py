@@ -30,7 +30,8 @@ from minivllm.entrypoints.bench_cli import add_workload_options, make_engine, on
 from minivllm.entrypoints.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
 from minivllm.layers.attention import AttentionMetadata
-from minivllm.layers.linear import Linear, LMHead
+from minivllm.layers.embedding import LMHead
+from minivllm.layers.linear import Linear
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
 

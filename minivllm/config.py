@@ -14,7 +14,7 @@ from minivllm.errors import ConfigError
 
 POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8",)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -193,8 +193,7 @@ class EngineArgs:
     )
     quantization: str | None = _arg(
         None,
-        'Weight quantization on a CPU: "int8", or "int4" for one or a few sequences at a time (slow with long prompts and many '
-        "sequences). None leaves the weights as they are.",
+        'Weight quantization: "int8", on a CPU. None leaves the weights as they are.',
     )
     low_memory: bool = _arg(
         False,
@@ -264,4 +263,5 @@ def check_at_least(name: str, value: Any, low: int) -> None:
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise a ConfigError unless the value is one of the choices."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}.")
+        one_of = "one of " if len(choices) > 1 else ""
+        raise ConfigError(f"{name} is {value!r}, but must be {one_of}{', '.join(map(repr, choices))}.")

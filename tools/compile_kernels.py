@@ -5,7 +5,13 @@ import contextlib
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 
-KINDS = {"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}
+KINDS = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"quantization": "int8"},
+    {"quantization": "int8", "dtype": "bfloat16"},
+)
 
 
 def main() -> None:

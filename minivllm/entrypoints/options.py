@@ -67,13 +67,13 @@ def add_option(group: argparse._ActionsContainer, name: str, default: Any, help:
     group.add_argument(name, help=help, **more)
 
 
-def add_engine_options(parser: argparse.ArgumentParser, leave_out: str = "") -> None:
-    """Add an option for each argument of `EngineArgs`, except `leave_out`, with its default and its help."""
+def add_engine_options(parser: argparse.ArgumentParser, leave_out: str = "", **defaults: Any) -> None:
+    """Add an option for each argument of `EngineArgs`, except `leave_out`, with its default or another one, and its help."""
     group = parser.add_argument_group("engine")
     for field in fields(EngineArgs):
         if field.name in _NOT_ON_THE_COMMAND_LINE or field.name == leave_out:
             continue
-        default = field.default
+        default = defaults.get(field.name, field.default)
         if default is None:
             default = int if "int" in str(field.type) else str
         choices = {"choices": _CHOICES[field.name]} if field.name in _CHOICES else {}

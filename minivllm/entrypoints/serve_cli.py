@@ -39,7 +39,7 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_option(group, "--restart-engine", False, "restart the engine when it dies, instead of exiting with status 1")
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
-    add_engine_options(parser)
+    add_engine_options(parser, enable_chunked_prefill=True)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

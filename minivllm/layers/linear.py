@@ -87,16 +87,6 @@ class Linear(nn.Module):
         return self.method.apply(self, x)
 
 
-class LMHead(Linear):
-    """The layer that gives a logit to each token of the vocabulary."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: nn.Embedding | None = None) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, platform=platform)
-        if tied_to is not None:
-            assert isinstance(tied_to.weight, nn.Parameter)
-            self.weight = tied_to.weight
-
-
 class UnquantizedLinearMethod(LinearMethod):
     """The weight as it is loaded, by torch."""
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from minivllm.errors import ConfigError
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend
 from minivllm.layers.compiled import is_compiled
-from minivllm.layers.linear import Linear, LinearMethod, LMHead, PackedLinearMethod, UnquantizedLinearMethod
-from minivllm.layers.quantization import Int4LinearMethod, Int8LinearMethod, check_quantization
+from minivllm.layers.linear import Linear, LinearMethod, PackedLinearMethod, UnquantizedLinearMethod
+from minivllm.layers.quantization import Int8LinearMethod, check_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +25,12 @@ class Platform:
     Args:
         device, dtype: Where the model lies, and in what; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
-        quantization: None, "int8" or "int4".
+        quantization: None or "int8".
         low_memory: Leave weights that are not quantized as they are loaded, instead of packing them.
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
-        activation_dtype: Of what flows between the layers: `dtype`, but where bfloat16 weights are packed, on a CPU, float32. Reading weights
+        activation_dtype: Of what flows between the layers: `dtype`, but where weights are quantized, or packed in bfloat16, on a CPU, float32. Reading weights
             is what takes the time there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
         max_compiled_rows: The largest batch for which halves of layers can be compiled.
@@ -55,17 +56,23 @@ class Platform:
                 self.attention_backend.__name__,
             )
         self.kernels = load_platform_kernels(device)
+        mixes_dtypes = dtype == torch.bfloat16 and self.attention_backend is CPUAttentionBackend  # others want all in one dtype
         if quantization is not None:
-            check_quantization(quantization, device, dtype, getattr(self.kernels, "HAS_INT8_DOT", False))
+            check_quantization(quantization, device, getattr(self.kernels, "HAS_INT8_DOT", False))
+            if dtype != torch.float32 and not mixes_dtypes:
+                raise ConfigError(
+                    f"quantization is {quantization!r}, which needs dtype='float32' here, not {dtype}: only "
+                    "attention_backend='cpu' computes in float32 with a cache in bfloat16."
+                )
         self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
         self._packed_weight: Any = None
         if hasattr(self.kernels, "packed_linear") and not low_memory:
             if dtype == torch.float32:
                 self._packed_weight = self.kernels.PackedWeight
-            elif dtype == torch.bfloat16 and self.attention_backend is CPUAttentionBackend:  # others want all in one dtype
+            elif mixes_dtypes:
                 self._packed_weight = self.kernels.PackedBfloat16Weight
-        self.activation_dtype = dtype if self._packed_weight is None else torch.float32
+        self.activation_dtype = dtype if self._packed_weight is None and quantization is None else torch.float32
 
     def get_linear_method(self, layer: Linear) -> LinearMethod:
         """How to compute a linear layer."""
@@ -75,9 +82,6 @@ class Platform:
             return (
                 UnquantizedLinearMethod() if packed_weight is None else PackedLinearMethod(kernels.packed_linear, packed_weight)
             )
-        # The head chooses between tens of thousands of tokens: GGUF files keep it in 8 bits too.
-        if self.quantization == "int4" and Int4LinearMethod.supports(layer) and not isinstance(layer, LMHead):
-            return Int4LinearMethod()
         if getattr(kernels, "HAS_INT8_DOT", False):
             return PackedLinearMethod(kernels.packed_linear, kernels.PackedInt8Weight)
         return Int8LinearMethod(self.ops)

@@ -14,7 +14,8 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
-from minivllm.layers.linear import Linear, LMHead
+from minivllm.layers.embedding import LMHead, VocabEmbedding
+from minivllm.layers.linear import Linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding
@@ -108,15 +109,13 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size, dtype=platform.dtype)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, platform)
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)
-        self.activation_dtype = platform.activation_dtype
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        x = self.embed_tokens(input_ids).to(self.activation_dtype)
-        residual = None
+        x, residual = self.embed_tokens(input_ids), None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
-from minivllm.layers.linear import Linear, LMHead
+from minivllm.layers.embedding import LMHead, VocabEmbedding
+from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.models.base import CausalLM
 
@@ -58,15 +59,14 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
         hidden_size = config.hf_config["hidden_size"]
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size, dtype=platform.dtype)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, platform)
         num_positions = config.hf_config["max_position_embeddings"] + POSITION_OFFSET
         self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=platform.dtype)
         self.layers = nn.ModuleList(OPTDecoderLayer(config, platform) for _ in range(config.num_layers))
         self.final_layer_norm = nn.LayerNorm(hidden_size)
-        self.activation_dtype = platform.activation_dtype
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        x = self.embed_tokens(input_ids).to(self.activation_dtype) + self.embed_positions(positions + POSITION_OFFSET)
+        x = self.embed_tokens(input_ids) + self.embed_positions(positions + POSITION_OFFSET)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, kv_cache, metadata)
         return self.final_layer_norm(x)

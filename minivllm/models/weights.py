@@ -98,7 +98,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
     """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
 
-    A linear layer is processed as soon as it is complete, so that no more than one exists in two forms at a time.
+    A layer is processed as soon as its weights are complete, so that no more than one exists in two forms at a time.
 
     Raises:
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
@@ -119,15 +119,14 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         else:
             parameter.data.copy_(tensor.read(tuple(parameter.shape)))
         num_missing[layer] -= 1
-        if num_missing[layer] == 0 and isinstance(layer, Linear):
+        if num_missing[layer] == 0 and hasattr(layer, "process_weights_after_loading"):
             layer.process_weights_after_loading()
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
-    for module in reversed(list(model.modules())):  # parts before what is made of them; a tied head has no weight of its own
-        process = getattr(module, "process_weights_after_loading", None)
-        if process is not None and not (isinstance(module, Linear) and module in num_missing):
-            process()
+    for module in reversed(list(model.modules())):  # parts before what is made of them
+        if module not in num_missing and not isinstance(module, Linear) and hasattr(module, "process_weights_after_loading"):
+            module.process_weights_after_loading()
 
 
 def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:

@@ -155,10 +155,24 @@ def test_packed_linear_refuses():
         with pytest.raises(KernelError, match=message):
             cpu.packed_linear(weight, x)
     for wrong in (torch.zeros(4, 8).double(), torch.zeros(4), torch.zeros(4, 8, device="meta")):
-        with pytest.raises(KernelError, match="cannot be packed: only float32 matrices on the CPU can"):
-            cpu.PackedWeight(wrong)
-        with pytest.raises(KernelError, match="cannot be packed: only bfloat16 and float32 matrices on the CPU can"):
-            cpu.PackedBfloat16Weight(wrong)
+        for kind in (cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight):
+            with pytest.raises(KernelError, match="cannot be packed: only float32 and bfloat16 matrices on the CPU can"):
+                kind(wrong)
+
+
+@pytest.mark.parametrize("kind", [cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight])
+@pytest.mark.parametrize("shape", [(16, 8), (37, 5), (4097, 3), (1, 1)])
+def test_rows_of_a_packed_weight_are_those_of_the_weight(kind, shape):
+    weight = random(shape, 0).bfloat16()
+    packed, outputs = kind(weight), torch.randint(shape[0], (2 * shape[0],), generator=torch.Generator().manual_seed(1))
+    if kind is cpu.PackedInt8Weight:
+        rounded, scales = reference.round_weight(weight.float())
+        expected = rounded * scales[:, None]
+    else:
+        expected = weight.float()
+    rows = packed.get_rows(outputs)
+    assert rows.dtype == torch.float32 and torch.equal(rows, expected[outputs])
+    assert packed.get_rows(outputs[:0]).shape == (0, shape[1])
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

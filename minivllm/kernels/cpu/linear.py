@@ -46,7 +46,7 @@ class Packed:
     """What packed weights have in common; zeros fill up the last panel.
 
     Args:
-        weight: `[out_features, in_features]`, on the CPU; copied.
+        weight: `[out_features, in_features]`, float32 or bfloat16 on the CPU; copied, and rounded where it has to be.
         bias: `[out_features]` or None.
     """
 
@@ -55,6 +55,11 @@ class Packed:
     panels: np.ndarray
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.dim() != 2:
+            raise KernelError(
+                f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only float32 and "
+                "bfloat16 matrices on the CPU can."
+            )
         self.out_features, self.in_features = weight.shape
         self.num_panels = -(-self.out_features // PANEL)
         self.bias = np.zeros(self.num_panels * PANEL, np.float32)
@@ -71,12 +76,20 @@ class Packed:
         """What `multiply` takes as the weight."""
         return self.panels, self.bias
 
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
+        dtype = torch.int8 if self.panels.dtype == np.int32 else self.dtype
+        numbers = (
+            torch.from_numpy(self.panels.view(np.int32)).unsqueeze(-1).view(dtype)
+        )  # [panels, words, PANEL, numbers of a word]
+        rows = numbers[outputs // PANEL, :, outputs % PANEL]
+        return rows.flatten(1)[:, : self.in_features].float()
+
 
 class PackedWeight(Packed):
     """A float32 weight in the layout of `packed_linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        check_weight(weight)
         super().__init__(weight, bias)
         panels = np.zeros((self.num_panels, self.in_features, PANEL), np.float32)
         whole = self.out_features // PANEL
@@ -90,14 +103,6 @@ class PackedWeight(Packed):
     def multiply(self) -> Any:
         """The compiled product."""
         return multiply_float32
-
-
-def check_weight(weight: Tensor) -> None:
-    """Raise KernelError unless this weight can be packed."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.dim() != 2:
-        raise KernelError(
-            f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only float32 matrices on the CPU can."
-        )
 
 
 def packed_linear(weight: PackedWeight | PackedBfloat16Weight | PackedInt8Weight, x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.errors import KernelError
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
@@ -24,16 +23,11 @@ from minivllm.kernels.cpu.thread_pool import parallel_for
 
 
 class PackedBfloat16Weight(Packed):
-    """A bfloat16 weight in panels; each word holds two input features of one output. A weight in float32 is rounded."""
+    """A bfloat16 weight in panels; each word holds two input features of one output."""
 
     dtype = torch.bfloat16
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32) or weight.dim() != 2:
-            raise KernelError(
-                f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only bfloat16 and "
-                "float32 matrices on the CPU can."
-            )
         super().__init__(weight, bias)
         num_panels, num_words = self.num_panels, -(-self.in_features // 2)
         padded = weight.to(torch.bfloat16).contiguous()

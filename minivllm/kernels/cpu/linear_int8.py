@@ -15,34 +15,41 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels.cpu.launch import address
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, check_weight, multiply_tile, panels_per_part, tile_of
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
+ROWS_AT_A_TIME = 4096
+"""When a weight is rounded: that takes memory for several copies of them."""
+
 
 class PackedInt8Weight(Packed):
-    """An 8-bit weight in panels; each word holds four input features of one output. It is given in float32 and rounded by `round_weight`."""
+    """An 8-bit weight in panels; each word holds four input features of one output, rounded by `round_weight`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        check_weight(weight)
-        rounded, scales = round_weight(weight)
         super().__init__(weight, bias)
         num_panels, num_words = self.num_panels, -(-self.in_features // 4)
         padded = torch.zeros(num_panels * PANEL, num_words * 4, dtype=torch.int8)
-        padded[: self.out_features, : self.in_features] = rounded
+        self.scales = np.zeros(num_panels * PANEL, np.float32)
+        for start in range(0, self.out_features, ROWS_AT_A_TIME):
+            rows = slice(start, min(start + ROWS_AT_A_TIME, self.out_features))
+            padded[rows, : self.in_features], scales = round_weight(weight[rows].float())
+            self.scales[rows] = scales.numpy()
         panels = padded.view(num_panels, PANEL, num_words, 4).transpose(1, 2).contiguous()
         self.panels = panels.view(torch.int32).squeeze(-1).numpy()
         # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
         self.corrections = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
-        self.scales = np.zeros(num_panels * PANEL, np.float32)
-        self.scales[: self.out_features] = scales.numpy()
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What `multiply` takes as the weight."""
         return self.panels, self.corrections, self.scales, self.bias
+
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        """As they are multiplied: rounded."""
+        return super().get_rows(outputs) * torch.from_numpy(self.scales)[outputs, None]
 
     @property
     def multiply(self) -> Any:
