@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py --json memory.json
 
-Each way runs in a process of its own. Its memory is the peak of resident memory minus what it was before the model was loaded, with torch
-and transformers imported; the used part of the KV cache is included. Linux only, which tracks the peak. Seconds are those of `LLM(...)`, and
+Each way runs in a process of its own. Its memory is the peak of resident memory minus what it was before the model was loaded, with torch,
+transformers and Numba imported; the used part of the KV cache is included. Linux only, which tracks the peak. Seconds are those of `LLM(...)`, and
 of the first answer of one token, which may have to read compiled kernels from the disk.
 """
 
@@ -43,6 +43,7 @@ def measure(way: str) -> None:
     from minivllm.models.hub import resolve_model
 
     AutoTokenizer.from_pretrained(resolve_model("smollm2-135m"))  # whose imports come late
+    import minivllm.kernels.cpu  # noqa: F401
     from minivllm import LLM, SamplingParams
 
     before = kilobytes("VmRSS")

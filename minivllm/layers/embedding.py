@@ -15,6 +15,10 @@ from minivllm.layers.linear import Linear
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
+    from minivllm.layers.weights import CheckpointTensor
+
+ROWS_AT_A_TIME = 1024
+"""How much of a weight is loaded at once."""
 
 
 class VocabEmbedding(nn.Module):
@@ -38,6 +42,12 @@ class VocabEmbedding(nn.Module):
         self.activation_dtype = platform.activation_dtype
         self.heads: tuple[LMHead, ...] = ()
         self._packed: Any = None
+
+    def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor) -> None:
+        """Copy the checkpoint's tensor, some rows at a time: it is the largest, and a second copy of it would be the peak of memory."""
+        for start in range(0, len(parameter), ROWS_AT_A_TIME):
+            rows = slice(start, min(start + ROWS_AT_A_TIME, len(parameter)))
+            parameter.data[rows] = tensor.read(tuple(parameter.shape), rows)
 
     def process_weights_after_loading(self) -> None:
         """Let the head that shares the weight bring it into its form."""

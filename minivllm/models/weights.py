@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
+from minivllm.layers.embedding import VocabEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor
@@ -114,7 +115,7 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         layer, kind, *shard_id = targets.pop(name)
         parameter, tensor = layer.get_parameter(kind), CheckpointTensor(model_name, name, source)
-        if isinstance(layer, Linear):
+        if isinstance(layer, (Linear, VocabEmbedding)):
             layer.load_weight(parameter, tensor, *shard_id)
         else:
             parameter.data.copy_(tensor.read(tuple(parameter.shape)))

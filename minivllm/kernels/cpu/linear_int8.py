@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
@@ -21,8 +22,8 @@ from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
-ROWS_AT_A_TIME = 4096
-"""When a weight is rounded: that takes memory for several copies of them."""
+PANELS_AT_A_TIME = 16
+"""When a weight is rounded, which takes memory for several copies in float32."""
 
 
 class PackedInt8Weight(Packed):
@@ -30,17 +31,20 @@ class PackedInt8Weight(Packed):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        num_panels, num_words = self.num_panels, -(-self.in_features // 4)
-        padded = torch.zeros(num_panels * PANEL, num_words * 4, dtype=torch.int8)
-        self.scales = np.zeros(num_panels * PANEL, np.float32)
-        for start in range(0, self.out_features, ROWS_AT_A_TIME):
-            rows = slice(start, min(start + ROWS_AT_A_TIME, self.out_features))
-            padded[rows, : self.in_features], scales = round_weight(weight[rows].float())
-            self.scales[rows] = scales.numpy()
-        panels = padded.view(num_panels, PANEL, num_words, 4).transpose(1, 2).contiguous()
-        self.panels = panels.view(torch.int32).squeeze(-1).numpy()
+        num_words = -(-self.in_features // 4)
+        panels = torch.zeros(self.num_panels, num_words, PANEL, 4, dtype=torch.int8)
+        self.scales = np.zeros(self.num_panels * PANEL, np.float32)
         # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
-        self.corrections = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
+        self.corrections = np.zeros(self.num_panels * PANEL, np.int32)
+        for first in range(0, self.num_panels, PANELS_AT_A_TIME):
+            part = panels[first : first + PANELS_AT_A_TIME]
+            rows = slice(first * PANEL, (first + len(part)) * PANEL)
+            rounded, scales = round_weight(weight[rows].float())
+            padded = F.pad(rounded, (0, 4 * num_words - self.in_features, 0, len(part) * PANEL - len(rounded)))
+            part.copy_(padded.view(len(part), PANEL, num_words, 4).transpose(1, 2))
+            self.scales[rows][: len(scales)] = scales.numpy()
+            self.corrections[rows] = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
+        self.panels = panels.view(torch.int32).squeeze(-1).numpy()
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
