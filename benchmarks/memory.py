@@ -23,9 +23,8 @@ WAYS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int8, bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
-    "low_memory": {"low_memory": True},
 }
-BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1, "int8, bfloat16": 1, "low_memory": 4}
+BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1, "int8, bfloat16": 1}
 ROUNDS = 3
 CACHE_BYTES = 64 * 2**20
 

@@ -112,7 +112,7 @@ def measure_qualities(model: str, quantizations: list[str], num_positions: int =
     def load(dtype: str = "float32", **options: Any) -> LLMEngine:
         return LLM(model, device="cpu", dtype=dtype, num_gpu_blocks_override=64, max_num_seqs=1, **options).llm_engine
 
-    reference = load(low_memory=True)
+    reference = load()
     engines = {name: load(name) if name in DTYPES else load(quantization=name) for name in quantizations}
     return measure_quality(reference, engines, num_positions)
 

@@ -4,7 +4,7 @@
 
 A process for each request (benchmarks/process_per_request.py), then static batching, then continuous batching (`minivllm serve --mode`):
 one server after the other, with the same model, limits and long-tailed requests, which arrive over time whether the server keeps up or not.
-`--modes whole-prompts continuous chunks-of-256` compares steps that are either prefill or decode with chunked prefill.
+`--modes whole-prompts chunks-of-2048 continuous` compares steps that are either prefill or decode with chunked prefill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODES = {
     "static": (PROGRAM, ("--mode", "static")),
     "continuous": (PROGRAM, ("--mode", "continuous")),
     "whole-prompts": (PROGRAM, ("--mode", "continuous", "--no-enable-chunked-prefill")),
-    "chunks-of-256": (PROGRAM, ("--mode", "continuous", "--max-num-batched-tokens", "256")),
+    "chunks-of-2048": (PROGRAM, ("--mode", "continuous", "--max-num-batched-tokens", "2048")),
 }
 """What Python runs as `minivllm`, and the options of its `serve`."""
 MODEL = "smollm2-135m"

@@ -123,7 +123,6 @@ class WorkerConfig:
     attention_backend: str | type = "auto"
     enforce_eager: bool = False
     quantization: str | None = None
-    low_memory: bool = False
     sampler_cls: type | None = None
 
 
@@ -194,10 +193,6 @@ class EngineArgs:
     quantization: str | None = _arg(
         None,
         'Weight quantization: "int8", on a CPU. None leaves the weights as they are.',
-    )
-    low_memory: bool = _arg(
-        False,
-        "On a CPU, do not pack weights for small batches: slower, but no weight is in memory twice, not even while loading.",
     )
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 

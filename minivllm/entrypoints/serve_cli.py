@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
+CPU_TOKENS_PER_STEP = 256
+"""`max_num_batched_tokens` on a CPU with chunked prefill, unless told otherwise: with more, a long prompt holds up those who wait for their
+next token (docs/serving.md)."""
 
 
 def add_serve_command(commands) -> None:  # noqa: ANN001
@@ -40,6 +43,13 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser, enable_chunked_prefill=True)
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Whether an engine with this argument would run on the CPU."""
+    import torch
+
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -67,5 +77,7 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
     args = EngineArgs(**engine_args(arguments))
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
+    if args.enable_chunked_prefill and args.max_num_batched_tokens is None and runs_on_cpu(args.device):
+        args = dataclasses.replace(args, max_num_batched_tokens=max(CPU_TOKENS_PER_STEP, args.max_num_seqs))
     configure_logging(arguments.log_level)
     return run_server(lambda: start_engine(args), settings, host=arguments.host, port=arguments.port)

@@ -26,7 +26,6 @@ class Platform:
         device, dtype: Where the model lies, and in what; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None or "int8".
-        low_memory: Leave weights that are not quantized as they are loaded, instead of packing them.
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
@@ -39,13 +38,15 @@ class Platform:
         ConfigError: The backend or the quantization cannot run here.
     """
 
+    packs_weights = True
+    """Whether weights that are not quantized are packed where there are kernels for that; tests turn it off."""
+
     def __init__(
         self,
         device: torch.device,
         dtype: torch.dtype,
         attention_backend: str | type = "auto",
         quantization: str | None = None,
-        low_memory: bool = False,
     ) -> None:
         self.device, self.dtype = device, dtype
         self.quantization = quantization
@@ -67,7 +68,7 @@ class Platform:
         self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
         self._packed_weight: Any = None
-        if hasattr(self.kernels, "packed_linear") and not low_memory:
+        if hasattr(self.kernels, "packed_linear") and self.packs_weights:
             if dtype == torch.float32:
                 self._packed_weight = self.kernels.PackedWeight
             elif mixes_dtypes:

@@ -53,9 +53,7 @@ class Worker:
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
         self.enforce_eager = worker_config.enforce_eager
         self.sampler = (worker_config.sampler_cls or Sampler)()
-        self.platform = Platform(
-            self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, worker_config.low_memory
-        )
+        self.platform = Platform(self.device, self.dtype, worker_config.attention_backend, worker_config.quantization)
         self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine

@@ -129,7 +129,7 @@ def test_another_subclass_of_the_cpu_backend_is_compiled(folder):
 @pytest.mark.slow
 def test_where_it_cannot_be_compiled_it_is_not(folder, tmp_path):
     assert halves(load(folder, attention_backend="torch")) == (False, True)
-    assert halves(load(folder, low_memory=True)) == (False, False)
+    assert halves(load(folder, dtype="float16")) == (False, False)
     odd = save_llama(tmp_path, hidden_size=40, intermediate_size=60, head_dim=16)  # for which attention is compiled already
     llm = load(odd)
     assert halves(llm) == (False, False), "panels of 16 do not fill rows of 40"

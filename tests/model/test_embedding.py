@@ -29,13 +29,14 @@ WAYS = {
     "bfloat16": {"dtype": torch.bfloat16},
     "int8": {"quantization": "int8"},
     "int8 and bfloat16": {"quantization": "int8", "dtype": torch.bfloat16},
-    "low memory": {"low_memory": True},
-    "low memory in bfloat16": {"low_memory": True, "dtype": torch.bfloat16},
+    "unpacked": {},
+    "unpacked bfloat16": {"dtype": torch.bfloat16},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tied_embedding_and_its_head_hold_one_weight(way):
+def test_a_tied_embedding_and_its_head_hold_one_weight(way, monkeypatch):
+    monkeypatch.setattr(Platform, "packs_weights", "unpacked" not in way)
     platform = Platform(CPU, **{"dtype": torch.float32, **WAYS[way]})
     model = Tied(platform)
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0)).bfloat16().float()
@@ -52,7 +53,7 @@ def test_a_tied_embedding_and_its_head_hold_one_weight(way):
     logits = model.lm_head(rows)
     torch.testing.assert_close(logits.float(), expected[token_ids] @ expected.t(), rtol=0.02, atol=0.05)
 
-    if model.lm_head.method.packed is None:
+    if "unpacked" in way:
         assert model.embed_tokens.weight is model.lm_head.weight
     else:
         assert not list(model.parameters())

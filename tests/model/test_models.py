@@ -164,8 +164,8 @@ class HalfRows(Linear):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-@pytest.mark.parametrize("low_memory", [True, False])
-def test_a_rank_can_load_its_part_alone(tmp_path, suffix, low_memory):
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_rank_can_load_its_part_alone(tmp_path, suffix, packed, monkeypatch):
     """Column- and row-parallel layers sit on the weight loader and the linear method; only their slices are read."""
 
     class Rank(torch.nn.Module):
@@ -185,7 +185,8 @@ def test_a_rank_can_load_its_part_alone(tmp_path, suffix, low_memory):
         save_file(weights, tmp_path / "model.safetensors")
     else:
         torch.save(weights, tmp_path / "pytorch_model.bin")
-    rank = Rank(Platform(torch.device("cpu"), torch.float32, low_memory=low_memory))
+    monkeypatch.setattr(Platform, "packs_weights", packed)
+    rank = Rank(Platform(torch.device("cpu"), torch.float32))
     load_weights(rank, iterate_weights(tmp_path), "a rank")
     x = torch.randn(3, 8)
     expected = torch.cat([x @ weights["gate_proj.weight"][16:].t(), x @ weights["up_proj.weight"][16:].t()], dim=1)

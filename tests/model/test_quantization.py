@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +28,14 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_linear(weight, bias=None, quantization=None, **options):
+def unpacked():
+    """A context in which weights stay as they are loaded."""
+    return mock.patch.object(Platform, "packs_weights", False)
+
+
+def make_linear(weight, bias=None, quantization=None):
     """A layer with these weights, as a model has it after loading."""
-    platform = Platform(CPU, torch.float32, quantization=quantization, **options)
+    platform = Platform(CPU, torch.float32, quantization=quantization)
     layer = Linear(weight.shape[1], weight.shape[0], bias is not None, platform)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
@@ -85,27 +92,29 @@ def test_packed_int8_weights_give_the_bits_of_the_torch_operator(bias, rows, in_
 def test_which_layer_is_computed_how():
     int8 = PackedLinearMethod if cpu.HAS_INT8_DOT else Int8LinearMethod
 
-    def method(quantization, out_features=32, in_features=64, layer_cls=None, dtype=torch.float32, low_memory=False):
-        platform = Platform(CPU, dtype, quantization=quantization, low_memory=low_memory)
-        if layer_cls is LMHead:
-            return type(LMHead(in_features, out_features, platform).method)
-        return type(Linear(in_features, out_features, False, platform).method)
+    def method(quantization, layer_cls=None, dtype=torch.float32):
+        platform = Platform(CPU, dtype, quantization=quantization)
+        layer = LMHead(64, 32, platform) if layer_cls is LMHead else Linear(64, 32, False, platform)
+        return type(layer.method)
 
     assert method("int8") is int8
     assert method("int8", layer_cls=LMHead) is int8
     assert method("int8", dtype=torch.bfloat16) is int8
     assert method(None) is PackedLinearMethod
-    assert method(None, low_memory=True) is UnquantizedLinearMethod
     assert method(None, dtype=torch.bfloat16) is PackedLinearMethod
-    assert method(None, dtype=torch.bfloat16, low_memory=True) is UnquantizedLinearMethod
     assert method(None, dtype=torch.float16) is UnquantizedLinearMethod, "there is no packed float16"
+    with unpacked():
+        assert method(None) is method(None, dtype=torch.bfloat16) is UnquantizedLinearMethod
+        assert method("int8") is int8
 
 
 @pytest.mark.parametrize("rows", [3, 10])
 def test_a_packed_layer_computes_the_same_and_keeps_its_weight_once(rows):
     weight, bias, x = random(32, 64), random(32, seed=1), random(rows, 64, seed=2)
-    packed, unpacked = make_linear(weight, bias), make_linear(weight, bias, low_memory=True)
-    torch.testing.assert_close(packed(x), unpacked(x))
+    packed = make_linear(weight, bias)
+    with unpacked():
+        plain = make_linear(weight, bias)
+    torch.testing.assert_close(packed(x), plain(x))
     assert packed.weight is None and not list(packed.parameters())
 
 
@@ -126,8 +135,10 @@ def engines():
     def load(**options):
         return LLM(max_num_seqs=8, max_model_len=512, num_gpu_blocks_override=200, **options)
 
+    with unpacked():
+        plain = load()
     return {
-        "float32": load(low_memory=True),
+        "float32": plain,
         "packed": load(),
         "bfloat16": load(dtype="bfloat16"),
         "int8": load(quantization="int8"),
@@ -160,7 +171,7 @@ def test_tokens_do_not_depend_on_the_batch(engines, name):
 
 
 @pytest.mark.slow
-def test_low_memory_computes_the_same(engines):
+def test_packed_weights_compute_the_same(engines):
     token_ids = list(range(1000, 1040))
     packed, unpacked = (compute_logits(engines[name].llm_engine, token_ids) for name in ("packed", "float32"))
     torch.testing.assert_close(packed, unpacked, rtol=1e-3, atol=1e-3)
