@@ -45,11 +45,14 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_engine_options(parser, enable_chunked_prefill=True)
 
 
-def runs_on_cpu(device: str) -> bool:
-    """Whether an engine with this argument would run on the CPU."""
+def limit_steps(args: EngineArgs) -> EngineArgs:
+    """The arguments, with `max_num_batched_tokens` for chunks on a CPU if it was left open."""
     import torch
 
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
+    if not on_cpu or not args.enable_chunked_prefill or args.max_num_batched_tokens is not None:
+        return args
+    return dataclasses.replace(args, max_num_batched_tokens=max(CPU_TOKENS_PER_STEP, args.max_num_seqs))
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -77,7 +80,5 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
     args = EngineArgs(**engine_args(arguments))
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
-    if args.enable_chunked_prefill and args.max_num_batched_tokens is None and runs_on_cpu(args.device):
-        args = dataclasses.replace(args, max_num_batched_tokens=max(CPU_TOKENS_PER_STEP, args.max_num_seqs))
     configure_logging(arguments.log_level)
-    return run_server(lambda: start_engine(args), settings, host=arguments.host, port=arguments.port)
+    return run_server(lambda: start_engine(limit_steps(args)), settings, host=arguments.host, port=arguments.port)

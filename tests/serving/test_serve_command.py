@@ -7,6 +7,8 @@ import socket
 import pytest
 from scripted_server import scripted_engine
 
+from minivllm.config import EngineArgs
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints import cli
 from minivllm.entrypoints.server import run_server
 from minivllm.entrypoints.server_state import ServerSettings
@@ -40,6 +42,27 @@ def test_who_lets_everybody_in_is_warned(told_where):
     assert "warning: anyone who can reach 0.0.0.0 can use this server" in told_where("0.0.0.0")
     assert "warning" not in told_where("0.0.0.0", "a-key")
     assert "warning" not in told_where("::1")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_chunked", "budget"),
+    [
+        ([], True, 256),
+        (["--max-num-seqs", "300"], True, 300),
+        (["--max-num-batched-tokens", "64", "--max-num-seqs", "8"], True, 64),
+        (["--no-enable-chunked-prefill"], False, None),
+        (["--device", "cuda"], True, None),
+    ],
+)
+def test_long_prompts_are_computed_in_chunks_unless_told_otherwise(monkeypatch, options, is_chunked, budget):
+    started = []
+    monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", lambda args, restart: started.append(args))
+    monkeypatch.setattr("minivllm.entrypoints.server.run_server", lambda start_engine, settings, **where: start_engine())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cli.main(["serve", *options])
+    (args,) = started
+    assert (args.enable_chunked_prefill, args.max_num_batched_tokens) == (is_chunked, budget)
+    assert not EngineArgs().enable_chunked_prefill, "LLM computes whole prompts unless told otherwise"
 
 
 def serve(port, start_engine):
