@@ -63,7 +63,7 @@ def measure(requests: list[WorkloadRequest], rounds: int) -> tuple[dict[str, lis
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     warm_up = warm_up_requests(requests, LIMITS["max_num_seqs"])
     llm = LLM(MODEL, **LIMITS)
-    with start_server(MODEL, *options) as server:
+    with start_server(MODEL, *options, "--no-enable-chunked-prefill") as server:  # as in LLM
         for number in range(1 + rounds):
             of_round = requests if number else warm_up
             with server.paused():

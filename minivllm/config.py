@@ -146,7 +146,7 @@ class EngineArgs:
     dtype: str = _arg(
         "auto",
         'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in. '
-        "With bfloat16 on a CPU, activations stay float32 where the weights are packed.",
+        "With bfloat16 on a CPU, activations stay float32 where the weights are packed or quantized.",
     )
     device: str = _arg("auto", '"auto", "cpu" or "cuda".')
     seed: int = _arg(0, "Seed for the random streams of requests that have no seed of their own.")
@@ -165,7 +165,9 @@ class EngineArgs:
     enable_prefix_caching: bool = _arg(False, "Reuse the KV blocks of earlier prompts that start the same way.")
     max_num_seqs: int = _arg(256, "Maximum number of sequences per step.")
     max_num_batched_tokens: int | None = _arg(
-        None, "Maximum number of tokens per step. None: 2,048, or max_model_len if that is larger and prefill is not chunked."
+        None,
+        "Maximum number of tokens per step. None: 2,048, or max_model_len if that is larger and prefill is not chunked; "
+        "`minivllm serve` on a CPU: 256, or max_num_seqs + 128 if that is larger.",
     )
     enable_chunked_prefill: bool = _arg(False, "Mix decodes and prefill chunks in one step.")
     scheduling_policy: str = _arg("fcfs", '"fcfs" or "priority".')

@@ -69,6 +69,7 @@ def add_option(group: argparse._ActionsContainer, name: str, default: Any, help:
 
 def add_engine_options(parser: argparse.ArgumentParser, leave_out: str = "", **defaults: Any) -> None:
     """Add an option for each argument of `EngineArgs`, except `leave_out`, with its default or another one, and its help."""
+    assert defaults.keys() <= set(EngineArgs.names())
     group = parser.add_argument_group("engine")
     for field in fields(EngineArgs):
         if field.name in _NOT_ON_THE_COMMAND_LINE or field.name == leave_out:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
-CPU_TOKENS_PER_STEP = 256
+CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128
 """`max_num_batched_tokens` on a CPU with chunked prefill, unless told otherwise: with more, a long prompt holds up those who wait for their
-next token (docs/serving.md)."""
+next token (docs/serving.md). But when all seats decode, there is still room for so many tokens of prompts."""
 
 
 def add_serve_command(commands) -> None:  # noqa: ANN001
@@ -47,12 +47,12 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
 
 def limit_steps(args: EngineArgs) -> EngineArgs:
     """The arguments, with `max_num_batched_tokens` for chunks on a CPU if it was left open."""
-    import torch
+    from minivllm.worker.worker import resolve_device
 
-    on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available())
-    if not on_cpu or not args.enable_chunked_prefill or args.max_num_batched_tokens is not None:
+    if not args.enable_chunked_prefill or args.max_num_batched_tokens is not None or resolve_device(args.device).type != "cpu":
         return args
-    return dataclasses.replace(args, max_num_batched_tokens=max(CPU_TOKENS_PER_STEP, args.max_num_seqs))
+    budget = max(CPU_TOKENS_PER_STEP, args.max_num_seqs + CPU_TOKENS_FOR_PROMPTS)
+    return dataclasses.replace(args, max_num_batched_tokens=budget)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -78,6 +78,8 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
         },
     )
     args = EngineArgs(**engine_args(arguments))
+    if arguments.mode == "static":  # as it was before there were chunks
+        args = dataclasses.replace(args, enable_chunked_prefill=False)
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)

@@ -5,20 +5,17 @@ Mirrors `vllm/model_executor/layers/vocab_parallel_embedding.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.layers.linear import Linear
+from minivllm.layers.linear import Linear, LinearMethod
+from minivllm.layers.weights import CheckpointTensor, copy_rows
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
-    from minivllm.layers.weights import CheckpointTensor
-
-ROWS_AT_A_TIME = 1024
-"""How much of a weight is loaded at once."""
 
 
 class VocabEmbedding(nn.Module):
@@ -29,9 +26,9 @@ class VocabEmbedding(nn.Module):
         platform: Says in which dtype the weight and the result are.
 
     Attributes:
-        weight: `[vocab_size, hidden_size]`; None once a head that shares it has packed it. Rows are then read from there, so that memory
-            holds the numbers once.
-        heads: The head that shares the weight, if one does. In a tuple, so that it is no part of this module.
+        weight: `[vocab_size, hidden_size]`; None once a head that shares it has brought it into another form. Rows are then read from
+            there, so that memory holds the numbers once. Token ids are checked when a request arrives, not here.
+        heads: Those that share the weight: one, or none. In a tuple, so that they are no parts of this module.
     """
 
     weight: nn.Parameter | None
@@ -41,25 +38,24 @@ class VocabEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=platform.dtype), requires_grad=False)
         self.activation_dtype = platform.activation_dtype
         self.heads: tuple[LMHead, ...] = ()
-        self._packed: Any = None
+        self._method: LinearMethod | None = None
 
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor) -> None:
-        """Copy the checkpoint's tensor, some rows at a time: it is the largest, and a second copy of it would be the peak of memory."""
-        for start in range(0, len(parameter), ROWS_AT_A_TIME):
-            rows = slice(start, min(start + ROWS_AT_A_TIME, len(parameter)))
-            parameter.data[rows] = tensor.read(tuple(parameter.shape), rows)
+        """Copy the checkpoint's tensor."""
+        copy_rows(parameter.data, tensor)
 
     def process_weights_after_loading(self) -> None:
         """Let the head that shares the weight bring it into its form."""
         for head in self.heads:
             head.process_weights_after_loading()
-            if head.method.packed is not None:
-                self._packed, self.weight = head.method.packed, None
+            if head.weight is None:
+                self._method, self.weight = head.method, None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`[num_tokens]` to `[num_tokens, hidden_size]`, in the dtype of the activations."""
-        if self.weight is None:
-            return self._packed.get_rows(input_ids)
+        if self._method is not None:
+            return self._method.get_rows(input_ids)
+        assert self.weight is not None
         return F.embedding(input_ids, self.weight).to(self.activation_dtype)
 
 
@@ -67,10 +63,15 @@ class LMHead(Linear):
     """The layer that gives a logit to each token of the vocabulary.
 
     Args:
-        tied_to: The embedding whose weight is the head's too.
+        tied_to: The embedding whose weight is the head's too. Torch's own, in a model of somebody else's, keeps its weight.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: VocabEmbedding | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: VocabEmbedding | nn.Embedding | None = None
+    ) -> None:
         super().__init__(hidden_size, vocab_size, bias=False, platform=platform)
-        if tied_to is not None:
-            self.weight, tied_to.heads = tied_to.weight, (self,)
+        self.is_tied = isinstance(tied_to, VocabEmbedding)
+        if isinstance(tied_to, VocabEmbedding):
+            tied_to.weight, tied_to.heads = self.weight, (self,)
+        elif tied_to is not None:
+            self.weight = tied_to.weight

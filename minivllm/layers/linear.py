@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.layers.weights import CheckpointTensor
+from minivllm.layers.weights import CheckpointTensor, copy_rows
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
@@ -50,6 +50,11 @@ class LinearMethod(ABC):
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         """`[num_tokens, in_features]` to `[num_tokens, sum(out_features)]`."""
 
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`. Only of a method that has taken the
+        weight from the layer."""
+        raise NotImplementedError
+
 
 class Linear(nn.Module):
     """`x @ W.T + b`.
@@ -76,7 +81,7 @@ class Linear(nn.Module):
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int = 0) -> None:
         """Copy a checkpoint tensor into the rows of `weight` or `bias` that belong to the fused layer `shard_id`."""
         start, size = sum(self.out_features[:shard_id]), self.out_features[shard_id]
-        parameter.data[start : start + size] = tensor.read((size, *parameter.shape[1:]))
+        copy_rows(parameter.data[start : start + size], tensor)
 
     def process_weights_after_loading(self) -> None:
         """To be called once, when all weights of this layer are loaded."""
@@ -119,6 +124,10 @@ class PackedLinearMethod(LinearMethod):
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         return self.packed_linear(self.packed, x)
+
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        rows: Tensor = self.packed.get_rows(outputs)
+        return rows
 
 
 def take_weights(layer: Linear) -> tuple[Tensor, Tensor | None]:

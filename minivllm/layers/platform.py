@@ -29,8 +29,8 @@ class Platform:
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
-        activation_dtype: Of what flows between the layers: `dtype`, but where weights are quantized, or packed in bfloat16, on a CPU, float32. Reading weights
-            is what takes the time there, and activations are few.
+        activation_dtype: Of what flows between the layers: float32 where weights are quantized or packed in bfloat16 (on a CPU), else
+            `dtype`. Reading weights is what takes the time there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
         max_compiled_rows: The largest batch for which halves of layers can be compiled.
 
@@ -60,10 +60,12 @@ class Platform:
         mixes_dtypes = dtype == torch.bfloat16 and self.attention_backend is CPUAttentionBackend  # others want all in one dtype
         if quantization is not None:
             check_quantization(quantization, device, getattr(self.kernels, "HAS_INT8_DOT", False))
+            if dtype == torch.float16:
+                raise ConfigError(f"quantization is {quantization!r}, which needs dtype 'float32' or 'bfloat16', not 'float16'.")
             if dtype != torch.float32 and not mixes_dtypes:
                 raise ConfigError(
-                    f"quantization is {quantization!r}, which needs dtype='float32' here, not {dtype}: only "
-                    "attention_backend='cpu' computes in float32 with a cache in bfloat16."
+                    f"quantization is {quantization!r}, and dtype 'bfloat16': together they need Numba and the attention backend "
+                    "'cpu'. Use dtype 'float32' instead."
                 )
         self.ops = Ops(self.kernels, Checks.NONE)
         self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)

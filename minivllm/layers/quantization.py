@@ -38,6 +38,7 @@ class Int8LinearMethod(LinearMethod):
     def process_weights_after_loading(self, layer: Linear) -> None:
         weight, self.bias = take_weights(layer)
         rounded, self.scales = reference.round_weight(weight.float())
+        self.rounded = rounded if getattr(layer, "is_tied", False) else None
         self.zero_points = torch.zeros(len(weight), dtype=torch.int64)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
 
@@ -48,6 +49,10 @@ class Int8LinearMethod(LinearMethod):
         )  # fmt: skip
         output = self.ops.join_digits(products, row_scales)
         return output if self.bias is None else output.add_(self.bias)
+
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        assert self.rounded is not None
+        return self.rounded[outputs].float() * self.scales[outputs, None]
 
 
 def check_quantization(quantization: str, device: torch.device, has_int8_dot: bool) -> None:

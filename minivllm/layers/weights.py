@@ -12,6 +12,9 @@ from torch import Tensor
 
 from minivllm.errors import ModelLoadError
 
+ROWS_AT_A_TIME = 1024
+"""How much of a weight is read at once: a second copy of the largest would be the peak of memory."""
+
 
 @dataclass(frozen=True)
 class CheckpointTensor:
@@ -50,3 +53,11 @@ class CheckpointTensor:
                 f"The weights of {self.model_name} hold {self.name} as {kind}, which is not supported: only floats are."
             )
         return tensor
+
+
+def copy_rows(target: Tensor, tensor: CheckpointTensor) -> None:
+    """Copy all of a checkpoint tensor into a tensor of the same shape, some rows at a time. Raises like `CheckpointTensor.read`."""
+    shape = tuple(target.shape)
+    for start in range(0, shape[0], ROWS_AT_A_TIME):
+        rows = slice(start, min(start + ROWS_AT_A_TIME, shape[0]))
+        target[rows] = tensor.read(shape, rows)

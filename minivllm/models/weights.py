@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
@@ -99,13 +100,14 @@ def _weight_files(folder: Path) -> list[Path]:
 def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
     """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
 
-    A layer is processed as soon as its weights are complete, so that no more than one exists in two forms at a time.
+    A linear layer or an embedding is processed as soon as it is complete, so that no more than one exists in two forms at a time.
 
     Raises:
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
     """
     targets = _load_targets(model)
     num_missing = Counter(layer for layer, *_ in targets.values())
+    processed: set[nn.Module] = set()
     for name, source in weights:
         if name.startswith("decoder."):  # the OPT checkpoints of 2022
             name = f"model.{name}"
@@ -120,13 +122,14 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         else:
             parameter.data.copy_(tensor.read(tuple(parameter.shape)))
         num_missing[layer] -= 1
-        if num_missing[layer] == 0 and hasattr(layer, "process_weights_after_loading"):
+        if num_missing[layer] == 0 and isinstance(layer, (Linear, VocabEmbedding)):
             layer.process_weights_after_loading()
+            processed.update((layer, *getattr(layer, "heads", ())))
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
     for module in reversed(list(model.modules())):  # parts before what is made of them
-        if module not in num_missing and not isinstance(module, Linear) and hasattr(module, "process_weights_after_loading"):
+        if module not in processed and hasattr(module, "process_weights_after_loading"):
             module.process_weights_after_loading()
 
 

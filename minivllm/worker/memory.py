@@ -24,7 +24,7 @@ def available_cpu_memory() -> int:
 
 
 def return_freed_memory() -> None:
-    """Give what was freed back to the operating system, where the C library would keep it: glibc does between what is in use."""
+    """Give freed memory back to the operating system. glibc keeps what lies between blocks that are in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

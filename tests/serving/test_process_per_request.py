@@ -59,7 +59,7 @@ def test_a_process_that_cannot_start_fails_its_request_only():
     async def run():
         for _ in range(2):
             outputs = await collect(engine, PROMPT, SamplingParams(max_tokens=2))
-            assert "which needs dtype='float32' here" in outputs[-1].error
+            assert "which needs dtype 'float32' or 'bfloat16', not 'float16'" in outputs[-1].error
         engine.check_health()
         engine.shutdown()
 

@@ -45,20 +45,22 @@ def test_who_lets_everybody_in_is_warned(told_where):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_chunked", "budget"),
+    ("options", "has_gpu", "is_chunked", "budget"),
     [
-        ([], True, 256),
-        (["--max-num-seqs", "300"], True, 300),
-        (["--max-num-batched-tokens", "64", "--max-num-seqs", "8"], True, 64),
-        (["--no-enable-chunked-prefill"], False, None),
-        (["--device", "cuda"], True, None),
+        (["--max-num-seqs", "16"], False, True, 256),
+        (["--max-num-seqs", "300"], False, True, 428),
+        (["--max-num-batched-tokens", "64", "--max-num-seqs", "8"], False, True, 64),
+        (["--no-enable-chunked-prefill"], False, False, None),
+        (["--mode", "static"], False, False, None),
+        ([], True, True, None),
+        (["--device", "cpu", "--max-num-seqs", "16"], True, True, 256),
     ],
 )
-def test_long_prompts_are_computed_in_chunks_unless_told_otherwise(monkeypatch, options, is_chunked, budget):
+def test_long_prompts_are_computed_in_chunks_unless_told_otherwise(monkeypatch, options, has_gpu, is_chunked, budget):
     started = []
     monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", lambda args, restart: started.append(args))
     monkeypatch.setattr("minivllm.entrypoints.server.run_server", lambda start_engine, settings, **where: start_engine())
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     cli.main(["serve", *options])
     (args,) = started
     assert (args.enable_chunked_prefill, args.max_num_batched_tokens) == (is_chunked, budget)

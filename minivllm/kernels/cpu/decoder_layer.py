@@ -25,7 +25,7 @@ from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
 MAX_ROWS = 64
-"""Larger batches run the layer's modules one by one. Batches of 1 to 64 rows are what benchmarks/engine_comparison.py measures."""
+"""Larger batches run the layer's modules one by one. Batches of 1 to 64 rows are what `minivllm bench latency` measures."""
 
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""

@@ -52,6 +52,8 @@ class Packed:
 
     dtype = torch.float32
     """In which to load the weight."""
+    number_dtype = torch.float32
+    """Of the numbers in the words of the panels."""
     panels: np.ndarray
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -78,10 +80,8 @@ class Packed:
 
     def get_rows(self, outputs: Tensor) -> Tensor:
         """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
-        dtype = torch.int8 if self.panels.dtype == np.int32 else self.dtype
-        numbers = (
-            torch.from_numpy(self.panels.view(np.int32)).unsqueeze(-1).view(dtype)
-        )  # [panels, words, PANEL, numbers of a word]
+        words = torch.from_numpy(self.panels.view(np.int32)).unsqueeze(-1)
+        numbers = words.view(self.number_dtype)  # [panels, words, PANEL, numbers of a word]
         rows = numbers[outputs // PANEL, :, outputs % PANEL]
         return rows.flatten(1)[:, : self.in_features].float()
 

@@ -25,7 +25,7 @@ from minivllm.kernels.cpu.thread_pool import parallel_for
 class PackedBfloat16Weight(Packed):
     """A bfloat16 weight in panels; each word holds two input features of one output."""
 
-    dtype = torch.bfloat16
+    dtype = number_dtype = torch.bfloat16
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)

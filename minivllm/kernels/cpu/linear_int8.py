@@ -23,11 +23,13 @@ from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 PANELS_AT_A_TIME = 16
-"""When a weight is rounded, which takes memory for several copies in float32."""
+"""Rounding takes several copies in float32, so it is done for so many panels at a time."""
 
 
 class PackedInt8Weight(Packed):
     """An 8-bit weight in panels; each word holds four input features of one output, rounded by `round_weight`."""
+
+    number_dtype = torch.int8
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
