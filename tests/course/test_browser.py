@@ -11,7 +11,7 @@ import time
 
 import nbformat
 import pytest
-from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
+from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, run_all_cells, serve, sync_api
 
 CELLS = (
     "from minivllm.bench.what_if import what_if\n"
@@ -42,22 +42,6 @@ def server(tmp_path_factory):
         yield address
 
 
-def run_all_cells(page):
-    """Run them, and again if need be: JupyterLab drops what it is told to run in the moment before the kernel is connected."""
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-    prompt = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").first
-    last = output(page, ONE_STEP).locator("img")
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and not last.is_visible():
-        if prompt.inner_text() == "[ ]:":
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_text("Run All Cells", exact=True).click()
-        with contextlib.suppress(sync_api.TimeoutError):
-            last.wait_for(timeout=2000)
-    for cell in (PLAYER, KNOBS, ONE_STEP):
-        output(page, cell).locator("img").wait_for()
-
-
 @pytest.fixture(scope="module")
 def page(server):
     """The notebook in a browser, all cells run."""
@@ -68,6 +52,8 @@ def page(server):
             page.goto(f"{server}/lab/tree/widgets.ipynb?reset")
             page.wait_for_selector(".jp-Notebook .jp-CodeCell")
             run_all_cells(page)
+            for cell in (PLAYER, KNOBS, ONE_STEP):
+                output(page, cell).locator("img").wait_for()
             yield page
         finally:
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)

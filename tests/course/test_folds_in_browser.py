@@ -12,7 +12,7 @@ import time
 
 import nbformat
 import pytest
-from browser import PATIENCE, ROOT, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
+from browser import PATIENCE, ROOT, SCREENSHOTS, launch, needs_chromium, open_page, run_all_cells, serve, sync_api
 from course_notebooks import solved_notebook
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -78,16 +78,6 @@ def open_notebook(browser, jupyterlab):
 
     yield visit
     page.close()
-
-
-def run_all_cells(page):
-    """Run them; JupyterLab drops what it is told to run in the moment before the kernel is connected, so say it again."""
-    first = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").first
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and first.inner_text() in ("[ ]:", ""):
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_text("Run All Cells", exact=True).click()
-        page.wait_for_timeout(1000)
 
 
 def hidden_cells(name):

@@ -12,7 +12,7 @@ import time
 
 import nbformat
 import pytest
-from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, serve, sync_api
+from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, run_all_cells, serve, sync_api
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -39,7 +39,7 @@ def pages(tmp_path_factory):
         def visit(lesson):
             page.goto(f"{address}/lab/tree/{lesson}.ipynb?reset")
             page.wait_for_selector(".jp-Notebook .jp-CodeCell")
-            run_all_cells(page)
+            clear_and_run(page)
             return page
 
         try:
@@ -55,22 +55,13 @@ def cut_after_last_widget(path):
     nbformat.write(notebook, path)
 
 
-def run_all_cells(page):
-    """Clear what is stored, run all cells, and wait until the last one is done."""
+def clear_and_run(page):
+    """Clear what is stored and run all cells: in their order, and with nothing on standard error."""
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
-    prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")
-    menu = page.get_by_role("menuitem", name="Edit", exact=True)
-    menu.click()
+    page.get_by_role("menuitem", name="Edit", exact=True).click()
     page.get_by_text("Clear Outputs of All Cells", exact=True).click()
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and prompts.last.inner_text() in ("[ ]:", "[*]:"):
-        if prompts.first.inner_text() == "[ ]:":  # JupyterLab drops what it is told before the kernel is connected
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_text("Run All Cells", exact=True).click()
-            page.wait_for_timeout(
-                3000
-            )  # on a busy machine it may take a while until "[*]:" is seen, and twice would be too often
-        page.wait_for_timeout(500)
+    run_all_cells(page, PATIENCE)
+    prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")
     numbers = [prompt for prompt in prompts.all_inner_texts() if prompt.strip()]
     assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0

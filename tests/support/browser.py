@@ -82,6 +82,27 @@ def accept(dialog):
     dialog.first.locator(".jp-mod-accept").click()
 
 
+def run_all_cells(page, patience=180):
+    """Run all cells, and wait until the last one is done.
+
+    JupyterLab drops what it is told to run before the kernel is connected, so it is told again while nothing runs.
+    """
+    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+    prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")
+    idle.wait_for()
+    end = time.monotonic() + patience
+    now_idle = False
+    while prompts.last.inner_text() in ("[ ]:", "[*]:"):
+        if time.monotonic() > end:
+            pytest.fail(f"The notebook has not run within {patience} s: {prompts.all_inner_texts()}")
+        was_idle, now_idle = now_idle, idle.is_visible()
+        if was_idle and now_idle:
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+            page.wait_for_timeout(3000)  # on a busy machine it is a while until it is seen to run
+        page.wait_for_timeout(200)
+
+
 def wait_for_server(process, address, log):
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and process.poll() is None:
