@@ -11,7 +11,7 @@ import time
 
 import nbformat
 import pytest
-from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, run_all_cells, serve, sync_api
+from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, picture, run_all_cells, serve, sync_api
 
 CELLS = (
     "from minivllm.bench.what_if import what_if\n"
@@ -66,17 +66,11 @@ def output(page, cell):
     return page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".jp-OutputArea-output")
 
 
-def picture(page, cell):
-    """The bytes of the PNG that a cell's output shows, once the browser has them."""
-    source = "async image => { await image.decode(); return [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]; }"
-    return bytes(output(page, cell).locator("img").evaluate(source))
-
-
 def wait_for_another(page, cell, old):
     """The picture of a cell when it is no longer the old one."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        if (new := picture(page, cell)) != old:
+        if (new := picture(output(page, cell))) != old:
             return new
         page.wait_for_timeout(50)
     pytest.fail(f"The picture did not change within {PATIENCE} s.")
@@ -105,7 +99,7 @@ def test_the_slider_moves_the_picture(page):
 
 
 def test_the_slider_can_be_dragged(page):
-    old = picture(page, PLAYER)
+    old = picture(output(page, PLAYER))
     handle, track = output(page, PLAYER).locator(".noUi-handle"), output(page, PLAYER).locator(".noUi-base").bounding_box()
     handle.hover()
     page.mouse.down()
@@ -118,7 +112,7 @@ def test_the_slider_can_be_dragged(page):
 
 
 def test_it_plays_and_pauses(page):
-    start, old = shown_step(page), picture(page, PLAYER)
+    start, old = shown_step(page), picture(output(page, PLAYER))
     output(page, PLAYER).locator(".widget-play button").first.click()
     for _ in range(3):
         old = wait_for_another(page, PLAYER, old)
@@ -126,7 +120,7 @@ def test_it_plays_and_pauses(page):
     still = wait_until_still(page, PLAYER)
     assert shown_step(page) >= start + 3
     page.wait_for_timeout(800)  # more than the time between two steps
-    assert picture(page, PLAYER) == still
+    assert picture(output(page, PLAYER)) == still
 
 
 def test_it_goes_one_step_back_and_forward(page):
@@ -156,7 +150,7 @@ def test_what_cannot_be_run_is_told_and_the_picture_stays(page):
     handle = knob(page, "num_gpu_blocks").locator(".noUi-handle")
     handle.press("Home")
     output(page, KNOBS).get_by_text("the whole cache holds only").wait_for()
-    assert picture(page, KNOBS) == old
+    assert picture(output(page, KNOBS)) == old
     screenshot(page, KNOBS, "knobs_error")
     handle.press("End")
     wait_for_another(page, KNOBS, old)
@@ -164,7 +158,7 @@ def test_what_cannot_be_run_is_told_and_the_picture_stays(page):
 
 
 def test_a_trace_of_one_step_is_a_picture(page):
-    assert picture(page, ONE_STEP).startswith(b"\x89PNG")
+    assert picture(output(page, ONE_STEP)).startswith(b"\x89PNG")
     assert not output(page, ONE_STEP).locator(".noUi-handle").count()
     screenshot(page, ONE_STEP, "one_step")
 
@@ -181,11 +175,11 @@ def knob(page, name):
 
 def wait_until_still(page, cell):
     """The picture of a cell when it has not changed for a while."""
-    old, since = picture(page, cell), time.monotonic()
+    old, since = picture(output(page, cell)), time.monotonic()
     end = since + PATIENCE
     while time.monotonic() < end:
         page.wait_for_timeout(50)
-        if (new := picture(page, cell)) != old:
+        if (new := picture(output(page, cell))) != old:
             old, since = new, time.monotonic()
         elif time.monotonic() > since + 0.6:
             return old

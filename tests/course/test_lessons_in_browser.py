@@ -12,7 +12,7 @@ import time
 
 import nbformat
 import pytest
-from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, run_all_cells, serve, sync_api
+from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, picture, run_all_cells, serve, sync_api
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -66,11 +66,6 @@ def clear_and_run(page):
     assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
-
-
-def picture(box):
-    source = "async image => { await image.decode(); return [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]; }"
-    return bytes(box.locator("img").first.evaluate(source))
 
 
 @pytest.mark.parametrize("lesson", LESSONS)

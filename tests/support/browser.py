@@ -103,6 +103,19 @@ def run_all_cells(page, patience=180):
         page.wait_for_timeout(200)
 
 
+def picture(box, patience=PATIENCE):
+    """The bytes of the PNG in a cell's output. Once more if another takes its place while the browser reads it."""
+    source = "async image => { await image.decode(); return [...new Uint8Array(await (await fetch(image.src)).arrayBuffer())]; }"
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return bytes(box.locator("img").first.evaluate(source))
+        except sync_api.Error:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
 def wait_for_server(process, address, log):
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and process.poll() is None:
