@@ -1,4 +1,4 @@
-"""What each step from logits to a token leaves of a distribution: a figure, and the same with sliders."""
+"""From logits to a token: what each step leaves of the distribution, as a figure and with sliders, and the race of the draw."""
 
 from __future__ import annotations
 
@@ -56,6 +56,43 @@ def draw_stages(tokens: Sequence[str], stages: Stages) -> Figure:
         before = probs
     rows[-1].set_xticks(places, [_label(token) for token in tokens], rotation=45, ha="right", rotation_mode="anchor")
     figure.supylabel("probability", fontsize=10, x=0.005)
+    return figure
+
+
+def draw_arrivals(tokens: Sequence[str], times: Sequence[Sequence[float]]) -> Figure:
+    """Races between tokens, one line each: a dot where a token arrives, and the first one's name before it.
+
+    Args:
+        tokens: What each token spells, from the most likely on.
+        times: For each race, the time of each token; above 0.
+    """
+    height = 0.3 * len(times) + 1.2
+    figure = Figure(figsize=(9, height))
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.05, right=0.84, top=1 - 0.1 / height, bottom=0.6 / height)
+    for number, race in enumerate(times):
+        axes.axhline(number, color=PALE, linewidth=0.8, zorder=0)
+        winner = min(range(len(tokens)), key=lambda token: race[token])
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+        axes.annotate(
+            _label(tokens[winner]), (race[winner], number), (-10, 0), textcoords="offset points", ha="right", va="center", bbox=box
+        )
+    for token, color in zip(range(len(tokens)), REQUEST_COLORS, strict=False):
+        won = [min(race) == race[token] for race in times]
+        axes.scatter(
+            [race[token] for race in times], range(len(times)), [110 if first else 40 for first in won], tint(color, 0.15),
+            edgecolor=[INK if first else "none" for first in won], zorder=2,
+        )  # fmt: skip
+        axes.scatter([], [], 40, tint(color, 0.15), label=_label(tokens[token]))
+    axes.set_xscale("log")
+    axes.set_xlim(min(map(min, times)) / 4, max(map(max, times)) * 1.3)
+    axes.set_ylim(len(times) - 0.5, -0.5)
+    axes.set_yticks(range(len(times)), range(1, len(times) + 1))
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("time of arrival")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 

@@ -1,12 +1,13 @@
 """From logits to tokens: penalties, temperature, filters, and the draw.
 
-The filters are pure functions on `[rows, vocab_size]` logits. The random number of a draw is a hash of the request's
+The filters are pure functions on `[rows, vocab_size]` logits. The random numbers of a draw are a hash of the request's
 seed, the sequence's index and the token's position, so a request's tokens do not depend on its batch. The order of
 the steps is vLLM's (`vllm/v1/sample/sampler.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.kernels.checks import Checks
+from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData
@@ -196,19 +199,33 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """One token per row from the distribution that the logits describe, `[rows]`.
 
-    The row's random number picks a point on the cumulative distribution. It is summed in float64: with a vocabulary
-    of 50,000, float32 would lose the rare tokens.
+    The tokens run a race. Each one's time is a random number from an exponential distribution, divided by its probability, and the
+    first wins: every token with exactly its probability. Rounding errors of the logits change who wins only between two that arrive at
+    the same moment. vLLM draws in the same way (`vllm/v1/sample/ops/topk_topp_sampler.py`).
     """
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    uniform = [random_number(row.seq.request.seed, row.index, row.position) for row in rows]
-    points = torch.tensor(uniform, dtype=torch.float64, device=logits.device).unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+    keys = [random_key(row.seq.request.seed, row.index, row.position) for row in rows]
+    return argmax(logits.softmax(dim=-1) / exponential_noise(keys, logits.shape[-1], logits.device))
 
 
-def random_number(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) that belongs to one token: of a request's seed, a sequence's index and a token's position."""
-    digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53
+def random_key(seed: int, index: int, position: int) -> int:
+    """The key to one token's random numbers: a hash of a request's seed, a sequence's index and a token's position; 32 bits, signed."""
+    digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Random numbers from an exponential distribution of mean 1, `[len(keys), vocab_size]`, float32, above 0.
+
+    Each is a hash of its row's key and the token id, so it is the same in any batch.
+    """
+    device = torch.device(device)
+    uniform = _load_ops(device).random_uniform(torch.tensor(keys, dtype=torch.int32, device=device), vocab_size)
+    return uniform.neg_().log1p_().neg_()
+
+
+@functools.cache
+def _load_ops(device: torch.device) -> Ops:
+    return Ops(load_platform_kernels(device), Checks.NONE)
 
 
 def top_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:

@@ -26,7 +26,7 @@ def found_in(source, kind="answer"):
         ("from minivllm import StaticBatchScheduler", "minivllm.StaticBatchScheduler"),
         ("import minivllm\nclass Mine(minivllm.core.scheduler.Scheduler): pass", "minivllm.core"),
         ("import importlib\nimportlib.import_module('minivllm.core.scheduler')", "minivllm.core.scheduler"),
-        ("from minivllm.worker.sampler import apply_top_p, random_number", "minivllm.worker.sampler"),
+        ("from minivllm.worker.sampler import apply_top_p, random_key", "minivllm.worker.sampler"),
         ("from minivllm.worker import sampler", "minivllm.worker.sampler"),
         ("from minivllm.engine.detokenizer import DecodeStream", "minivllm.engine.detokenizer"),
         ("class Mine:\n    def fits(self, seq):\n        return lesson_07._fits(self, seq)", "lesson_07._fits"),
@@ -43,7 +43,7 @@ def test_the_core_and_the_insides_of_checks_are_told(source, name):
     "source",
     [
         "from minivllm import LLM",
-        "from minivllm.worker.sampler import SampledToken, random_number",
+        "from minivllm.worker.sampler import SampledToken, exponential_noise, random_key",
         "lesson_04.check_pool(BlockPool)",
         "x = 'minivllm.corex'",
         "def broken(",

@@ -22,7 +22,7 @@ MIN_P, TOP_K, TOP_P = (
     "every row keeps its own k",
     "the token that crosses top-p stays",
 )
-DRAW, SAMPLER = "a number picks the token on whose piece it falls", "a batch of different requests, each as if it were alone"
+DRAW, SAMPLER = "the first to arrive is drawn", "a batch of different requests, each as if it were alone"
 SAMPLER_TEXT = "a real model writes the same text with your sampler"
 CHARACTERS, STOPS = (
     "never half a character, and never a whole one late",
@@ -34,7 +34,9 @@ DETOKENIZER_TEXT = "the engine gives out the same text with your detokenizer"
 _MIN_P_LIMITS = "    limits = min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)\n"
 _TOP_P_REMOVED = "    removed = (more_likely >= top_p) & (top_p < 1)\n"
 _FOUND = "        found = [(text.index(stop), number) for number, stop in enumerate(self.stop_strings) if stop in text]\n        if found:"
-_NUMBERS = "[random_number(row.seq.request.seed, row.index, row.position) for row in rows]"
+_NOISE = "exponential_noise(keys, logits.shape[1], logits.device)"
+_DRAWN = "(noise / logits.softmax(dim=-1)).argmin(dim=-1)"
+_KEYS = "[random_key(row.seq.request.seed, row.index, row.position) for row in rows]"
 _LIKELIEST = "        likeliest = logits.argmax(dim=-1)\n"
 _PENALTIES_AND_LIKELIEST = """        logits = apply_penalties(
             logits,
@@ -247,47 +249,46 @@ WRONG = {
     ),
     "the first row's top-p": (TOP_P, "    top_p = top_p.unsqueeze(1)\n", "    top_p = top_p[:1].unsqueeze(1)\n", "keep_top_p"),
     "summed over rows": (TOP_P, "probs.cumsum(dim=-1) - probs", "probs.cumsum(dim=0) - probs", "each row by itself"),
-    "the likeliest piece first": (
-        DRAW,
-        "    ends = logits.softmax(dim=-1).double().cumsum(dim=-1)\n",
-        "    logits = logits.sort(dim=-1, descending=True).values\n    ends = logits.softmax(dim=-1).double().cumsum(dim=-1)\n",
-        "token 0 first",
-    ),
-    "a number at the end of the piece before": (DRAW, "places, right=True", "places, right=False", "probability 0"),
-    "summed in float32": (DRAW, ".double().cumsum(dim=-1)", ".cumsum(dim=-1).double()", "float64"),
-    "off the end of the line": (DRAW, "places = numbers.unsqueeze(1) * ends[:, -1:]", "places = numbers.unsqueeze(1)", "draw"),
-    "the most likely, always": (
-        DRAW,
-        "return torch.searchsorted(ends, places, right=True).squeeze(1)",
-        "return logits.argmax(dim=-1)",
-        "expected token",
-    ),
+    "the last to arrive": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1)).argmax(dim=-1)", "arrives first"),
+    "times multiplied": (DRAW, _DRAWN, "(noise * logits.softmax(dim=-1)).argmin(dim=-1)", "divided by its probability"),
+    "times of the logits": (DRAW, _DRAWN, "(noise / logits).argmin(dim=-1)", "divided by its probability"),
+    "a race between rows": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1)).argmin(dim=0)", "draw"),
+    "probabilities over rows": (DRAW, _DRAWN, "(noise / logits.softmax(dim=0)).argmin(dim=-1)", "draw"),
+    "the first row's noise for all": (DRAW, _DRAWN, "(noise[0] / logits.softmax(dim=-1)).argmin(dim=-1)", "row"),
+    "noise added to the logits": (DRAW, _DRAWN, "(logits + noise).argmax(dim=-1)", "divided by its probability"),
+    "the token of least noise": (DRAW, _DRAWN, "noise.argmin(dim=-1)", "never arrives"),
+    "removed tokens arrive late": (DRAW, _DRAWN, "(noise / (logits.softmax(dim=-1) + 1e-3)).argmin(dim=-1)", "never arrives"),
+    "powers that overflow": (DRAW, _DRAWN, "(noise / logits.exp()).argmin(dim=-1)", "arrives first"),
+    "rare tokens forgotten": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1).half()).argmin(dim=-1)", "most of them rare"),
+    "small noise rounded up": (DRAW, _DRAWN, "(noise.clamp(min=1e-6) / logits.softmax(dim=-1)).argmin(dim=-1)", "most of them rare"),
+    "noise divided in place": (DRAW, _DRAWN, "noise.div_(logits.softmax(dim=-1)).argmin(dim=-1)", "changed the noise"),
+    "the most likely, always": (DRAW, _DRAWN, "logits.argmax(dim=-1)", "expected token"),
     "drawn by torch's own generator": (
         DRAW,
-        "return torch.searchsorted(ends, places, right=True).squeeze(1)",
-        "return torch.multinomial(logits.softmax(dim=-1), 1).squeeze(1)",
+        _DRAWN,
+        "torch.multinomial(logits.softmax(dim=-1), 1).squeeze(1)",
         "expected token",
     ),
-    "a column of tokens": (DRAW, "right=True).squeeze(1)", "right=True)", "one for each row"),
+    "a column of tokens": (DRAW, "argmin(dim=-1)", "argmin(dim=-1, keepdim=True)", "one for each row"),
     "one random stream for the batch": (
         SAMPLER,
-        _NUMBERS,
-        "[random_number(rows[0].seq.request.seed, row.index, i) for i, row in enumerate(rows)]",
+        _KEYS,
+        "[random_key(rows[0].seq.request.seed, row.index, i) for i, row in enumerate(rows)]",
         "",
     ),
-    "numbers without the index": (
+    "noise without the index": (
         SAMPLER,
-        _NUMBERS,
-        "[random_number(row.seq.request.seed, 0, row.position) for row in rows]",
-        "random number",
+        _KEYS,
+        "[random_key(row.seq.request.seed, 0, row.position) for row in rows]",
+        "random key",
     ),
-    "numbers without the position": (
+    "noise without the position": (
         SAMPLER,
-        _NUMBERS,
-        "[random_number(row.seq.request.seed, row.index, 0) for row in rows]",
-        "random number",
+        _KEYS,
+        "[random_key(row.seq.request.seed, row.index, 0) for row in rows]",
+        "random key",
     ),
-    "torch.rand": (SAMPLER, _NUMBERS, "torch.rand(len(rows)).tolist()", "random number"),
+    "noise of torch's own generator": (SAMPLER, _NOISE, "torch.empty_like(logits).exponential_()", "random key"),
     "greedy before the penalties": (
         SAMPLER,
         _PENALTIES_AND_LIKELIEST,
@@ -482,10 +483,7 @@ RIGHT = {
         "    return logits.masked_fill(probs < limits, -torch.inf)\n",
         "    return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.unsqueeze(1).log(), -torch.inf)\n",
     ),
-    "the draw by counting": (
-        "return torch.searchsorted(ends, places, right=True).squeeze(1)",
-        "return (ends <= places).sum(dim=-1)",
-    ),
+    "the draw by logarithms": (_DRAWN, "(logits - noise.log()).argmax(dim=-1)"),
     "Python's own incremental decoder": (
         "        data = self.waiting + data\n        end = len(data)\n",
         "        import codecs\n"

@@ -19,10 +19,12 @@ from transformers.generation.logits_process import (
 )
 
 from minivllm import SamplingParams
+from minivllm.kernels import reference
+from minivllm.kernels.ops import load_platform_kernels
 from minivllm.request import Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
-from minivllm.worker.sampler import Sampler, SamplingRow, random_number
+from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key
 
 sample = Sampler().sample
 
@@ -164,13 +166,63 @@ def test_20000_draws_follow_the_exact_probabilities(params):
     assert chisquare(observed, [value * num_draws / total for value in wanted]).pvalue > 1e-3
 
 
-def test_random_numbers_are_uniform_and_belong_to_seed_index_and_position():
-    numbers = [random_number(seed, index, position) for seed in range(20) for index in range(5) for position in range(50)]
-    assert len(set(numbers)) == len(numbers)
-    assert all(0 <= number < 1 for number in numbers)
-    counts = torch.histc(torch.tensor(numbers), bins=10, min=0, max=1)
+def test_keys_belong_to_seed_index_and_position():
+    places = [(seed, index, position) for seed in range(20) for index in range(5) for position in range(50)]
+    assert len({random_key(*place) for place in places}) == len(places)
+    assert random_key(3, 1, 4) == random_key(3, 1, 4)
+
+
+def test_noise_is_exponential_and_no_two_rows_or_tokens_go_together():
+    noise = exponential_noise([random_key(5, 0, position) for position in range(200)], 5000).double()
+    assert bool((noise > 0).all()) and bool(noise.isfinite().all())
+    uniform = 1 - (-noise).exp()
+    counts = torch.histc(uniform, bins=200, min=0, max=1)
     assert chisquare(counts.tolist()).pvalue > 1e-3
-    assert random_number(3, 1, 4) == random_number(3, 1, 4)
+    small = int((uniform < 1e-3).sum())
+    assert abs(small - 1000) < 4.5 * 1000**0.5, "the winners of the race are among the small ones"
+    for table in (uniform, uniform[:, :200].T):
+        correlations = torch.corrcoef(table).fill_diagonal_(0)
+        assert correlations.abs().max() < 6 / table.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize("distance", [1, 2, 256, 2**16, 2**24, 2**30])
+def test_rows_whose_keys_are_alike_have_different_noise(distance):
+    """Of a weak hash, keys that differ in one bit give numbers that go together."""
+    keys = range(1, 201)
+    first, second = (reference.random_uniform(torch.tensor(keys, dtype=torch.int32) + d, 5000) for d in (0, distance))
+    cells = (first * 32).long() * 32 + (second * 32).long()
+    assert chisquare(torch.bincount(cells.flatten(), minlength=1024).tolist()).pvalue > 1e-4
+
+
+@given(seeds, st.integers(0, 30), st.integers(1, 300))
+def test_noise_is_the_same_in_any_batch_and_from_any_kernel(seed, num_rows, size):
+    keys = torch.randint(-(2**31), 2**31, (num_rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    numbers = reference.random_uniform(keys, size)
+    assert torch.equal(numbers, load_platform_kernels(torch.device("cpu")).random_uniform(keys, size))
+    for row, key in enumerate(keys):
+        assert torch.equal(numbers[row : row + 1], reference.random_uniform(key[None], size))
+    assert numbers.shape == (num_rows, size) and bool(((numbers > 0) & (numbers < 1)).all())
+
+
+def test_rounding_errors_of_the_logits_hardly_ever_change_a_draw():
+    """They would if a number chose a point on the sum of all probabilities, because each error moves the pieces after it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 50_000, generator=generator) * 3
+    num_changed = num_changed_by_sums = 0
+    for seed in range(5):
+        rounded = logits + 1e-4 * torch.randn(logits.shape, generator=generator)
+        rows = [make_row(SamplingParams(), seed=seed, index=i) for i in range(len(logits))]
+        num_changed += sum(a != b for a, b in zip(sample(logits, rows), sample(rounded, rows), strict=True))
+        points = torch.rand(len(logits), 1, dtype=torch.float64, generator=generator)
+        sums = [x.double().softmax(-1).cumsum(-1) for x in (logits, rounded)]
+        num_changed_by_sums += int((torch.searchsorted(sums[0], points) != torch.searchsorted(sums[1], points)).sum())
+    assert num_changed_by_sums > 15 and num_changed <= 2
+
+
+def test_a_token_that_was_filtered_out_is_never_drawn():
+    logits = torch.tensor([[0.0, 50.0, -30.0, 1.0]])
+    rows = [make_row(SamplingParams(top_k=1), seed=seed) for seed in range(2000)]
+    assert {token.token_id for token in sample(logits.expand(2000, -1), rows)} == {1}
 
 
 @given(seeds, st.integers(1, 6), st.randoms())

@@ -18,7 +18,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, SchedulerOutput, SequenceData, SequenceOutput
-from minivllm.worker.sampler import random_number
+from minivllm.worker.sampler import random_key
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -35,10 +35,10 @@ def habit(token_id: int) -> int:
 
 
 def next_token(context: str, last: int, params: SamplingParams, seed: int, index: int, position: int) -> int:
-    """The shadow model: a hash of the context and, unless greedy, of the request's random number chooses between its habit
+    """The shadow model: a hash of the context and, unless greedy, of the token's key chooses between its habit
     and any token at all.
     """
-    noise = "" if params.is_greedy else str(random_number(seed, index, position))
+    noise = "" if params.is_greedy else str(random_key(seed, index, position))
     number = int(hashlib.md5((context + noise).encode()).hexdigest(), 16)
     return number // 4 % VOCAB_SIZE if number % 4 == 0 else habit(last)
 

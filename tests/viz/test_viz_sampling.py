@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import ConfigError
-from minivllm.viz.sampling import draw_stages, play_filters
+from minivllm.viz.sampling import draw_arrivals, draw_stages, play_filters
 from minivllm.viz.tokens import draw_tokens
 
 TOKENS = [" cat", " $5", "\n", "<b>"]
@@ -55,6 +55,14 @@ def test_each_row_of_bars_has_the_probabilities_of_its_step():
 def test_what_a_step_removes_is_crossed_out_once():
     crosses = [[list(line.get_xdata()) for line in axes.lines] for axes in draw_stages(TOKENS, STAGES).axes]
     assert crosses == [[], [[2, 3]], [[1]]]
+
+
+def test_a_race_shows_all_times_and_names_who_is_first():
+    times = [[0.5, 2.0, 3.0, 4.0], [9.0, 0.1, 0.2, 7.0]]
+    (axes,) = draw_arrivals(TOKENS, times).axes
+    assert [text.get_text() for text in axes.texts] == ["·cat", r"·\$5"]
+    places = [dots.get_offsets().tolist() for dots in axes.collections if len(dots.get_offsets())]
+    assert places == [[[times[0][token], 0], [times[1][token], 1]] for token in range(4)]
 
 
 def test_the_sliders_repeat_the_steps_with_their_values():

@@ -35,7 +35,15 @@ from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E
 from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight  # noqa: E402
 from minivllm.kernels.cpu.panels import PANEL  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
-from minivllm.kernels.cpu.rows import add_rms_norm, join_digits, rms_norm, rotary_embedding, silu_and_mul, split_digits  # noqa: E402
+from minivllm.kernels.cpu.rows import (  # noqa: E402
+    add_rms_norm,
+    join_digits,
+    random_uniform,
+    rms_norm,
+    rotary_embedding,
+    silu_and_mul,
+    split_digits,
+)
 
 numba.config.CACHE_DIR = _cache_dir_before
 
@@ -78,6 +86,7 @@ __all__ = [
     "packed_linear",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "random_uniform",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",

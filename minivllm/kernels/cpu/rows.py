@@ -110,6 +110,14 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
+def random_uniform(keys: Tensor, size: int) -> Tensor:
+    """Random numbers between 0 and 1, for each row those of its key: see `reference.random_uniform`."""
+    num_rows = keys.numel()
+    out = torch.empty(num_rows, size)
+    _hash(_num_threads(num_rows), num_rows, size, keys.contiguous().data_ptr(), out.data_ptr())
+    return out
+
+
 def _can_run(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu"
 
@@ -138,6 +146,7 @@ def _pointer_to(dtype: Any) -> Any:
 
 
 _floats, _integers, _bytes = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
+_keys = _pointer_to(types.int32)
 
 
 @njit
@@ -267,3 +276,27 @@ def _join_part(part, num_rows, size, products_address, scales_address, out_addre
 @njit(error_model="numpy", cache=True)
 def _join(num_threads, num_rows, *arguments):
     parallel_for(num_threads, _num_parts(num_rows), _join_part, (num_rows, *arguments))
+
+
+@njit
+def _mix(bits):
+    bits = np.uint32((bits ^ (bits >> np.uint32(17))) * np.uint32(0xED5AD4BB))
+    bits = np.uint32((bits ^ (bits >> np.uint32(11))) * np.uint32(0xAC4C1B51))
+    bits = np.uint32((bits ^ (bits >> np.uint32(15))) * np.uint32(0x31848BAB))
+    return np.uint32(bits ^ (bits >> np.uint32(14)))
+
+
+@njit(error_model="numpy")
+def _hash_part(part, num_rows, size, keys_address, out_address):
+    keys = numba.carray(_keys(keys_address), (num_rows,))
+    for row in _rows_of(part, num_rows):
+        key, out = np.uint32(keys[row]), _row(out_address, row, size, size)
+        for i in range(size):
+            bits = np.int32(_mix(np.uint32(_mix(np.uint32(i)) + key)))
+            uniform = (np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32)
+            out[i] = min(uniform - np.floor(uniform), np.float32(1 - 2.0**-24))
+
+
+@njit(error_model="numpy", cache=True)
+def _hash(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _hash_part, (num_rows, *arguments))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,60 +18,62 @@ _DRAWS = 20_000
 
 
 def check_draw(draw: Function) -> None:
-    """The token on whose piece of the line each row's number falls."""
+    """The token of each row whose noise, divided by its probability, is the smallest."""
     rng = random.Random(16)
     for _ in range(60):
-        cases = [draw_case(rng, num_pieces) for num_pieces in [rng.randint(2, 7)] * rng.randint(1, 4)]
-        probs, tokens, numbers = ([case[i] for case in cases] for i in range(3))
-        got = _drawn(draw, torch.tensor(probs).log(), numbers)
-        for row, token in enumerate(tokens):
-            start = sum(probs[row][:token])
-            number = "a number just below 1" if numbers[row] == LAST_NUMBER else f"the number {numbers[row]:.6g}"
-            assert got[row] == token, (
-                f"draw, with {number} and probabilities {show(probs[row])} in row {row} of {len(cases)}: expected token {token}, "
-                f"whose piece goes from {start:.4g} to {start + probs[row][token]:.4g}, got {got[row]}. Look at the order of "
-                f"the pieces (token 0 first, not the likeliest), at both ends of the line, and at tokens of probability 0, which are never drawn."
-            )
-    # Near the end of the line, float32 cannot tell tokens of this probability apart.
-    logits = torch.tensor([[0.0] + [-18.0] * 5000]).expand(200, -1).contiguous()
-    piece = math.exp(-18)
-    got = _drawn(draw, logits, [1 - (1000 + i) * piece for i in range(200)])
-    assert len(set(got)) > 150, (
-        f"draw, with 200 numbers near 1 that fall on 200 tokens of the probability {piece:.2g} each: expected about 200 different tokens, got "
-        f"{len(set(got))}. Look at the dtype of the sum: float32 is too coarse for such small pieces, float64 is not."
-    )
+        _compare_draws(draw, [draw_case(rng, size) for size in [rng.randint(3, 8)] * rng.randint(1, 4)])
+    high = ([210.0, 211.0, 205.0], [1.0, 0.5, 9.0], 1)
+    rare = ([0.0] + [-18.0] * 5000, [3.0] + [1.0] * 4000 + [1e-8] + [1.0] * 999, 4001)
+    for case in (high, rare):
+        _compare_draws(draw, [case])
 
 
-LAST_NUMBER = 1 - 2**-50
-"""A random number as close to 1 as one comes."""
+DrawCase = tuple[list[float], list[float], int]
+"""The logits and the noise of a row, and the token that is drawn from them."""
 
 
-def draw_case(rng: random.Random, num_pieces: int) -> tuple[list[float], int, float]:
-    """Probabilities that are multiples of 1/64, some 0; a token; and a number on its piece of the line, away from the ends of others."""
-    edges = [0, *sorted(rng.sample(range(1, 64), num_pieces - 1)), 64]
-    probs = [(high - low) / 64 for low, high in pairwise(edges)] + [0.0, 0.0]
-    rng.shuffle(probs)
-    drawable = [token for token, prob in enumerate(probs) if prob > 0]
-    kind = rng.randrange(4)
-    if kind == 0:
-        return probs, drawable[0], 0.0
-    if kind == 1:
-        return probs, drawable[-1], LAST_NUMBER
-    token = rng.choice(drawable)
-    return probs, token, sum(probs[:token]) + probs[token] * rng.uniform(0.01, 0.99)
+def draw_case(rng: random.Random, vocab_size: int) -> DrawCase:
+    """A row in which the winner is clearly ahead, some tokens have been removed, and sometimes an unlikely one wins."""
+    while True:
+        logits = [rng.randint(-12, 12) / 4 for _ in range(vocab_size)]
+        for token in rng.sample(range(vocab_size), rng.randint(0, vocab_size - 1)):
+            logits[token] = -math.inf
+        noise = [rng.expovariate(1.0) + 1e-3 for _ in logits]
+        if rng.random() < 0.5:
+            noise[rng.randrange(vocab_size)] = 2.0**-10
+        order = sorted(range(vocab_size), key=lambda token: _time(logits[token], noise[token]))
+        first, second = (_time(logits[token], noise[token]) for token in order[:2])
+        if second > 1.05 * first:
+            return logits, noise, order[0]
 
 
-def _drawn(draw: Function, logits: Tensor, numbers: list[float]) -> list[int]:
-    before = logits.clone()
-    got = draw(logits, torch.tensor(numbers, dtype=torch.float64))
-    assert isinstance(got, Tensor) and got.shape == (len(numbers),), (
-        f"draw must return a tensor of {len(numbers)} token ids, one for each row, but returned "
+def _time(logit: float, noise: float) -> float:
+    """When a token arrives, times something that is the same for all tokens of the row."""
+    return noise / math.exp(logit) if logit > -math.inf else math.inf
+
+
+def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
+    logits, noise = (torch.tensor([case[i] for case in cases]) for i in range(2))
+    before = logits.clone(), noise.clone()
+    got = draw(logits, noise)
+    assert isinstance(got, Tensor) and got.shape == (len(cases),), (
+        f"draw must return a tensor of {len(cases)} token ids, one for each row, but returned "
         f"{list(got.shape) if isinstance(got, Tensor) else repr(got)}. Look at its last line."
     )
-    assert torch.equal(logits, before), (
-        "draw changed the logits that it was given; expected a new tensor. Look for an assignment into them."
-    )
-    return [int(token) for token in got.tolist()]
+    for name, now, then in zip(("logits", "noise"), (logits, noise), before, strict=True):
+        assert torch.equal(now, then), (
+            f"draw changed the {name} that it was given; expected them as they were. Look for an assignment into them."
+        )
+    probs = logits.softmax(dim=-1)
+    for row, (_, row_noise, token) in enumerate(cases):
+        mine = int(got[row])
+        assert 0 <= mine < len(row_noise), f"draw returned token {mine} for a vocabulary of {len(row_noise)}. Look at its last line."
+        theirs, other = (f"{row_noise[t] / p if (p := float(probs[row, t])) else math.inf:.3g}" for t in (token, mine))
+        seen = f"probabilities {show(probs[row])} and noise {show(row_noise)}" if len(row_noise) < 10 else "5,001 tokens, most of them rare,"
+        assert mine == token, (
+            f"draw, with {seen} in row {row} of {len(cases)}: expected token {token}, which arrives first, at {theirs}; got {mine}, which "
+            f"arrives at {other}. Look at the times: a token's time is its noise divided by its probability, and one that was removed never arrives."
+        )
 
 
 def check_sampler(sampler_class: type) -> None:
@@ -89,14 +90,14 @@ def check_sampler(sampler_class: type) -> None:
             assert got[i] == wanted[i], (
                 f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
                 f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at the order (forbidden stops, "
-                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random number of this row"
+                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random key of this row"
                 + _stops(row)
                 + "."
             )
         alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         assert alone == got, (
             f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. Look at where "
-            f"the random numbers come from: of the row's seed, index and position, and of nothing else."
+            f"the noise comes from: of the row's seed, index and position, and of nothing else."
         )
     check_distribution(sampler)
 
@@ -116,7 +117,7 @@ def check_distribution(sampler: Any) -> None:
         spread = 4.5 * math.sqrt(_DRAWS * prob * (1 - prob))
         assert abs(got - _DRAWS * prob) <= spread, (
             f"MySampler drew token {token} {got} times in {_DRAWS:,}; expected about {_DRAWS * prob:.0f}, because its probability is {prob:.4f}. "
-            f"Look at draw, and at the random numbers, which must differ from row to row."
+            f"Look at draw, and at the random keys, which must differ from row to row."
         )
 
 

@@ -73,9 +73,9 @@ def _observe_rows(choose: Callable[[random.Random, list[float]], float], *, ties
 def _observe_draw(draw: Any, rng: random.Random) -> list[Any]:
     facts: list[Any] = []
     for _ in range(2 * _ROUNDS):
-        cases = [draw_case(rng, num_pieces) for num_pieces in [rng.randint(2, 9)] * rng.randint(1, 4)]
-        numbers = torch.tensor([number for _, _, number in cases], dtype=torch.float64)
-        facts.append([int(token) for token in draw(torch.tensor([probs for probs, _, _ in cases]).log(), numbers)])
+        cases = [draw_case(rng, size) for size in [rng.randint(3, 9)] * rng.randint(1, 4)]
+        logits, noise = (torch.tensor([case[i] for case in cases]) for i in range(2))
+        facts.append([int(token) for token in draw(logits, noise)])
     return facts
 
 
