@@ -75,7 +75,13 @@ def draw_arrivals(tokens: Sequence[str], times: Sequence[Sequence[float]]) -> Fi
         winner = min(range(len(tokens)), key=lambda token: race[token])
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
         axes.annotate(
-            _label(tokens[winner]), (race[winner], number), (-10, 0), textcoords="offset points", ha="right", va="center", bbox=box
+            _label(tokens[winner]),
+            (race[winner], number),
+            (-10, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            bbox=box,
         )
     for token, color in zip(range(len(tokens)), REQUEST_COLORS, strict=False):
         won = [min(race) == race[token] for race in times]

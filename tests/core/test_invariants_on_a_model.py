@@ -122,3 +122,30 @@ def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alo
     trace = llm.llm_engine.trace
     assert any(step.phase == "mixed" and part.num_drafts for step in trace for part in step.scheduled)
     assert len({part.num_accepted for step in trace for part in step.scheduled if part.num_drafts}) > 2
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_is_sampled_alike_in_chunks_and_alone(tokenizer):
+    """Chunks beside decodes are computed in another order than whole prompts, so that logits differ in their last digits."""
+    prompts = [
+        "Once upon a time there was a king who",
+        "The capital of France is",
+        "A recipe for bread: take flour and",
+        "def main():\n",
+    ]
+    llm = LLM(
+        "smollm2-135m", max_num_seqs=4, max_model_len=64, num_gpu_blocks_override=32, enable_chunked_prefill=True,
+        max_num_batched_tokens=12, trace=True,
+    )  # fmt: skip
+    for seed in range(0, 12, 4):
+        params = [SamplingParams(seed=seed + i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
+        alone = [
+            llm.generate([prompt], each, use_tqdm=False)[0].outputs[0].token_ids
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        workload = [
+            Job(tokenizer.encode(prompt), each, arrival=seed % 7 * i, priority=0, abort_after=None)
+            for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+        assert [result.tokens for result in run(llm.llm_engine, workload).values()] == [[tokens] for tokens in alone]
+    assert any(step.phase == "mixed" for step in llm.llm_engine.trace)

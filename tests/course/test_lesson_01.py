@@ -260,7 +260,12 @@ WRONG = {
     "removed tokens arrive late": (DRAW, _DRAWN, "(noise / (logits.softmax(dim=-1) + 1e-3)).argmin(dim=-1)", "never arrives"),
     "powers that overflow": (DRAW, _DRAWN, "(noise / logits.exp()).argmin(dim=-1)", "arrives first"),
     "rare tokens forgotten": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1).half()).argmin(dim=-1)", "most of them rare"),
-    "small noise rounded up": (DRAW, _DRAWN, "(noise.clamp(min=1e-6) / logits.softmax(dim=-1)).argmin(dim=-1)", "most of them rare"),
+    "small noise rounded up": (
+        DRAW,
+        _DRAWN,
+        "(noise.clamp(min=1e-6) / logits.softmax(dim=-1)).argmin(dim=-1)",
+        "most of them rare",
+    ),
     "noise divided in place": (DRAW, _DRAWN, "noise.div_(logits.softmax(dim=-1)).argmin(dim=-1)", "changed the noise"),
     "the most likely, always": (DRAW, _DRAWN, "logits.argmax(dim=-1)", "expected token"),
     "drawn by torch's own generator": (

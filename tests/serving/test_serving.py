@@ -22,8 +22,7 @@ from minivllm.sampling_params import SamplingParams
 pytestmark = pytest.mark.slow
 MODEL = "smollm2-135m"
 KEY = "a-key-for-tests"
-SMALL = ["--num-gpu-blocks-override", "512", "--max-num-seqs", "16", "--no-enable-chunked-prefill"]
-"""Whole prompts: with chunks, what else runs can change a token, and these tests compare texts."""
+SMALL = ["--num-gpu-blocks-override", "512", "--max-num-seqs", "16"]
 PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Zwei und zwei sind", "The opposite of hot is"]
 CHAT = [{"role": "user", "content": "Name a colour."}]
 

@@ -23,7 +23,9 @@ _CORE = (
 )
 """Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
-_ALLOWED = frozenset(f"minivllm.worker.sampler.{name}" for name in ("random_key", "exponential_noise", "SampledToken", "SamplingRow"))
+_ALLOWED = frozenset(
+    f"minivllm.worker.sampler.{name}" for name in ("random_key", "exponential_noise", "SampledToken", "SamplingRow")
+)
 """What exercises give to learners from there."""
 _INSIDES = _CORE_NAMES | {
     *(

@@ -67,9 +67,15 @@ def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
     probs = logits.softmax(dim=-1)
     for row, (_, row_noise, token) in enumerate(cases):
         mine = int(got[row])
-        assert 0 <= mine < len(row_noise), f"draw returned token {mine} for a vocabulary of {len(row_noise)}. Look at its last line."
+        assert 0 <= mine < len(row_noise), (
+            f"draw returned token {mine} for a vocabulary of {len(row_noise)}. Look at its last line."
+        )
         theirs, other = (f"{row_noise[t] / p if (p := float(probs[row, t])) else math.inf:.3g}" for t in (token, mine))
-        seen = f"probabilities {show(probs[row])} and noise {show(row_noise)}" if len(row_noise) < 10 else "5,001 tokens, most of them rare,"
+        seen = (
+            f"probabilities {show(probs[row])} and noise {show(row_noise)}"
+            if len(row_noise) < 10
+            else "5,001 tokens, most of them rare,"
+        )
         assert mine == token, (
             f"draw, with {seen} in row {row} of {len(cases)}: expected token {token}, which arrives first, at {theirs}; got {mine}, which "
             f"arrives at {other}. Look at the times: a token's time is its noise divided by its probability, and one that was removed never arrives."
