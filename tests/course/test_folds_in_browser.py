@@ -7,6 +7,7 @@ Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 
@@ -23,6 +24,8 @@ from minivllm.course.pages import export_pages
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+IN_JUPYTERLAB = LESSONS if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else LESSONS[::4]
+"""Those that are opened in JupyterLab, which takes seconds; all in a nightly run, `HYPOTHESIS_PROFILE=nightly`."""
 
 
 def exercise():
@@ -85,7 +88,7 @@ def hidden_cells(name):
     return [cell for cell in cells if is_folded(cell)]
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", IN_JUPYTERLAB)
 def test_jupyterlab_opens_a_lesson_with_its_answers_folded(open_notebook, name):
     page = open_notebook(name)
     folded = hidden_cells(name)

@@ -10,7 +10,7 @@ import ast
 import nbformat
 import pytest
 import torch
-from lesson_cells import ROOT, Cell, edited, read_cells, run_cells, untouched
+from lesson_cells import ROOT, Cell, edited, read_cells, run_cells, untouched, without_earlier_checks
 from mutate_lesson import WANTED, find_survivors
 
 from minivllm.course.lessons import lesson_03
@@ -243,7 +243,7 @@ def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("old, new, first, words", WRONG.values(), ids=WRONG)
 def test_a_mistake_fails_where_it_was_made_and_is_named(old, new, first, words):
-    outcome = run_cells(edited(CELLS, old, new), stop_at_failure=True)
+    outcome = run_cells(without_earlier_checks(CELLS, edited(CELLS, old, new)), stop_at_failure=True)
     assert outcome.failed == [first]
     assert words in str(outcome.checks[first])
     assert outcome.broken == {}
@@ -255,7 +255,7 @@ def test_another_right_answer_passes(passages):
     cells = CELLS
     for old, new in zip(passages[::2], passages[1::2], strict=True):
         cells = edited(cells, old, new)
-    outcome = run_cells(cells)
+    outcome = run_cells(without_earlier_checks(CELLS, cells))
     assert (outcome.failed, outcome.broken) == ([], {})
 
 
@@ -270,7 +270,7 @@ ISOLATED = {
 
 @pytest.mark.parametrize("old, new, failed", ISOLATED.values(), ids=ISOLATED)
 def test_a_mistake_fails_on_its_own_floor_only(old, new, failed):
-    assert run_cells(edited(CELLS, old, new)).failed == failed
+    assert run_cells(without_earlier_checks(CELLS, edited(CELLS, old, new))).failed == failed
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import random
 import statistics
 
 import pytest
-from lesson_cells import Cell, edited, read_cells, run_cells, untouched
+from lesson_cells import Cell, edited, read_cells, run_cells, untouched, without_earlier_checks
 from mutate_lesson import WANTED, find_survivors
 
 from minivllm.bench.offline import run_offline
@@ -170,7 +170,7 @@ def test_there_are_20_points():
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_solution_fails_where_it_is_wrong_and_hears_why(name):
     first, old, new = WRONG[name]
-    outcome = run_cells(edited(CELLS, old, new), stop_at_failure=True)
+    outcome = run_cells(without_earlier_checks(CELLS, edited(CELLS, old, new)), stop_at_failure=True)
     assert outcome.failed == [first]
     assert outcome.broken == {}
     error = outcome.checks[first]
@@ -181,7 +181,7 @@ def test_a_wrong_solution_fails_where_it_is_wrong_and_hears_why(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_another_right_answer_passes(name):
     old, new = RIGHT[name]
-    outcome = run_cells(edited(CELLS, old, new))
+    outcome = run_cells(without_earlier_checks(CELLS, edited(CELLS, old, new)))
     assert outcome.failed == [] and outcome.broken == {}
 
 

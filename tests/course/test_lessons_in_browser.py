@@ -16,7 +16,7 @@ from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, pictur
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-SAME_WIDGETS = ("03", "04", "07", "08")
+SAME_WIDGETS = ("03", "04", "07", "08", "09")
 """Lessons whose kinds of widget are in others too: they are looked at only in a nightly run, `HYPOTHESIS_PROFILE=nightly`."""
 if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
     LESSONS = [lesson for lesson in LESSONS if not lesson.startswith(SAME_WIDGETS)]
