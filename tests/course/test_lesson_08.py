@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import logging
+import os
 import sys
 
 import pytest
