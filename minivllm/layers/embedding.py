@@ -41,8 +41,11 @@ class VocabEmbedding(nn.Module):
         self._method: LinearMethod | None = None
 
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor) -> None:
-        """Copy the checkpoint's tensor."""
-        copy_rows(parameter.data, tensor)
+        """Copy the checkpoint's tensor, to where the head that shares the weight wants it."""
+        for head in self.heads:
+            head.load_weight(parameter, tensor)
+        if not self.heads:
+            copy_rows(parameter.data, tensor)
 
     def process_weights_after_loading(self) -> None:
         """Let the head that shares the weight bring it into its form."""

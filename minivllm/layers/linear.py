@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.layers.weights import CheckpointTensor, copy_rows
+from minivllm.kernels.pages import zero_pages
+from minivllm.layers.weights import CheckpointTensor, copy_rows, read_rows
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
@@ -30,17 +31,19 @@ class LinearMethod(ABC):
 
     Attributes:
         packed: The weight in the form that compiled blocks read (`layers.compiled`), if the method has it.
-        dtype: Of the weight when it is loaded; None is torch's default.
     """
 
     packed: Any = None
-    dtype: torch.dtype | None = None
 
     def create_weights(self, layer: Linear) -> None:
         """Allocate the parameters that the checkpoint fills: `weight` and, if the layer has one, `bias`."""
         out_features = sum(layer.out_features)
-        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features, dtype=self.dtype), requires_grad=False)
+        layer.weight = nn.Parameter(torch.empty(out_features, layer.in_features), requires_grad=False)
         layer.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if layer.has_bias else None
+
+    def load_weight(self, parameter: nn.Parameter, first_row: int, num_rows: int, tensor: CheckpointTensor) -> None:
+        """Copy a checkpoint tensor into rows of `weight` or `bias`."""
+        copy_rows(parameter.data[first_row : first_row + num_rows], tensor)
 
     @abstractmethod
     def process_weights_after_loading(self, layer: Linear) -> None:
@@ -80,8 +83,7 @@ class Linear(nn.Module):
 
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int = 0) -> None:
         """Copy a checkpoint tensor into the rows of `weight` or `bias` that belong to the fused layer `shard_id`."""
-        start, size = sum(self.out_features[:shard_id]), self.out_features[shard_id]
-        copy_rows(parameter.data[start : start + size], tensor)
+        self.method.load_weight(parameter, sum(self.out_features[:shard_id]), self.out_features[shard_id], tensor)
 
     def process_weights_after_loading(self) -> None:
         """To be called once, when all weights of this layer are loaded."""
@@ -117,10 +119,31 @@ class PackedLinearMethod(LinearMethod):
     """
 
     def __init__(self, packed_linear: Callable[..., Tensor], packed_weight: Any) -> None:
-        self.packed_linear, self.packed_weight, self.dtype = packed_linear, packed_weight, packed_weight.dtype
+        self.packed_linear, self.packed_weight = packed_linear, packed_weight
+        self.packed = None
+
+    def create_weights(self, layer: Linear) -> None:
+        """As for any method, but in memory that is not taken as long as nobody writes to it: `load_weight` does not."""
+        super().create_weights(layer)
+        assert layer.weight is not None
+        layer.weight.data = zero_pages(tuple(layer.weight.shape), layer.weight.dtype)
+
+    def load_weight(self, parameter: nn.Parameter, first_row: int, num_rows: int, tensor: CheckpointTensor) -> None:
+        """Rows of the weight go straight into the packed form, and not into the parameter."""
+        if parameter.dim() == 1:
+            super().load_weight(parameter, first_row, num_rows, tensor)
+            return
+        if self.packed is None:
+            self.packed = self.packed_weight(*parameter.shape)
+        for start, rows in read_rows(tensor, (num_rows, parameter.shape[1])):
+            self.packed.set_rows(first_row + start, rows)
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        self.packed = self.packed_weight(*take_weights(layer))
+        weight, bias = take_weights(layer)
+        if self.packed is None:  # something else has filled the parameter
+            self.packed = self.packed_weight.of(weight, bias)
+        elif bias is not None:
+            self.packed.set_bias(bias)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         return self.packed_linear(self.packed, x)

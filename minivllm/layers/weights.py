@@ -5,6 +5,7 @@ Mirrors `vllm/model_executor/model_loader/weight_utils.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,13 @@ class CheckpointTensor:
         return tensor
 
 
-def copy_rows(target: Tensor, tensor: CheckpointTensor) -> None:
-    """Copy all of a checkpoint tensor into a tensor of the same shape, some rows at a time. Raises like `CheckpointTensor.read`."""
-    shape = tuple(target.shape)
+def read_rows(tensor: CheckpointTensor, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    """All of a checkpoint tensor, some rows at a time, each with the number of its first row. Raises like `CheckpointTensor.read`."""
     for start in range(0, shape[0], ROWS_AT_A_TIME):
-        rows = slice(start, min(start + ROWS_AT_A_TIME, shape[0]))
-        target[rows] = tensor.read(shape, rows)
+        yield start, tensor.read(shape, slice(start, min(start + ROWS_AT_A_TIME, shape[0])))
+
+
+def copy_rows(target: Tensor, tensor: CheckpointTensor) -> None:
+    """Copy all of a checkpoint tensor into a tensor of the same shape. Raises like `CheckpointTensor.read`."""
+    for start, rows in read_rows(tensor, tuple(target.shape)):
+        target[start : start + len(rows)] = rows

@@ -14,12 +14,16 @@ from torch import nn
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
+from minivllm.kernels.pages import return_freed_memory
 from minivllm.layers.embedding import VocabEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
+
+LAYERS_PER_TRIM = 16
+"""What packing leaves free lies in pieces, which are given back after so many layers."""
 
 
 def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
@@ -125,12 +129,15 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         if num_missing[layer] == 0 and isinstance(layer, (Linear, VocabEmbedding)):
             layer.process_weights_after_loading()
             processed.update((layer, *getattr(layer, "heads", ())))
+            if len(processed) % LAYERS_PER_TRIM == 0:
+                return_freed_memory()
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
     for module in reversed(list(model.modules())):  # parts before what is made of them
         if module not in processed and hasattr(module, "process_weights_after_loading"):
             module.process_weights_after_loading()
+    return_freed_memory()
 
 
 def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:

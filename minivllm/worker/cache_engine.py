@@ -5,13 +5,11 @@ Mirrors `vllm/worker/cache_engine.py`.
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig
+from minivllm.kernels.pages import zero_pages
 from minivllm.layers.attention import KVCache
 from minivllm.layers.platform import Platform
 
@@ -68,12 +66,5 @@ class CacheEngine:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because unwritten slots are multiplied by zero, and zero times NaN would be NaN.
-
-    In host memory they come from numpy, whose pages the system zeroes on first use: a cache of gigabytes is allocated at
-    once, and takes up only what has been written.
-    """
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    """Zeros, because unwritten slots are multiplied by zero, and zero times NaN would be NaN."""
+    return zero_pages(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

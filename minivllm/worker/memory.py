@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +19,6 @@ def available_cpu_memory() -> int:
     except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
         return available
     return min(available, max(0, limit - used))
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the operating system. glibc keeps what lies between blocks that are in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def measure_peak_memory(work: Callable[[], None]) -> int:

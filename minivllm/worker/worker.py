@@ -13,7 +13,7 @@ from minivllm.layers.platform import Platform
 from minivllm.models.weights import load_model
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
-from minivllm.worker.memory import available_cpu_memory, measure_peak_memory, return_freed_memory
+from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import Sampler
 
@@ -61,7 +61,6 @@ class Worker:
     def load_model(self) -> None:
         """Build the model on the device and load its weights."""
         model = load_model(self.model_config, self.platform)
-        return_freed_memory()  # weights as they were before they were packed
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
 

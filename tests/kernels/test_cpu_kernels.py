@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weig
 def test_packed_linear(dtype, rows, in_features, out_features, bias, strided, seed):
     x, weight = random((rows, in_features), seed, strided=strided), random((out_features, in_features), seed + 1)
     b = random((out_features,), seed + 2) if bias else None
-    product = cpu.packed_linear(KINDS[dtype](weight, b), x)
+    product = cpu.packed_linear(KINDS[dtype].of(weight, b), x)
     assert product.dtype == torch.float32
     x, weight = (numbers.to(dtype).double() for numbers in (x, weight))
     expected = F.linear(x, weight, None if b is None else b.double())
@@ -64,7 +66,7 @@ def test_packed_linear(dtype, rows, in_features, out_features, bias, strided, se
 @pytest.mark.parametrize("dtype", KINDS)
 @given(rows=ROWS.filter(bool), seed=SEEDS)
 def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(dtype, rows, seed):
-    weight = KINDS[dtype](random((100, 200), seed), random((100,), seed + 1))
+    weight = KINDS[dtype].of(random((100, 200), seed), random((100,), seed + 1))
     x = random((rows, 200), seed + 2)
     together = cpu.packed_linear(weight, x)
     assert all(torch.equal(cpu.packed_linear(weight, x[i : i + 1])[0], together[i]) for i in range(rows))
@@ -76,7 +78,7 @@ def test_packed_linear_with_any_number_of_threads(num_threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(num_threads)
-        assert_close(cpu.packed_linear(cpu.PackedWeight(weight), x), F.linear(x.double(), weight.double()))
+        assert_close(cpu.packed_linear(cpu.PackedWeight.of(weight), x), F.linear(x.double(), weight.double()))
         assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
@@ -85,7 +87,7 @@ def test_packed_linear_with_any_number_of_threads(num_threads):
 def test_panels_of_many_parts():
     """Threads take a megabyte's weight in many parts."""
     weight, x = random((30000, 64), 0), random((30, 64), 1)
-    packed = cpu.PackedWeight(weight)
+    packed = cpu.PackedWeight.of(weight)
     assert packed.panels.nbytes > 4 * linear_kernel.PART_BYTES
     assert_close(cpu.packed_linear(packed, x), F.linear(x.double(), weight.double()))
 
@@ -93,7 +95,7 @@ def test_panels_of_many_parts():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_does_not_matter(dtype):
     x, weight = random((3, 64), 0), random((48, 64), 1)
-    packed = cpu.PackedWeight(weight)
+    packed = cpu.PackedWeight.of(weight)
     try:
         torch.set_default_dtype(dtype)
         results = cpu.silu_and_mul(x), cpu.rms_norm(x, x[0], 1e-5), cpu.packed_linear(packed, x), cpu.split_digits(x)[1]
@@ -111,7 +113,7 @@ def test_torchs_default_dtype_does_not_matter(dtype):
 def test_inputs_are_rounded_to_bfloat16_as_torch_does(bits):
     """Ties, what rounds up to infinity, subnormals, infinities and NaN."""
     x = torch.tensor([[bits]], dtype=torch.uint32).view(torch.float32)
-    product, expected = cpu.packed_linear(cpu.PackedBfloat16Weight(torch.ones(1, 1)), x), x.bfloat16().float()
+    product, expected = cpu.packed_linear(cpu.PackedBfloat16Weight.of(torch.ones(1, 1)), x), x.bfloat16().float()
     if cpu.HAS_BFLOAT16_DOT and expected.abs() < torch.finfo(torch.float32).tiny:
         expected = torch.zeros(1, 1)  # the instruction takes subnormal numbers for zero
     assert torch.equal(product, expected) or bool(product.isnan() & x.isnan())
@@ -119,11 +121,11 @@ def test_inputs_are_rounded_to_bfloat16_as_torch_does(bits):
 
 def test_a_bfloat16_weight_is_packed_as_it_is():
     weight, x = random((48, 64), 0), random((3, 64), 1)
-    packed = cpu.PackedBfloat16Weight(weight.bfloat16(), random((48,), 2).bfloat16())
+    packed = cpu.PackedBfloat16Weight.of(weight.bfloat16(), random((48,), 2).bfloat16())
     assert packed.panels.nbytes == 2 * weight.numel()
     assert torch.equal(
         cpu.packed_linear(packed, x),
-        cpu.packed_linear(cpu.PackedBfloat16Weight(weight.bfloat16().float(), random((48,), 2).bfloat16().float()), x),
+        cpu.packed_linear(cpu.PackedBfloat16Weight.of(weight.bfloat16().float(), random((48,), 2).bfloat16().float()), x),
     )
 
 
@@ -139,13 +141,13 @@ def test_linear_layers_on_other_processors(changes):
 def test_nan_stays_in_its_row(dtype):
     x = random((14, 64), 0)
     x[5, 3] = float("nan")
-    product = cpu.packed_linear(KINDS[dtype](random((40, 64), 1)), x)
+    product = cpu.packed_linear(KINDS[dtype].of(random((40, 64), 1)), x)
     assert product[5].isnan().all()
     assert not torch.cat((product[:5], product[6:])).isnan().any()
 
 
 def test_packed_linear_refuses():
-    weight = cpu.PackedWeight(torch.zeros(4, 8))
+    weight = cpu.PackedWeight.of(torch.zeros(4, 8))
     for x, message in (
         (torch.zeros(2, 7), "x is .2, 7. of .*, but .num_tokens, 8. of float32 on the CPU is needed"),
         (torch.zeros(8), "x is .8. of"),
@@ -156,15 +158,15 @@ def test_packed_linear_refuses():
             cpu.packed_linear(weight, x)
     for wrong in (torch.zeros(4, 8).double(), torch.zeros(4), torch.zeros(4, 8, device="meta")):
         for kind in (cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight):
-            with pytest.raises(KernelError, match="cannot be packed: only float32 and bfloat16 matrices on the CPU can"):
-                kind(wrong)
+            with pytest.raises(KernelError, match="cannot be packed: only float32, float16 and bfloat16 matrices on the CPU can"):
+                kind.of(wrong)
 
 
 @pytest.mark.parametrize("kind", [cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight])
 @pytest.mark.parametrize("shape", [(16, 8), (37, 5), (4097, 3), (1, 1)])
 def test_rows_of_a_packed_weight_are_those_of_the_weight(kind, shape):
     weight = random(shape, 0).bfloat16()
-    packed, outputs = kind(weight), torch.randint(shape[0], (2 * shape[0],), generator=torch.Generator().manual_seed(1))
+    packed, outputs = kind.of(weight), torch.randint(shape[0], (2 * shape[0],), generator=torch.Generator().manual_seed(1))
     if kind is cpu.PackedInt8Weight:
         rounded, scales = reference.round_weight(weight.float())
         expected = rounded * scales[:, None]
@@ -173,6 +175,18 @@ def test_rows_of_a_packed_weight_are_those_of_the_weight(kind, shape):
     rows = packed.get_rows(outputs)
     assert rows.dtype == torch.float32 and torch.equal(rows, expected[outputs])
     assert packed.get_rows(outputs[:0]).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("kind", [cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight])
+@given(cuts=st.lists(st.integers(0, 70), max_size=5), shape=st.tuples(st.integers(1, 70), st.integers(1, 9)), seed=SEEDS)
+def test_a_weight_may_be_packed_in_any_pieces(kind, cuts, shape, seed):
+    weight = random(shape, seed)
+    whole, pieces = kind.of(weight), kind(*shape)
+    edges = [0, *sorted(min(cut, shape[0]) for cut in cuts), shape[0]]
+    for first, last in reversed(list(pairwise(edges))):
+        pieces.set_rows(first, weight[first:last])
+    for ours, theirs in zip(pieces.arrays, whole.arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

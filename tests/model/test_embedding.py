@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -11,12 +12,13 @@ from torch import nn
 from minivllm import LLM
 from minivllm.errors import ModelLoadError
 from minivllm.kernels import reference
+from minivllm.kernels.pages import return_freed_memory, zero_pages
 from minivllm.layers import weights as weights_module
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
+from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.weights import load_weights
-from minivllm.worker.memory import return_freed_memory
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, HIDDEN_SIZE = 37, 24
@@ -106,11 +108,49 @@ def test_what_somebody_elses_layer_makes_of_its_parts_is_made_when_they_are_comp
     assert layer.found is not None
 
 
-def test_freed_memory_is_returned_when_the_model_is_loaded(monkeypatch, smollm2_path):
+def test_freed_memory_is_returned_while_the_model_is_loaded(monkeypatch, smollm2_path):
     calls = []
-    monkeypatch.setattr("minivllm.worker.worker.return_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr("minivllm.models.weights.return_freed_memory", lambda: calls.append(1))
     LLM(str(smollm2_path), max_num_seqs=1, max_model_len=64, num_gpu_blocks_override=8)
-    assert calls == [1]
+    assert len(calls) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_weights_are_read_straight_into_their_form_or_from_a_parameter(monkeypatch, dtype, has_bias):
+    """A checkpoint's, in pieces; those of a model that fills its parameters itself, from there."""
+    monkeypatch.setattr(weights_module, "ROWS_AT_A_TIME", 7)
+    widths, platform = [21, 11, 16], Platform(CPU, dtype)
+    weight, bias, x = torch.randn(48, 10), torch.randn(48), torch.randn(3, 10)
+    read, filled = (Linear(10, widths, has_bias, platform) for _ in range(2))
+    parameter = read.weight
+    for shard, (rows, numbers) in enumerate(zip(weight.split(widths), bias.split(widths), strict=True)):
+        read.load_weight(read.weight, CheckpointTensor("model", "weight", rows), shard)
+        if has_bias:
+            read.load_weight(read.bias, CheckpointTensor("model", "bias", numbers), shard)
+    assert not parameter.any(), "nobody has written to it"
+    filled.weight.data.copy_(weight)
+    if has_bias:
+        filled.bias.data.copy_(bias)
+    for layer in (read, filled):
+        layer.process_weights_after_loading()
+        assert layer.weight is None and layer.bias is None
+    assert torch.equal(read(x), filled(x))
+    torch.testing.assert_close(read(x), nn.functional.linear(x, weight, bias if has_bias else None), rtol=0.02, atol=0.05)
+
+
+def test_memory_is_taken_page_by_page_and_given_back():
+    def resident():
+        return psutil.Process().memory_info().rss
+
+    before = resident()
+    zeros = zero_pages((64, 2**20), torch.float32)
+    assert resident() < before + 2**25
+    zeros[:32] = 1
+    assert resident() > before + 2**26 and zeros[32:].sum() == 0
+    del zeros
+    assert resident() < before + 2**25
+    assert zero_pages((0, 3), torch.bfloat16).shape == (0, 3)
 
 
 def test_a_c_library_that_keeps_freed_memory_is_no_error(monkeypatch):

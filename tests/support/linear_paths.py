@@ -23,7 +23,7 @@ def main() -> None:
     weight, bias = torch.randn(427, 577, generator=generator), torch.randn(427, generator=generator)  # several parts, with a rest
     x = torch.randn(30, 577, generator=generator)
     for dtype, kind in KINDS.items():
-        packed = kind(weight, bias)
+        packed = kind.of(weight, bias)
         rounded, factors = x.to(dtype).double(), weight.to(dtype).double()
         expected, size = F.linear(rounded, factors, bias.double()), F.linear(rounded.abs(), factors.abs())
         for rows in (*FEW_ROWS, FEW_ROWS[-1] + 1, 30):
@@ -31,7 +31,7 @@ def main() -> None:
             assert ((product - expected[:rows]).abs() <= TOLERANCE * (size[:rows] + 1)).all(), (dtype, rows)
             assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), (dtype, rows)
     if cpu.HAS_INT8_DOT:
-        packed, expected = cpu.PackedInt8Weight(weight, bias), F.linear(x, weight, bias)
+        packed, expected = cpu.PackedInt8Weight.of(weight, bias), F.linear(x, weight, bias)
         for rows in (*FEW_ROWS, FEW_ROWS[-1] + 1, 30):
             product = cpu.packed_linear(packed, x[:rows])
             assert (product - expected[:rows]).norm() < INT8_ERROR * expected[:rows].norm(), rows

@@ -23,50 +23,101 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels.cpu.launch import use_threads_of_torch
+from minivllm.kernels.cpu.launch import DTYPES, use_threads_of_torch
 from minivllm.kernels.cpu.panels import FEW_ROWS, MANY_ROWS, PANEL, ROW_PADDING, WIDTHS, multiply_panels
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.pages import zero_pages
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight
     from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
 
 PART_BYTES = 2**17
 """How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
 second-level cache while all rows pass by."""
+ROWS_AT_A_TIME = 256
+"""Rows that are packed at once: rounding takes several copies."""
 PARALLEL_NUMBERS = 2**13
 """A transposition of fewer numbers is not worth a second thread."""
 
 
 class Packed:
-    """What packed weights have in common; zeros fill up the last panel.
+    """What packed weights have in common: all zeros at first, then filled row by row, as a checkpoint is read.
 
     Args:
-        weight: `[out_features, in_features]`, float32 or bfloat16 on the CPU; copied, and rounded where it has to be.
-        bias: `[out_features]` or None.
+        out_features, in_features: The shape of the weight.
+
+    Attributes:
+        words: `[panels, words, PANEL]`, int32: see `panels`.
+        panels: The same memory as the kernel takes it.
+        bias: `[panels * PANEL]`, float32.
     """
 
-    dtype = torch.float32
-    """In which to load the weight."""
     number_dtype = torch.float32
-    """Of the numbers in the words of the panels."""
-    panels: np.ndarray
+    """Of the numbers in the words."""
+    word_dtype: Any = np.float32
+    """Of the words, for the kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or weight.dim() != 2:
+    def __init__(self, out_features: int, in_features: int) -> None:
+        self.out_features, self.in_features = out_features, in_features
+        num_panels = -(-out_features // PANEL)
+        num_words = -(-in_features * self.number_dtype.itemsize // 4)
+        self.words = zero_pages((num_panels, num_words, PANEL), torch.int32)
+        self.panels = self.words.numpy().view(self.word_dtype)
+        self.bias = np.zeros(num_panels * PANEL, np.float32)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
+        """A weight in packed form.
+
+        Args:
+            weight: `[out_features, in_features]`, of floats on the CPU; copied, and rounded where it has to be.
+            bias: `[out_features]` or None.
+        """
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES or weight.dim() != 2:
             raise KernelError(
-                f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only float32 and "
+                f"A {weight.dtype} weight of shape {list(weight.shape)} on {weight.device} cannot be packed: only float32, float16 and "
                 "bfloat16 matrices on the CPU can."
             )
-        self.out_features, self.in_features = weight.shape
-        self.num_panels = -(-self.out_features // PANEL)
-        self.bias = np.zeros(self.num_panels * PANEL, np.float32)
+        packed = cls(*weight.shape)
+        for first in range(0, len(weight), ROWS_AT_A_TIME):
+            packed.set_rows(first, weight[first : first + ROWS_AT_A_TIME])
         if bias is not None:
-            self.bias[: self.out_features] = bias.float().numpy()
+            packed.set_bias(bias)
+        return packed
+
+    def set_rows(self, first: int, rows: Tensor) -> None:
+        """Write `[n, in_features]` to the weight, from its row `first` on."""
+        numbers = self._round(first, rows)
+        num_words = self.words.shape[1]
+        padding = num_words * 4 // numbers.itemsize - self.in_features
+        words = F.pad(numbers, (0, padding)).view(torch.int32)
+        num_whole = len(rows) // PANEL if first % PANEL == 0 else 0  # whole panels at once, others row by row
+        panels = words[: num_whole * PANEL].view(num_whole, PANEL, num_words)
+        self.words[first // PANEL : first // PANEL + num_whole] = panels.transpose(1, 2)
+        for row in range(num_whole * PANEL, len(rows)):
+            panel, lane = divmod(first + row, PANEL)
+            self.words[panel, :, lane] = words[row]
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Write `[out_features]`."""
+        self.bias[: self.out_features] = bias.float().numpy()
+
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
+        words = self.words[outputs // PANEL, :, outputs % PANEL]
+        return words.view(self.number_dtype)[:, : self.in_features].float()
+
+    def _round(self, first: int, rows: Tensor) -> Tensor:
+        """The numbers of rows as the words hold them; `first` is where they belong."""
+        return rows.to(self.number_dtype).contiguous()
 
     @property
     def fills_panels(self) -> bool:
@@ -78,26 +129,9 @@ class Packed:
         """What `multiply` takes as the weight."""
         return self.panels, self.bias
 
-    def get_rows(self, outputs: Tensor) -> Tensor:
-        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
-        words = torch.from_numpy(self.panels.view(np.int32)).unsqueeze(-1)
-        numbers = words.view(self.number_dtype)  # [panels, words, PANEL, numbers of a word]
-        rows = numbers[outputs // PANEL, :, outputs % PANEL]
-        return rows.flatten(1)[:, : self.in_features].float()
-
 
 class PackedWeight(Packed):
     """A float32 weight in the layout of `packed_linear`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        panels = np.zeros((self.num_panels, self.in_features, PANEL), np.float32)
-        whole = self.out_features // PANEL
-        torch.from_numpy(panels)[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, self.in_features).transpose(1, 2)
-        if whole < self.num_panels:
-            rest = weight[whole * PANEL :]
-            torch.from_numpy(panels)[whole, :, : len(rest)] = rest.t()
-        self.panels = panels
 
     @property
     def multiply(self) -> Any:

@@ -13,29 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit
-from torch import Tensor
 
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
-from minivllm.kernels.cpu.panels import PANEL
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 
 class PackedBfloat16Weight(Packed):
     """A bfloat16 weight in panels; each word holds two input features of one output."""
 
-    dtype = number_dtype = torch.bfloat16
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        num_panels, num_words = self.num_panels, -(-self.in_features // 2)
-        padded = weight.to(torch.bfloat16).contiguous()
-        if weight.shape != (num_panels * PANEL, 2 * num_words):
-            padded = padded.new_zeros(num_panels * PANEL, 2 * num_words)
-            padded[: self.out_features, : self.in_features] = weight
-        words = padded.view(torch.int32).view(num_panels, PANEL, num_words)
-        self.panels = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+    number_dtype = torch.bfloat16
+    word_dtype = np.uint32
 
     @property
     def multiply(self) -> Any:

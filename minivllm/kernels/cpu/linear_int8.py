@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
@@ -22,31 +21,24 @@ from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
-PANELS_AT_A_TIME = 16
-"""Rounding takes several copies in float32, so it is done for so many panels at a time."""
-
 
 class PackedInt8Weight(Packed):
     """An 8-bit weight in panels; each word holds four input features of one output, rounded by `round_weight`."""
 
     number_dtype = torch.int8
+    word_dtype = np.int32
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        num_words = -(-self.in_features // 4)
-        panels = torch.zeros(self.num_panels, num_words, PANEL, 4, dtype=torch.int8)
-        self.scales = np.zeros(self.num_panels * PANEL, np.float32)
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__(out_features, in_features)
+        self.scales = np.zeros_like(self.bias)
         # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
-        self.corrections = np.zeros(self.num_panels * PANEL, np.int32)
-        for first in range(0, self.num_panels, PANELS_AT_A_TIME):
-            part = panels[first : first + PANELS_AT_A_TIME]
-            rows = slice(first * PANEL, (first + len(part)) * PANEL)
-            rounded, scales = round_weight(weight[rows].float())
-            padded = F.pad(rounded, (0, 4 * num_words - self.in_features, 0, len(part) * PANEL - len(rounded)))
-            part.copy_(padded.view(len(part), PANEL, num_words, 4).transpose(1, 2))
-            self.scales[rows][: len(scales)] = scales.numpy()
-            self.corrections[rows] = (-DIGIT_ZERO * padded.sum(dim=1, dtype=torch.int32)).numpy()
-        self.panels = panels.view(torch.int32).squeeze(-1).numpy()
+        self.corrections = np.zeros(len(self.bias), np.int32)
+
+    def _round(self, first: int, rows: Tensor) -> Tensor:
+        rounded, scales = round_weight(rows.float())
+        self.scales[first : first + len(rows)] = scales.numpy()
+        self.corrections[first : first + len(rows)] = (-DIGIT_ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
+        return rounded
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
