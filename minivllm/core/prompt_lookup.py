@@ -5,7 +5,7 @@ the model computes the newest token and the drafts together, and each accepted d
 as in rewriting, summarizing and code, the draft is simple: what followed the last time. Nothing is learned, and no second model runs.
 
 Verification follows Leviathan et al., 2023 (arXiv:2211.17192): a draft that is the drafter's only candidate is accepted with
-probability p(draft), and otherwise replaced by a sample from the rest of p. Here each position's random number depends only on the
+probability p(draft), and otherwise replaced by a sample from the rest of p. Here each position's random numbers depend only on the
 request and the position (`worker/sampler.py`), so the token sampled from p is simply compared with the draft. It equals the draft with
 probability p(draft): the same rule, and the tokens are exactly those of decoding without speculation, greedy or sampled.
 
