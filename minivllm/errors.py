@@ -31,3 +31,7 @@ class KernelError(MinivllmError, ValueError):
 
 class CourseError(MinivllmError, ValueError):
     """A notebook, a submission or a folder of the course cannot be used."""
+
+
+class DistributedError(MinivllmError, RuntimeError):
+    """A rank of a group has gone, or does something else than the others."""

@@ -18,6 +18,7 @@ VOCABULARY = {"config", "sampling_params", "request", "outputs", "errors", "sche
 BELOW = {
     "core": set(),
     "kernels": set(),
+    "distributed": {"kernels"},
     "layers": {"kernels"},
     "models": {"layers", "kernels"},
     "worker": {"models", "layers", "kernels"},

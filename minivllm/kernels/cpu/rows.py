@@ -145,14 +145,14 @@ def _pointer_to(dtype: Any) -> Any:
     return pointer
 
 
-_floats, _integers, _bytes = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
+floats_at, _integers, _bytes = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
 _keys = _pointer_to(types.int32)
 
 
 @njit
 def _row(address, row, stride, size):
     """The first `size` numbers of a row; rows are `stride` numbers apart."""
-    return numba.carray(_floats(address + 4 * row * stride), (size,))
+    return numba.carray(floats_at(address + 4 * row * stride), (size,))
 
 
 @njit

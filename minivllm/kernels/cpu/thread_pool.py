@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import platform
 import sys
 import threading
 import time
@@ -32,8 +31,8 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-LINE = 16
-"""Words between those that different threads write, so that they do not share a cache line: 128 bytes."""
+from minivllm.kernels.cpu.atomics import LINE, add, call, pause, read, replace, write
+
 JOB, UNFINISHED, OWNED, CODE, DATA, PARTS, THREADS = 0, LINE, 2 * LINE, *range(3 * LINE, 3 * LINE + 4)
 STOP, IDLE_SPINS, WAIT_SPINS, YIELD, ACQUIRE, RELEASE = range(4 * LINE, 4 * LINE + 6)
 ASLEEP, LOCK, NEXT_PART = range(5 * LINE, 5 * LINE + 3)
@@ -49,14 +48,9 @@ IDLE_MICROSECONDS = 100
 WAIT_MICROSECONDS = 20
 """How long the calling thread spins for the last parts of others before it yields its core."""
 
-_MACHINE = platform.machine().lower()
 _SYMBOL = "minivllm_thread_pool"
 _state = np.zeros(5 * LINE + LINE * MAX_THREADS, np.int64)
 llvmlite.binding.add_symbol(_SYMBOL, _state.ctypes.data)  # compiled code, kept on disk, finds the array by this name
-
-
-def _pointer(builder: Any, address: Any, index: Any) -> Any:
-    return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [index])
 
 
 @intrinsic
@@ -69,78 +63,9 @@ def _shared(typing_context: Any) -> Any:
     return types.int64(), generate
 
 
-@intrinsic
-def _read(typing_context: Any, state: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        return builder.load_atomic(_pointer(builder, *arguments), "seq_cst", 8)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _write(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        builder.store_atomic(arguments[2], _pointer(builder, *arguments[:2]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _add(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
-    """Returns what the word was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, *arguments[:2]), arguments[2], "seq_cst")
-
-    return types.int64(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _replace(typing_context: Any, state: Any, index: Any, old: Any, new: Any) -> Any:
-    """Compare and swap: whether the word was `old`."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        result = builder.cmpxchg(_pointer(builder, *arguments[:2]), arguments[2], arguments[3], "seq_cst", "seq_cst")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _pause(typing_context: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        int32 = ir.IntType(32)
-        if _MACHINE in ("x86_64", "amd64"):
-            builder.call(
-                cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), []
-            )
-        elif _MACHINE in ("aarch64", "arm64"):
-            hint = ir.FunctionType(ir.VoidType(), [int32])
-            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.aarch64.hint"), [int32(1)])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def _call(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
-    """Call the C function at an address with two words."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        word = ir.IntType(64)
-        function = ir.FunctionType(ir.VoidType(), [word, word]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], function), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
 @njit
 def _end_of_range(state, thread):
-    return _read(state, PARTS) * (thread + 1) // _read(state, THREADS)
+    return read(state, PARTS) * (thread + 1) // read(state, THREADS)
 
 
 @njit
@@ -148,24 +73,24 @@ def _choose_part(state, thread):
     """A part that nobody has chosen. There is one: as many are claimed as there are parts, and chosen parts stay chosen."""
     owner = thread
     while True:
-        if _read(state, NEXT_PART + LINE * owner) < _end_of_range(state, owner):
-            part = _add(state, NEXT_PART + LINE * owner, 1)
+        if read(state, NEXT_PART + LINE * owner) < _end_of_range(state, owner):
+            part = add(state, NEXT_PART + LINE * owner, 1)
             if part < _end_of_range(state, owner):
                 return part
-        owner = (owner + 1) % _read(state, THREADS)
+        owner = (owner + 1) % read(state, THREADS)
 
 
 @njit
 def _take_part(state, thread):
     """Run an unclaimed part. False if there is none."""
-    job = _read(state, JOB)
-    while job & UNCLAIMED and thread < _read(state, THREADS):
+    job = read(state, JOB)
+    while job & UNCLAIMED and thread < read(state, THREADS):
         # Until the claimed part is finished, the job is not: what is read of it from here on is of the same job as `JOB`.
-        if _replace(state, JOB, job, job - 1):
-            _call(_read(state, CODE), _read(state, DATA), _choose_part(state, thread))
-            _add(state, UNFINISHED, -1)
+        if replace(state, JOB, job, job - 1):
+            call(read(state, CODE), read(state, DATA), _choose_part(state, thread))
+            add(state, UNFINISHED, -1)
             return True
-        job = _read(state, JOB)
+        job = read(state, JOB)
     return False
 
 
@@ -173,17 +98,17 @@ def _take_part(state, thread):
 def _sleep(state, thread):
     """Sleep until `_wake`, unless there is a job already."""
     asleep = ASLEEP + LINE * thread
-    _write(state, asleep, 1)
-    has_work = (_read(state, JOB) & UNCLAIMED) != 0 or _read(state, STOP) != 0
-    if not has_work or not _replace(state, asleep, 1, 0):
-        _call(_read(state, ACQUIRE), _read(state, LOCK + LINE * thread), 1)
+    write(state, asleep, 1)
+    has_work = (read(state, JOB) & UNCLAIMED) != 0 or read(state, STOP) != 0
+    if not has_work or not replace(state, asleep, 1, 0):
+        call(read(state, ACQUIRE), read(state, LOCK + LINE * thread), 1)
 
 
 @njit
 def _wake(state, thread):
     asleep = ASLEEP + LINE * thread
-    if _read(state, asleep) == 1 and _replace(state, asleep, 1, 0):
-        _call(_read(state, RELEASE), _read(state, LOCK + LINE * thread), 0)
+    if read(state, asleep) == 1 and replace(state, asleep, 1, 0):
+        call(read(state, RELEASE), read(state, LOCK + LINE * thread), 0)
 
 
 @njit(nogil=True, cache=True)
@@ -191,14 +116,14 @@ def _work(thread):
     """A worker's loop."""
     state = _shared()
     spins = parts = 0
-    while _read(state, STOP) == 0:
+    while read(state, STOP) == 0:
         if _take_part(state, thread):
             spins, parts = 0, parts + 1
             if parts % PARTS_BETWEEN_YIELDS == 0:
-                _call(_read(state, YIELD), 0, 0)
-        elif spins < _read(state, IDLE_SPINS):
+                call(read(state, YIELD), 0, 0)
+        elif spins < read(state, IDLE_SPINS):
             spins += 1
-            _pause()
+            pause()
         else:
             _sleep(state, thread)
             spins = 0
@@ -208,31 +133,31 @@ def _work(thread):
 def _run(num_threads, num_parts, code, data):
     state = _shared()
     num_threads = min(num_threads, num_parts, MAX_THREADS)
-    if num_threads < 2 or not _replace(state, OWNED, 0, 1):
+    if num_threads < 2 or not replace(state, OWNED, 0, 1):
         # The pool is in use, by another thread or by the job whose part this is: run alone.
         for part in range(num_parts):
-            _call(code, data, part)
+            call(code, data, part)
         return
-    _write(state, CODE, code)
-    _write(state, DATA, data)
-    _write(state, PARTS, num_parts)
-    _write(state, THREADS, num_threads)
+    write(state, CODE, code)
+    write(state, DATA, data)
+    write(state, PARTS, num_parts)
+    write(state, THREADS, num_threads)
     for thread in range(num_threads):
-        _write(state, NEXT_PART + LINE * thread, num_parts * thread // num_threads)
-    _write(state, UNFINISHED, num_parts)
-    _write(state, JOB, (((_read(state, JOB) >> 32) + 1) & 0x3FFFFFFF) << 32 | num_parts)
+        write(state, NEXT_PART + LINE * thread, num_parts * thread // num_threads)
+    write(state, UNFINISHED, num_parts)
+    write(state, JOB, (((read(state, JOB) >> 32) + 1) & 0x3FFFFFFF) << 32 | num_parts)
     for worker in range(1, num_threads):
         _wake(state, worker)
     while _take_part(state, 0):
         pass
     spins = 0
-    while _read(state, UNFINISHED) != 0:
+    while read(state, UNFINISHED) != 0:
         spins += 1
-        if spins < _read(state, WAIT_SPINS):
-            _pause()
+        if spins < read(state, WAIT_SPINS):
+            pause()
         else:
-            _call(_read(state, YIELD), 0, 0)
-    _write(state, OWNED, 0)
+            call(read(state, YIELD), 0, 0)
+    write(state, OWNED, 0)
 
 
 @intrinsic
@@ -296,6 +221,12 @@ def start_workers(num_workers: int) -> None:
             thread.start()
 
 
+def waiting() -> tuple[int, int]:
+    """How many times to spin before it is better to yield the core, and the address of the function that yields it."""
+    start_workers(0)
+    return int(_state[WAIT_SPINS]), int(_state[YIELD])
+
+
 def _configure() -> None:
     api = ctypes.pythonapi
     api.PyThread_allocate_lock.restype = ctypes.c_void_p
@@ -317,8 +248,8 @@ def _spin(count):
     """Wait as the pool does."""
     state = _shared()
     for _ in range(count):
-        if _read(state, JOB) != -1:
-            _pause()
+        if read(state, JOB) != -1:
+            pause()
 
 
 def _measure_spins() -> float:

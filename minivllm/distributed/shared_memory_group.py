@@ -1,0 +1,170 @@
+"""Collectives between processes of one machine, through memory that they share: microseconds where sockets take hundreds.
+
+An operation takes four steps. A rank copies its numbers into its buffer; says that it has entered the operation; waits until all others have;
+and reads their buffers. Nobody has to say that it has finished reading: each rank has two buffers in turn, and who has entered the next
+operation has left the one before. `kernels.cpu.collectives` has the waiting and the sums.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.errors import DistributedError
+from minivllm.kernels.cpu import collectives
+from minivllm.kernels.cpu.atomics import LINE
+from minivllm.kernels.cpu.thread_pool import waiting
+
+BUFFER_BYTES = 2**20
+"""How much of a tensor goes through a buffer at a time."""
+YIELDS = 200
+"""How often a rank that waits yields its core before it looks after the others."""
+SECONDS_BETWEEN_LOOKS = 0.2
+KINDS = ("all_reduce", "all_gather", "broadcast")
+
+
+def create_shared_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Memory for a group, as a file descriptor for `SharedMemoryGroup`, which its processes inherit.
+
+    It has no name, so nothing is left of it when they have all ended, however they did.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("minivllm")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, _header_bytes(world_size) + 2 * world_size * buffer_bytes)
+    return descriptor
+
+
+class SharedMemoryGroup(GroupCoordinator):
+    """Ranks of one machine on its CPU.
+
+    Args:
+        descriptor: From `create_shared_memory`, the same memory for all ranks. It may be closed afterwards.
+        rank, world_size: As for `GroupCoordinator`.
+        timeout: Seconds after which a rank that does not come is an error, though its process lives.
+    """
+
+    def __init__(self, descriptor: int, rank: int, world_size: int, timeout: float = 300.0) -> None:
+        super().__init__(rank, world_size)
+        self.timeout = timeout
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        header = _header_bytes(world_size)
+        self._words = np.frombuffer(self._memory, np.int64, header // 8)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[header:].view(2, world_size, -1)
+        self._capacity = self._bytes.shape[2]
+        self._address, self._number = self._words.ctypes.data, 0
+        self._spins, self._yield = waiting()
+        self._words[LINE * rank + collectives.PID] = os.getpid()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        flat = _flatten(x)
+        for piece in self._pieces(flat):
+            if x.dtype == torch.float32:
+                self._sum_floats(piece)
+            else:
+                total = torch.zeros(piece.shape, dtype=torch.float32 if x.is_floating_point() else x.dtype)
+                for part in self._exchange("all_reduce", piece, [piece.numel()] * self.world_size):
+                    total += part
+                piece.copy_(total)
+        return x if flat.data_ptr() == x.data_ptr() else x.copy_(flat.view_as(x))
+
+    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        flat, capacity = _flatten(x), self._capacity // x.itemsize
+        parts = [x.new_empty(size) for size in sizes]
+        for start in range(0, max(sizes), capacity):
+            lengths = [min(max(size - start, 0), capacity) for size in sizes]
+            pieces = self._exchange("all_gather", flat[start : start + capacity], lengths)
+            for part, piece in zip(parts, pieces, strict=True):
+                part[start : start + len(piece)] = piece
+        return parts
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        flat = _flatten(x)
+        for piece in self._pieces(flat):
+            lengths = [piece.numel() if rank == src else 0 for rank in range(self.world_size)]
+            pieces = list(self._exchange("broadcast", piece[: lengths[self.rank]], lengths))
+            piece.copy_(pieces[src])
+        return x if flat.data_ptr() == x.data_ptr() else x.copy_(flat.view_as(x))
+
+    def _sum_floats(self, x: Tensor) -> None:
+        what, buffers = self._begin("all_reduce", x.nbytes), self._buffers()
+        status = collectives.all_reduce(
+            self._address, buffers.data_ptr(), self._capacity, self.rank, self.world_size, self._number, what, x.data_ptr(), x.numel(),
+            self._spins, YIELDS, self._yield,
+        )  # fmt: skip
+        if status != collectives.FINISHED:
+            self._wait(what, status)
+            collectives.add_buffers(buffers.data_ptr(), self._capacity, self.world_size, x.data_ptr(), x.numel())
+
+    def _exchange(self, kind: str, x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Show the others `x`, and see theirs: views of their buffers, valid until the operation after the next."""
+        what, buffers = self._begin(kind, sum(sizes) * x.itemsize), self._buffers()
+        buffers[self.rank][: x.nbytes] = x.view(torch.uint8)
+        collectives.enter(self._address, self.rank, self._number, what)
+        self._wait(what, collectives.WAITING)
+        return (buffer[: size * x.itemsize].view(x.dtype) for buffer, size in zip(buffers, sizes, strict=True))
+
+    def _pieces(self, x: Tensor) -> Sequence[Tensor]:
+        """A flat tensor in pieces that fit a buffer."""
+        return torch.split(x, self._capacity // x.itemsize)
+
+    def _begin(self, kind: str, num_bytes: int) -> int:
+        self._number += 1
+        return KINDS.index(kind) + len(KINDS) * num_bytes
+
+    def _buffers(self) -> Tensor:
+        return self._bytes[self._number & 1]
+
+    def _wait(self, what: int, status: int) -> None:
+        """Wait for the others, and look after them from time to time."""
+        end, next_look = time.monotonic() + self.timeout, time.monotonic() + SECONDS_BETWEEN_LOOKS
+        while status == collectives.WAITING:
+            status = collectives.wait(self._address, self.world_size, self._number, what, self._spins, YIELDS, self._yield)
+            if status == collectives.WAITING and (now := time.monotonic()) > next_look:
+                next_look = now + SECONDS_BETWEEN_LOOKS
+                self._look_after_others(is_late=now > end)
+        if status == collectives.DIFFERENT:
+            raise DistributedError(f"The ranks do not call the same operation: {self._describe_calls()}.")
+
+    def _look_after_others(self, is_late: bool) -> None:
+        for rank in range(self.world_size):
+            if self._words[LINE * rank + collectives.NUMBER] >= self._number:
+                continue
+            process = int(self._words[LINE * rank + collectives.PID])
+            if process and not _is_alive(process):
+                raise DistributedError(f"Rank {rank} (process {process}) has ended, and rank {self.rank} waits for it.")
+            if is_late:
+                raise DistributedError(f"Rank {rank} (process {process or 'not begun'}) did not come within {self.timeout:g} s.")
+
+    def _describe_calls(self) -> str:
+        calls = (int(self._words[LINE * rank + collectives.CALLS + (self._number & 1)]) for rank in range(self.world_size))
+        said = (f"rank {rank} {KINDS[call % len(KINDS)]} of {call // len(KINDS):,} bytes" for rank, call in enumerate(calls))
+        return ", ".join(said)
+
+
+def _header_bytes(world_size: int) -> int:
+    """Of the words, in whole pages."""
+    return -(-8 * LINE * world_size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _flatten(x: Tensor) -> Tensor:
+    """All numbers in a row, a view of `x` where that can be; of stride 1 also if there is but one number."""
+    return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
