@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -10,6 +11,9 @@ import sys
 
 import torch
 from torch import Tensor
+
+LARGE_BYTES = 2**22
+"""From here on, pages may be large ones, as numpy has it."""
 
 
 def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -22,7 +26,14 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if num_bytes == 0:
         return torch.zeros(shape, dtype=dtype)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, **private), dtype=dtype).view(shape)
+    try:
+        pages = mmap.mmap(-1, num_bytes, **private)
+    except OSError as error:
+        raise MemoryError(f"The system has no {num_bytes:,} bytes of memory for {list(shape)} of {dtype}.") from error
+    if num_bytes >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def return_freed_memory() -> None:

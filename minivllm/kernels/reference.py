@@ -270,14 +270,15 @@ def random_uniform(keys: Tensor, size: int) -> Tensor:
     Number i of a row is a hash of the key and i.
 
     Args:
-        keys: `[rows]`, int32.
+        keys: `[rows]`, integers of 32 bits.
         size: How many numbers each row gets.
 
     Returns:
         `[rows, size]`, float32, above 0 and below 1. The small ones are told apart as finely as the large ones: they may be
         as small as 2**-33.
     """
-    bits = mix(mix(torch.arange(size, dtype=torch.int32, device=keys.device)) + keys.unsqueeze(1))
+    numbers = torch.arange(size, dtype=torch.int32, device=keys.device)
+    bits = mix(mix(numbers) + keys.to(torch.int32).unsqueeze(1))
     uniform = bits.float().add_(0.5).mul_(2.0**-32)  # from -1/2 to 1/2, and finest about 0
     uniform -= uniform.floor()
     return uniform.clamp_(max=1 - 2.0**-24)

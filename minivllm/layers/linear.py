@@ -82,7 +82,7 @@ class Linear(nn.Module):
         self.method.create_weights(self)
 
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int = 0) -> None:
-        """Copy a checkpoint tensor into the rows of `weight` or `bias` that belong to the fused layer `shard_id`."""
+        """Fill the rows of `weight` or `bias` that belong to the fused layer `shard_id` with a checkpoint tensor."""
         self.method.load_weight(parameter, sum(self.out_features[:shard_id]), self.out_features[shard_id], tensor)
 
     def process_weights_after_loading(self) -> None:
@@ -126,7 +126,8 @@ class PackedLinearMethod(LinearMethod):
         """As for any method, but in memory that is not taken as long as nobody writes to it: `load_weight` does not."""
         super().create_weights(layer)
         assert layer.weight is not None
-        layer.weight.data = zero_pages(tuple(layer.weight.shape), layer.weight.dtype)
+        dtype = self.packed_weight.number_dtype
+        layer.weight.data = zero_pages(tuple(layer.weight.shape), dtype if dtype.is_floating_point else torch.float32)
 
     def load_weight(self, parameter: nn.Parameter, first_row: int, num_rows: int, tensor: CheckpointTensor) -> None:
         """Rows of the weight go straight into the packed form, and not into the parameter."""
@@ -135,6 +136,7 @@ class PackedLinearMethod(LinearMethod):
             return
         if self.packed is None:
             self.packed = self.packed_weight(*parameter.shape)
+            parameter.data = torch.zeros(1).expand(parameter.shape)  # nobody can write to it any more: it would be lost
         for start, rows in read_rows(tensor, (num_rows, parameter.shape[1])):
             self.packed.set_rows(first_row + start, rows)
 

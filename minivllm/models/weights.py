@@ -22,8 +22,8 @@ from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
 
-LAYERS_PER_TRIM = 16
-"""What packing leaves free lies in pieces, which are given back after so many layers."""
+TENSORS_PER_TRIM = 32
+"""What packing leaves free lies in pieces, which are given back after so many tensors."""
 
 
 def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
@@ -57,6 +57,7 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
         load_weights(model, weights, config.name)
     else:
         model.load_weights((name, source[:]) for name, source in weights)
+    return_freed_memory()
     return model
 
 
@@ -104,7 +105,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
     """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
 
-    A linear layer or an embedding is processed as soon as it is complete, so that no more than one exists in two forms at a time.
+    A linear layer or an embedding is processed as soon as it is complete, so that no more than one exists in two forms at a time. Those with
+    packed weights never do.
 
     Raises:
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
@@ -112,7 +114,9 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
     targets = _load_targets(model)
     num_missing = Counter(layer for layer, *_ in targets.values())
     processed: set[nn.Module] = set()
-    for name, source in weights:
+    for number, (name, source) in enumerate(weights):
+        if number % TENSORS_PER_TRIM == 0:
+            return_freed_memory()
         if name.startswith("decoder."):  # the OPT checkpoints of 2022
             name = f"model.{name}"
         if name.endswith(model.ignored_weights) or (name == "lm_head.weight" and model.tie_word_embeddings):
@@ -129,15 +133,12 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         if num_missing[layer] == 0 and isinstance(layer, (Linear, VocabEmbedding)):
             layer.process_weights_after_loading()
             processed.update((layer, *getattr(layer, "heads", ())))
-            if len(processed) % LAYERS_PER_TRIM == 0:
-                return_freed_memory()
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
     for module in reversed(list(model.modules())):  # parts before what is made of them
         if module not in processed and hasattr(module, "process_weights_after_loading"):
             module.process_weights_after_loading()
-    return_freed_memory()
 
 
 def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, and the draw.
 
-The filters are pure functions on `[rows, vocab_size]` logits. The random numbers of a draw are a hash of the request's
-seed, the sequence's index and the token's position, so a request's tokens do not depend on its batch. The order of
+The filters are pure functions on `[rows, vocab_size]` logits. The random numbers of a draw are hashes of the request's
+seed, the sequence's index, the position and the token id, so a request's tokens do not depend on its batch. The order of
 the steps is vLLM's (`vllm/v1/sample/sampler.py`).
 """
 
@@ -201,7 +201,7 @@ def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
 
     The tokens run a race. Each one's time is a random number from an exponential distribution, divided by its probability, and the
     first wins: every token with exactly its probability. Rounding errors of the logits change who wins only between two that arrive at
-    the same moment. vLLM draws in the same way (`vllm/v1/sample/ops/topk_topp_sampler.py`).
+    almost the same moment. vLLM has the same race (`sample_with_exponential_noise` in `vllm/v1/sample/ops/topk_topp_sampler.py`).
     """
     keys = [random_key(row.seq.request.seed, row.index, row.position) for row in rows]
     return argmax(logits.softmax(dim=-1) / exponential_noise(keys, logits.shape[-1], logits.device))

@@ -258,7 +258,20 @@ WRONG = {
     "noise added to the logits": (DRAW, _DRAWN, "(logits + noise).argmax(dim=-1)", "divided by its probability"),
     "the token of least noise": (DRAW, _DRAWN, "noise.argmin(dim=-1)", "never arrives"),
     "removed tokens arrive late": (DRAW, _DRAWN, "(noise / (logits.softmax(dim=-1) + 1e-3)).argmin(dim=-1)", "never arrives"),
-    "powers that overflow": (DRAW, _DRAWN, "(noise / logits.exp()).argmin(dim=-1)", "arrives first"),
+    "removed tokens arrive very late": (
+        DRAW,
+        _DRAWN,
+        "(noise / (logits.softmax(dim=-1) + 1e-6)).argmin(dim=-1)",
+        "never arrives",
+    ),
+    "removed tokens in logarithms": (
+        DRAW,
+        _DRAWN,
+        "((logits.softmax(dim=-1) + 1e-10).log() - noise.log()).argmax(dim=-1)",
+        "never arrives",
+    ),
+    "ids as floats": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1)).argmin(dim=-1).float()", "whole numbers"),
+    "powers that overflow": (DRAW, _DRAWN, "(noise / logits.exp()).argmin(dim=-1)", "exp(210)"),
     "rare tokens forgotten": (DRAW, _DRAWN, "(noise / logits.softmax(dim=-1).half()).argmin(dim=-1)", "most of them rare"),
     "small noise rounded up": (
         DRAW,

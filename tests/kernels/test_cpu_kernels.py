@@ -100,6 +100,8 @@ def test_torchs_default_dtype_does_not_matter(dtype):
         torch.set_default_dtype(dtype)
         results = cpu.silu_and_mul(x), cpu.rms_norm(x, x[0], 1e-5), cpu.packed_linear(packed, x), cpu.split_digits(x)[1]
         assert all(result.dtype == torch.float32 for result in results)
+        keys = torch.arange(3, dtype=torch.int32)
+        assert torch.equal(cpu.random_uniform(keys, 70), reference.random_uniform(keys, 70))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -129,6 +129,9 @@ def test_packed_weights_are_read_straight_into_their_form_or_from_a_parameter(mo
         if has_bias:
             read.load_weight(read.bias, CheckpointTensor("model", "bias", numbers), shard)
     assert not parameter.any(), "nobody has written to it"
+    with pytest.raises(RuntimeError):
+        parameter.data.mul_(2)  # it would be lost
+    assert filled.weight.dtype == dtype
     filled.weight.data.copy_(weight)
     if has_bias:
         filled.bias.data.copy_(bias)

@@ -204,6 +204,12 @@ def test_noise_is_the_same_in_any_batch_and_from_any_kernel(seed, num_rows, size
     assert numbers.shape == (num_rows, size) and bool(((numbers > 0) & (numbers < 1)).all())
 
 
+def test_keys_may_lie_anywhere_and_be_wide():
+    kernels, keys = load_platform_kernels(torch.device("cpu")), torch.randint(-(2**31), 2**31, (6, 40))
+    for strided in (keys.int()[::2, 3], keys.int().t()[5], keys[1]):
+        assert torch.equal(kernels.random_uniform(strided, 33), reference.random_uniform(strided.clone(), 33))
+
+
 def test_rounding_errors_of_the_logits_hardly_ever_change_a_draw():
     """They would if a number chose a point on the sum of all probabilities, because each error moves the pieces after it."""
     generator = torch.Generator().manual_seed(0)

@@ -55,7 +55,7 @@ class Packed:
         out_features, in_features: The shape of the weight.
 
     Attributes:
-        words: `[panels, words, PANEL]`, int32: see `panels`.
+        words: `[panels, words, PANEL]`, int32: see `kernels.cpu.panels`.
         panels: The same memory as the kernel takes it.
         bias: `[panels * PANEL]`, float32.
     """
@@ -87,24 +87,26 @@ class Packed:
                 "bfloat16 matrices on the CPU can."
             )
         packed = cls(*weight.shape)
-        for first in range(0, len(weight), ROWS_AT_A_TIME):
-            packed.set_rows(first, weight[first : first + ROWS_AT_A_TIME])
+        packed.set_rows(0, weight)
         if bias is not None:
             packed.set_bias(bias)
         return packed
 
     def set_rows(self, first: int, rows: Tensor) -> None:
         """Write `[n, in_features]` to the weight, from its row `first` on."""
+        for start in range(0, len(rows), ROWS_AT_A_TIME):
+            self._set_some_rows(first + start, rows[start : start + ROWS_AT_A_TIME])
+
+    def _set_some_rows(self, first: int, rows: Tensor) -> None:
         numbers = self._round(first, rows)
         num_words = self.words.shape[1]
         padding = num_words * 4 // numbers.itemsize - self.in_features
         words = F.pad(numbers, (0, padding)).view(torch.int32)
-        num_whole = len(rows) // PANEL if first % PANEL == 0 else 0  # whole panels at once, others row by row
+        num_whole = len(rows) // PANEL if first % PANEL == 0 else 0  # whole panels are fast to write
         panels = words[: num_whole * PANEL].view(num_whole, PANEL, num_words)
         self.words[first // PANEL : first // PANEL + num_whole] = panels.transpose(1, 2)
-        for row in range(num_whole * PANEL, len(rows)):
-            panel, lane = divmod(first + row, PANEL)
-            self.words[panel, :, lane] = words[row]
+        rest = torch.arange(first + num_whole * PANEL, first + len(rows))
+        self.words[rest // PANEL, :, rest % PANEL] = words[num_whole * PANEL :]
 
     def set_bias(self, bias: Tensor) -> None:
         """Write `[out_features]`."""

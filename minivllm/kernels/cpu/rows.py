@@ -112,9 +112,10 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
 
 def random_uniform(keys: Tensor, size: int) -> Tensor:
     """Random numbers between 0 and 1, for each row those of its key: see `reference.random_uniform`."""
-    num_rows = keys.numel()
-    out = torch.empty(num_rows, size)
-    _hash(_num_threads(num_rows), num_rows, size, keys.contiguous().data_ptr(), out.data_ptr())
+    keys = keys.to(torch.int32).contiguous()
+    num_rows = len(keys)
+    out = torch.empty(num_rows, size, dtype=torch.float32, device="cpu")
+    _hash(_num_threads(num_rows), num_rows, size, keys.data_ptr(), out.data_ptr())
     return out
 
 

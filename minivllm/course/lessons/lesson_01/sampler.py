@@ -24,7 +24,8 @@ def check_draw(draw: Function) -> None:
         _compare_draws(draw, [draw_case(rng, size) for size in [rng.randint(3, 8)] * rng.randint(1, 4)])
     high = ([210.0, 211.0, 205.0], [1.0, 0.5, 9.0], 1)
     rare = ([0.0] + [-18.0] * 5000, [3.0] + [1.0] * 4000 + [1e-8] + [1.0] * 999, 4001)
-    for case in (high, rare):
+    removed = ([0.0] + [-math.inf] * 3, [5.0] + [1e-30] * 3, 0)
+    for case in (high, rare, removed):
         _compare_draws(draw, [case])
 
 
@@ -64,21 +65,26 @@ def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
         assert torch.equal(now, then), (
             f"draw changed the {name} that it was given; expected them as they were. Look for an assignment into them."
         )
+    assert not got.is_floating_point(), (
+        f"draw must return token ids, which are whole numbers, but returned {got.dtype}. Look at its last line."
+    )
     probs = logits.softmax(dim=-1)
-    for row, (_, row_noise, token) in enumerate(cases):
+    for row, (row_logits, row_noise, token) in enumerate(cases):
         mine = int(got[row])
         assert 0 <= mine < len(row_noise), (
             f"draw returned token {mine} for a vocabulary of {len(row_noise)}. Look at its last line."
         )
         theirs, other = (f"{row_noise[t] / p if (p := float(probs[row, t])) else math.inf:.3g}" for t in (token, mine))
-        seen = (
-            f"probabilities {show(probs[row])} and noise {show(row_noise)}"
-            if len(row_noise) < 10
-            else "5,001 tokens, most of them rare,"
-        )
+        seen = f"probabilities {show(probs[row])} and noise {show(row_noise)}"
+        hint = "a token's time is its noise divided by its probability, and one that was removed never arrives."
+        if max(row_logits) > 100:
+            seen = f"logits {show(row_logits)} and noise {show(row_noise)}"
+            hint = "exp(210) is infinity in float32, and softmax only needs the differences between logits."
+        elif len(row_noise) > 10:
+            seen = "5,001 tokens, most of them rare,"
         assert mine == token, (
             f"draw, with {seen} in row {row} of {len(cases)}: expected token {token}, which arrives first, at {theirs}; got {mine}, which "
-            f"arrives at {other}. Look at the times: a token's time is its noise divided by its probability, and one that was removed never arrives."
+            f"arrives at {other}. Look at the times: {hint}"
         )
 
 
@@ -95,10 +101,7 @@ def check_sampler(sampler_class: type) -> None:
         for i, row in enumerate(rows):
             assert got[i] == wanted[i], (
                 f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
-                f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at the order (forbidden stops, "
-                f"penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random key of this row"
-                + _stops(row)
-                + "."
+                f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at {_places(row)}."
             )
         alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         assert alone == got, (
@@ -168,6 +171,16 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
         f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
     )
     return [token.token_id for token in sampled]
+
+
+def _places(row: SamplingRow) -> str:
+    """Where a wrong token of a row may come from, for a message."""
+    if describe(row) == f"temperature={row.params.temperature:g}" and row.params.temperature > 0:
+        return "the random key and the noise of this row, and at its temperature"
+    return (
+        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random key and the noise of "
+        "this row" + _stops(row)
+    )
 
 
 def _stops(row: SamplingRow) -> str:
