@@ -185,7 +185,7 @@ WRONG = {
         ("limits = min_p.unsqueeze(1) * probs.amax(dim=-1, keepdim=True)", "limits = min_p.unsqueeze(1)", "check-min-p"),
         ("logits < last_kept", "logits <= last_kept", "check-top-k"),
         ("more_likely = probs.cumsum(dim=-1) - probs", "more_likely = probs.cumsum(dim=-1)", "check-top-p"),
-        ("places, right=True", "places, right=False", "check-draw"),
+        ("(noise / logits.softmax(dim=-1)).argmin(dim=-1)", "(noise / (logits.softmax(dim=-1) + 1e-2)).argmin(dim=-1)", "check-draw"),
         ("random_key(row.seq.request.seed, row.index, row.position)", "random_key(row.seq.request.seed, 0, row.position)", "check-sampler"),
         ("range(1, min(3, len(data)) + 1)", "range(1, min(1, len(data)) + 1)", "check-characters"),
         ("start, number = min(found)", "start, number = max(found)", "check-stops"),
