@@ -22,7 +22,7 @@ from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
 
-TENSORS_PER_TRIM = 32
+TENSORS_PER_TRIM = 16
 """What packing leaves free lies in pieces, which are given back after so many tensors."""
 
 
