@@ -120,7 +120,6 @@ class PackedLinearMethod(LinearMethod):
 
     def __init__(self, packed_linear: Callable[..., Tensor], packed_weight: Any) -> None:
         self.packed_linear, self.packed_weight = packed_linear, packed_weight
-        self.packed = None
 
     def create_weights(self, layer: Linear) -> None:
         """As for any method, but in memory that is not taken as long as nobody writes to it: `load_weight` does not."""
@@ -136,7 +135,8 @@ class PackedLinearMethod(LinearMethod):
             return
         if self.packed is None:
             self.packed = self.packed_weight(*parameter.shape)
-            parameter.data = torch.zeros(1).expand(parameter.shape)  # nobody can write to it any more: it would be lost
+            # From now on nobody can write to the parameter: it would be lost.
+            parameter.data = parameter.data.new_zeros(1).expand(parameter.shape)
         for start, rows in read_rows(tensor, (num_rows, parameter.shape[1])):
             self.packed.set_rows(first_row + start, rows)
 
