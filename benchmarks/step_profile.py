@@ -30,7 +30,7 @@ from minivllm.entrypoints.bench_cli import add_workload_options, make_engine, on
 from minivllm.entrypoints.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
 from minivllm.layers.attention import AttentionMetadata
-from minivllm.layers.embedding import LMHead
+from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import Linear
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
@@ -281,7 +281,7 @@ def _prefill_gigaflops(engine: LLMEngine, trace: EngineTrace) -> float | None:
     sizes = (
         layer.in_features * sum(layer.out_features)
         for layer in model.modules()
-        if isinstance(layer, Linear) and not isinstance(layer, LMHead)
+        if isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead)
     )
     lengths = [item.num_tokens for record in steps for item in record.scheduled]
     linear = 2 * sum(sizes) * sum(lengths)

@@ -15,6 +15,7 @@ from minivllm.errors import ConfigError
 POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
 QUANTIZATIONS = ("int8",)
+EXECUTOR_BACKENDS = ("uni", "mp")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -126,7 +127,30 @@ class WorkerConfig:
     sampler_cls: type | None = None
 
 
-_Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig)
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many workers share a model, and where they run; see `EngineArgs`."""
+
+    tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.distributed_executor_backend is not None:
+            check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend is 'uni', one worker in the engine's process, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: use 'mp', or leave it out."
+            )
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether workers run in processes of their own."""
+        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+
+
+_Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig, ParallelConfig)
 
 
 def _arg(default: Any, help: str) -> Any:
@@ -196,6 +220,13 @@ class EngineArgs:
         None,
         'Weight quantization: "int8", on a CPU. None leaves the weights as they are.',
     )
+    tensor_parallel_size: int = _arg(
+        1, "Number of workers that the model is divided among, each in a process of its own. On a CPU they share the cores."
+    )
+    distributed_executor_backend: str | None = _arg(
+        None,
+        'Where workers run: "uni", one in the engine\'s process, or "mp", in processes of their own. None: "uni" if there is one.',
+    )
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 
     def __post_init__(self) -> None:
@@ -218,7 +249,8 @@ class EngineArgs:
             )
         if self.swap_space < 0:
             raise ConfigError(f"swap_space is {self.swap_space} GiB: use 0 or more.")
-        self.cache_config()  # checks its fields, before a model is downloaded
+        self.cache_config()  # these check their fields, before a model is downloaded
+        self.parallel_config()
 
     def cache_config(self) -> CacheConfig:
         """The KV cache's part of the arguments."""
@@ -239,6 +271,10 @@ class EngineArgs:
     def worker_config(self) -> WorkerConfig:
         """The worker's part of the arguments."""
         return self._part(WorkerConfig)
+
+    def parallel_config(self) -> ParallelConfig:
+        """The part of the arguments that says how many workers there are."""
+        return self._part(ParallelConfig)
 
     def _part(self, config_cls: type[_Config], **others: Any) -> _Config:
         """A config whose fields have the values of the arguments with the same names, and these others."""

@@ -33,5 +33,9 @@ class CourseError(MinivllmError, ValueError):
     """A notebook, a submission or a folder of the course cannot be used."""
 
 
+class WorkerError(MinivllmError, RuntimeError):
+    """A worker in another process raised an error; the message names its rank and the error."""
+
+
 class DistributedError(MinivllmError, RuntimeError):
     """A rank of a group has gone, or does something else than the others."""

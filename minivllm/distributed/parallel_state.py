@@ -52,6 +52,11 @@ class GroupCoordinator(ABC):
         parts = self.all_gather_flat(x, [torch.Size(shape).numel() for shape in shapes])
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
+        """As `all_gather`, but only rank `dst` gets the result; the others None."""
+        gathered = self.all_gather(x, dim, sizes)
+        return gathered if self.rank == dst else None
+
     @abstractmethod
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Replace `x` by that of rank `src`. Returns `x`."""
@@ -72,6 +77,9 @@ class SingleRank(GroupCoordinator):
 
     def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         return [x.reshape(-1)]
+
+    def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+        return x
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         return x

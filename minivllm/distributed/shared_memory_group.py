@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor
 
 from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.distributed.shared_memory import create_shared_memory
 from minivllm.errors import DistributedError
 from minivllm.kernels.cpu import collectives
 from minivllm.kernels.cpu.atomics import LINE
 from minivllm.kernels.cpu.thread_pool import waiting
 
-BUFFER_BYTES = 2**20
+BUFFER_BYTES = 2**21
 """How much of a tensor goes through a buffer at a time."""
 YIELDS = 200
 """How often a rank that waits yields its core before it looks after the others."""
@@ -32,25 +32,16 @@ SECONDS_BETWEEN_LOOKS = 0.2
 KINDS = ("all_reduce", "all_gather", "broadcast")
 
 
-def create_shared_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Memory for a group, as a file descriptor for `SharedMemoryGroup`, which its processes inherit.
-
-    It has no name, so nothing is left of it when they have all ended, however they did.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("minivllm")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, _header_bytes(world_size) + 2 * world_size * buffer_bytes)
-    return descriptor
+def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Memory for a group, as a file descriptor for `SharedMemoryGroup`, which its processes inherit."""
+    return create_shared_memory(_header_bytes(world_size) + 2 * world_size * buffer_bytes)
 
 
 class SharedMemoryGroup(GroupCoordinator):
     """Ranks of one machine on its CPU.
 
     Args:
-        descriptor: From `create_shared_memory`, the same memory for all ranks. It may be closed afterwards.
+        descriptor: From `create_group_memory`, the same memory for all ranks. It may be closed afterwards.
         rank, world_size: As for `GroupCoordinator`.
         timeout: Seconds after which a rank that does not come is an error, though its process lives.
     """

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import CoreSetup, EngineCoreLoop
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from minivllm.executor.processes import describe_exit, start_python
 
 _POLL_MS = 100
 """How long a process may be gone before it is noticed."""
@@ -132,7 +132,7 @@ class CoreProcess:
         self._receiving = threading.Lock()
         """Held while a thread uses the output socket."""
         try:
-            self._process = _start_process(num_threads)
+            self._process = start_python("minivllm.engine.engine_core_proc", num_threads)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
@@ -188,7 +188,7 @@ class CoreProcess:
                     continue
                 status = self._process.poll()
                 if status is not None and not self._output.poll(0):
-                    return CoreFailed("", f"its process {_describe_exit(status)}")
+                    return CoreFailed("", f"its process {describe_exit(status)}")
         return None
 
     def shutdown(self) -> None:
@@ -207,21 +207,6 @@ class CoreProcess:
             return decode_from_core(data)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:  # nothing after it can be trusted either
             return CoreFailed(type(error).__name__, str(error))
-
-
-def _start_process(num_threads: int | None) -> subprocess.Popen[bytes]:
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        environment["GOMP_SPINCOUNT"] = "10000"  # torch's threads, too, soon give way to a busy process beside them
-    if num_threads is not None:
-        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "minivllm.engine.engine_core_proc"],
-        stdin=subprocess.PIPE,
-        stdout=2,  # whatever it prints is for people, not for a pipe
-        env=os.environ | environment,
-        start_new_session=True,  # Ctrl-C in the terminal is for the frontend, which then ends this process
-    )
 
 
 def _make_socket_folder() -> str:
@@ -244,12 +229,3 @@ def _end_process(process: subprocess.Popen[bytes], shut_down: threading.Event, f
         process.kill()
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _describe_exit(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

@@ -6,14 +6,14 @@ The frontend resolves; the engine core gets the result, as plain data where it r
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig, WorkerConfig
+from minivllm.config import CacheConfig, EngineArgs, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
+from minivllm.executor.processes import pickle_for_process
 
 if TYPE_CHECKING:
     from minivllm.engine.detokenizer import IncrementalDetokenizer
@@ -50,6 +50,7 @@ class EngineConfig:
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     worker_config: WorkerConfig
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler_cls: type[Scheduler] = Scheduler
     block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager
     detokenizer_cls: type[IncrementalDetokenizer] | None = None
@@ -65,16 +66,19 @@ class EngineConfig:
         """
         # Imported here, so that an engine on a simulated executor does not load torch.
         from minivllm.models.hub import resolve_model
-        from minivllm.models.registry import load_model_config
+        from minivllm.models.registry import check_can_be_split, load_model_config
 
         for name, methods in PLUGINS.items():
             check_plugin(name, getattr(args, name), methods)
         model_config = load_model_config(str(args.model), resolve_model(args.model), args.max_model_len)
+        parallel_config = args.parallel_config()
+        check_can_be_split(model_config, parallel_config.tensor_parallel_size)
         return cls(
             model_config,
             args.cache_config(),
             args.scheduler_config(model_config.max_model_len),
             args.worker_config(),
+            parallel_config,
             args.scheduler_cls or Scheduler,
             args.block_space_manager_cls or BlockSpaceManager,
             args.detokenizer_cls,
@@ -104,10 +108,4 @@ class EngineConfig:
             "sampler_cls": self.worker_config.sampler_cls,
             "the registered model class": self.model_config.model_cls,
         }
-        for name, plugin in plugins.items():
-            if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
-                raise ConfigError(
-                    f"{name} is {plugin.__qualname__}, which another process cannot import from where it is defined: put the "
-                    f"class into a module, or run the engine in this process (in_process=True)."
-                )
-        return pickle.dumps(replace(self, detokenizer_cls=None))  # text stays in the frontend
+        return pickle_for_process(replace(self, detokenizer_cls=None), plugins)  # text stays in the frontend

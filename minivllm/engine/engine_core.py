@@ -21,7 +21,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.engine.trace_recorder import TraceRecorder
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
@@ -88,15 +88,18 @@ class EngineCore:
             ModelLoadError: The model cannot be used.
             ConfigError: The configuration cannot work on this machine.
         """
-        from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
-
         configs = (config.model_config, config.cache_config, config.scheduler_config)
-        return cls(
-            *configs,
-            UniProcExecutor(*configs, config.worker_config),
-            scheduler_cls=config.scheduler_cls,
-            block_space_manager_cls=config.block_space_manager_cls,
-        )
+        executor = make_executor(config)
+        try:
+            return cls(
+                *configs,
+                executor,
+                scheduler_cls=config.scheduler_cls,
+                block_space_manager_cls=config.block_space_manager_cls,
+            )
+        except BaseException:
+            executor.shutdown()
+            raise
 
     def use_scheduler(self, scheduler_cls: type[Scheduler], scheduler_config: SchedulerConfig | None = None) -> None:
         """Replace the scheduler, to compare several on one loaded model.
@@ -182,6 +185,8 @@ class EngineCore:
             results = self.executor.execute_model(scheduled.to_request())
             if len(results) != len(scheduled.scheduled):
                 raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
+        except EngineDeadError:  # there will be no more steps
+            raise
         except Exception as error:
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
             return self.make_outputs(self._fail_step(scheduled, error, record))
@@ -294,3 +299,15 @@ class EngineCore:
     def shutdown(self) -> None:
         """End the workers."""
         self.executor.shutdown()
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor that the configuration asks for, with the model loaded."""
+    configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
+    if config.parallel_config.uses_processes:
+        from minivllm.executor.multiproc import MultiProcExecutor
+
+        return MultiProcExecutor(*configs, config.parallel_config.tensor_parallel_size)
+    from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
+
+    return UniProcExecutor(*configs)

@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
@@ -41,7 +42,7 @@ from minivllm.engine.core_messages import (
     encode,
 )
 from minivllm.engine.engine_core import EngineCore
-from minivllm.errors import RequestError
+from minivllm.errors import EngineDeadError, RequestError
 from minivllm.outputs import RequestMetrics
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,10 @@ MAX_FAILED_STEPS = 3
 """Consecutive failed steps before the engine core is declared dead."""
 HEARTBEAT_SECONDS = 1.0
 """A process that has nothing else to say sends a heartbeat this often."""
+
+
+class ExecutorFailed:
+    """A worker is gone: said by the executor, in the queue of messages to the core, so that one who waits there hears it."""
 
 
 class EngineCoreLoop:
@@ -65,12 +70,13 @@ class EngineCoreLoop:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.input_queue: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+        self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
         self._num_failed_steps = 0
         self._refused: list[EngineCoreOutput] = []
         """Errors of requests that could not be added; the next message carries them."""
         self.output_queue.put(CoreReady(core.num_gpu_blocks))
+        core.executor.register_failure_callback(partial(self.input_queue.put, ExecutorFailed()))
 
     def run_busy_loop(self) -> bool:
         """Handle messages and step, until told to stop, or until the core fails. Returns whether it was told.
@@ -83,6 +89,9 @@ class EngineCoreLoop:
                 if core.has_unfinished_requests():
                     self._step()
             return True
+        except EngineDeadError as error:  # the message says all that is known
+            self.output_queue.put(CoreFailed("", str(error)))
+            return False
         except Exception as error:
             logger.exception("The engine failed.")
             self.output_queue.put(CoreFailed(type(error).__name__, str(error)))
@@ -108,7 +117,7 @@ class EngineCoreLoop:
             self._send(self.core.make_outputs([]))
         return True
 
-    def _handle(self, message: ToCore) -> None:
+    def _handle(self, message: ToCore | ExecutorFailed) -> None:
         if isinstance(message, AddRequest):
             try:
                 self.core.add_request(message.request)
@@ -120,6 +129,8 @@ class EngineCoreLoop:
             self.core.abort_requests(message.request_ids)
         elif isinstance(message, StopSequences):
             self.core.stop_sequences(message.sequences)
+        elif isinstance(message, ExecutorFailed):
+            self.core.executor.check_health()
         elif isinstance(message, SetTracing):
             if message.on:
                 self.core.start_trace()

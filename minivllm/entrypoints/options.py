@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import DTYPES, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
+from minivllm.config import DTYPES, EXECUTOR_BACKENDS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
 from minivllm.errors import ConfigError
 
 _CHOICES = {
@@ -18,6 +18,7 @@ _CHOICES = {
     "attention_backend": ("auto", "torch", "cpu", "triton"),
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
+    "distributed_executor_backend": EXECUTOR_BACKENDS,
 }
 _NOT_ON_THE_COMMAND_LINE = {
     "scheduler_cls",

@@ -6,6 +6,7 @@ Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
@@ -32,6 +33,9 @@ class Executor(ABC):
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if a worker is gone."""
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """Have a function called, in another thread, when a worker is found gone."""
 
     def shutdown(self) -> None:
         """End the workers. Safe to call again."""

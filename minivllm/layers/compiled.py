@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import CPUAttentionBackend
-from minivllm.layers.linear import Linear
+from minivllm.layers.linear import Linear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 
@@ -22,7 +22,7 @@ CompiledMLP = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def compile_attention(
-    norm: RMSNorm, qkv: Linear, output: Linear, rotary: RotaryEmbedding, backend: AttentionBackend
+    norm: RMSNorm, qkv: Linear, output: RowParallelLinear, rotary: RotaryEmbedding, backend: AttentionBackend
 ) -> CompiledAttention | None:
     """Norm, attention and output projection; None if the backend's `forward` is not that of the CPU backend, or if the linear
     layers cannot be compiled.
@@ -38,10 +38,11 @@ def compile_attention(
     def forward(
         x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        return cpu.attention_block(
+        out, total = cpu.attention_block(
             weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
             metadata.block_tables, metadata.context_lens, group, scale, eps,
         )  # fmt: skip
+        return output.group.all_reduce(out), total
 
     return forward
 
@@ -51,7 +52,7 @@ def is_compiled(backend_cls: type[AttentionBackend]) -> bool:
     return backend_cls.forward is CPUAttentionBackend.forward
 
 
-def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear) -> CompiledMLP | None:
+def compile_mlp(norm: RMSNorm, gate_up: Linear, down: RowParallelLinear) -> CompiledMLP | None:
     """Norm, SwiGLU and down projection; None if the linear layers cannot be compiled."""
     arrays = _packed_arrays(gate_up, down)
     if arrays is None:
@@ -59,7 +60,12 @@ def compile_mlp(norm: RMSNorm, gate_up: Linear, down: Linear) -> CompiledMLP | N
     from minivllm.kernels import cpu
 
     weights, eps = cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps
-    return lambda x, residual: cpu.mlp_block(weights, x, residual, eps)
+
+    def forward(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        out, total = cpu.mlp_block(weights, x, residual, eps)
+        return down.group.all_reduce(out), total
+
+    return forward
 
 
 def _packed_arrays(*linears: Linear) -> list[Any] | None:

@@ -11,70 +11,97 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivllm.distributed.partition import split
 from minivllm.layers.linear import Linear, LinearMethod
-from minivllm.layers.weights import CheckpointTensor, copy_rows
+from minivllm.layers.weights import CheckpointTensor, TensorPart, copy_rows
 
 if TYPE_CHECKING:
     from minivllm.layers.platform import Platform
 
 
-class VocabEmbedding(nn.Module):
-    """One row of the weight for each token.
+class VocabParallelEmbedding(nn.Module):
+    """One row of the weight for each token. A rank has the rows of some tokens; those of the others come from the other ranks.
 
     Args:
         vocab_size, hidden_size: Of the weight.
-        platform: Says in which dtype the weight and the result are.
+        platform: Says in which dtype the weight and the result are, and knows the rank.
 
     Attributes:
-        weight: `[vocab_size, hidden_size]`; None once a head that shares it has brought it into another form. Rows are then read from
+        token_ids: The tokens whose rows this rank has.
+        weight: `[len(token_ids), hidden_size]`; None once a head that shares it has brought it into another form. Rows are then read from
             there, so that memory holds the numbers once. Token ids are checked when a request arrives, not here.
-        heads: Those that share the weight: one, or none. In a tuple, so that they are no parts of this module.
+        head: The head that shares the weight, if there is one.
     """
 
     weight: nn.Parameter | None
 
     def __init__(self, vocab_size: int, hidden_size: int, platform: Platform) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=platform.dtype), requires_grad=False)
+        self.group = platform.group
+        self.vocab_size, self.token_ids = vocab_size, split(vocab_size, self.group.world_size, self.group.rank)
+        self.weight = nn.Parameter(torch.empty(len(self.token_ids), hidden_size, dtype=platform.dtype), requires_grad=False)
         self.activation_dtype = platform.activation_dtype
-        self.heads: tuple[LMHead, ...] = ()
+        self._heads: tuple[ParallelLMHead, ...] = ()  # a tuple, so that it is no part of this module
         self._method: LinearMethod | None = None
 
+    @property
+    def head(self) -> ParallelLMHead | None:
+        """See the attributes of the class."""
+        return self._heads[0] if self._heads else None
+
+    def tie(self, head: ParallelLMHead) -> None:
+        """Share the weight of a head."""
+        self.weight, self._heads = head.weight, (head,)
+
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor) -> None:
-        """Copy the checkpoint's tensor, to where the head that shares the weight wants it."""
-        for head in self.heads:
-            head.load_weight(parameter, tensor)
-        if not self.heads:
-            copy_rows(parameter.data, tensor)
+        """Copy this rank's rows of the checkpoint's tensor, to where the head that shares the weight wants them."""
+        if self.head is not None:
+            self.head.load_weight(parameter, tensor)
+        else:
+            copy_rows(parameter.data, TensorPart(tensor, (self.vocab_size, parameter.shape[1]), self.token_ids))
 
     def process_weights_after_loading(self) -> None:
         """Let the head that shares the weight bring it into its form."""
-        for head in self.heads:
-            head.process_weights_after_loading()
-            if head.weight is None:
-                self._method, self.weight = head.method, None
+        if self.head is not None:
+            self.head.process_weights_after_loading()
+            if self.head.weight is None:
+                self._method, self.weight = self.head.method, None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`[num_tokens]` to `[num_tokens, hidden_size]`, in the dtype of the activations."""
+        if self.group.world_size == 1:
+            return self._get_rows(input_ids)
+        elsewhere = (input_ids < self.token_ids.start) | (input_ids >= self.token_ids.stop)
+        rows = self._get_rows((input_ids - self.token_ids.start).masked_fill(elsewhere, 0))
+        return self.group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+    def _get_rows(self, rows: Tensor) -> Tensor:
         if self._method is not None:
-            return self._method.get_rows(input_ids)
+            return self._method.get_rows(rows)
         assert self.weight is not None
-        return F.embedding(input_ids, self.weight).to(self.activation_dtype)
+        return F.embedding(rows, self.weight).to(self.activation_dtype)
 
 
-class LMHead(Linear):
-    """The layer that gives a logit to each token of the vocabulary.
+class ParallelLMHead(Linear):
+    """The layer that gives a logit to each token of the vocabulary. A rank computes those of some tokens.
 
     Args:
+        hidden_size, vocab_size, platform: As for the embedding.
         tied_to: The embedding whose weight is the head's too. Torch's own, in a model of somebody else's, keeps its weight.
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: VocabEmbedding | nn.Embedding | None = None
+        self, hidden_size: int, vocab_size: int, platform: Platform, tied_to: VocabParallelEmbedding | nn.Embedding | None = None
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, platform=platform)
-        self.is_tied = isinstance(tied_to, VocabEmbedding)
-        if isinstance(tied_to, VocabEmbedding):
-            tied_to.weight, tied_to.heads = self.weight, (self,)
+        world_size, rank = platform.group.world_size, platform.group.rank
+        super().__init__(hidden_size, vocab_size, bias=False, platform=platform, rows=[split(vocab_size, world_size, rank)])
+        self.sizes = [len(split(vocab_size, world_size, other)) for other in range(world_size)]
+        self.is_tied = isinstance(tied_to, VocabParallelEmbedding)
+        if isinstance(tied_to, VocabParallelEmbedding):
+            tied_to.tie(self)
         elif tied_to is not None:
             self.weight = tied_to.weight
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        """`[rows, hidden_size]` to `[rows, vocab_size]` on rank 0; None on the others, whose logits are among them."""
+        return self.group.gather(self.method.apply(self, x), sizes=self.sizes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.errors import ConfigError
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
@@ -26,6 +27,7 @@ class Platform:
         device, dtype: Where the model lies, and in what; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None or "int8".
+        group: The ranks that have a part of the model each; a group of one if None.
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
@@ -47,8 +49,10 @@ class Platform:
         dtype: torch.dtype,
         attention_backend: str | type = "auto",
         quantization: str | None = None,
+        group: GroupCoordinator | None = None,
     ) -> None:
         self.device, self.dtype = device, dtype
+        self.group = group or SingleRank()
         self.quantization = quantization
         self.attention_backend = get_attention_backend(attention_backend, device)
         if issubclass(self.attention_backend, CPUAttentionBackend) and not is_compiled(self.attention_backend):

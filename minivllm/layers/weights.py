@@ -56,13 +56,37 @@ class CheckpointTensor:
         return tensor
 
 
-def read_rows(tensor: CheckpointTensor, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """All of a checkpoint tensor, some rows at a time, each with the number of its first row. Raises like `CheckpointTensor.read`."""
-    for start in range(0, shape[0], ROWS_AT_A_TIME):
-        yield start, tensor.read(shape, slice(start, min(start + ROWS_AT_A_TIME, shape[0])))
+@dataclass(frozen=True)
+class TensorPart:
+    """The rows and columns of a checkpoint tensor that one rank holds: all of them if there is one rank.
+
+    Attributes:
+        tensor: The checkpoint's.
+        whole: What the config says that its shape is.
+        rows: Those of the part.
+        columns: Those of the part; None for all, or for a bias.
+    """
+
+    tensor: CheckpointTensor
+    whole: tuple[int, ...]
+    rows: range
+    columns: range | None = None
+
+    @classmethod
+    def all_of(cls, tensor: CheckpointTensor, shape: tuple[int, ...]) -> TensorPart:
+        """The whole tensor."""
+        return cls(tensor, shape, range(shape[0]))
+
+    def read_rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Some rows at a time, each with the number of its first row in the part. Raises like `CheckpointTensor.read`."""
+        rows = self.rows
+        for start in range(rows.start, rows.stop, ROWS_AT_A_TIME):
+            some = slice(start, min(start + ROWS_AT_A_TIME, rows.stop))
+            region = some if self.columns is None else (some, slice(self.columns.start, self.columns.stop))
+            yield start - rows.start, self.tensor.read(self.whole, region)
 
 
-def copy_rows(target: Tensor, tensor: CheckpointTensor) -> None:
-    """Copy all of a checkpoint tensor into a tensor of the same shape. Raises like `CheckpointTensor.read`."""
-    for start, rows in read_rows(tensor, tuple(target.shape)):
+def copy_rows(target: Tensor, part: TensorPart) -> None:
+    """Copy a part into a tensor of the same shape. Raises like `CheckpointTensor.read`."""
+    for start, rows in part.read_rows():
         target[start : start + len(rows)] = rows

@@ -26,6 +26,8 @@ class CausalLM(nn.Module):
     """Suffixes of checkpoint names that the model does not need."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
+    supports_tensor_parallel: ClassVar[bool] = False
+    """Whether it is made of layers that know their rank, so that several workers can have a part of it each."""
     load_weights: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
     """A method of the class that fills the parameters itself: it gets names and tensors of the checkpoint, one after another.
     Without one, the engine does it by the parameters' names."""
@@ -47,5 +49,5 @@ class CausalLM(nn.Module):
         """
 
     @abstractmethod
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, hidden_size]` to `[rows, vocab_size]`."""
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """`[rows, hidden_size]` to `[rows, vocab_size]`; with several ranks, on rank 0, which samples, and None on the others."""

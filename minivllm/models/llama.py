@@ -14,8 +14,8 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
-from minivllm.layers.embedding import LMHead, VocabEmbedding
-from minivllm.layers.linear import Linear
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding
@@ -29,10 +29,11 @@ class LlamaAttention(nn.Module):
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         bias = config.hf_config.get("attention_bias", False)
-        self.head_dim, self.num_heads, self.num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(hidden_size, [q_size, kv_size, kv_size], bias, platform)
-        self.o_proj = Linear(q_size, hidden_size, bias, platform)
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(hidden_size, self.head_dim, config.num_heads, config.num_kv_heads, bias, platform)
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
+        q_size = config.num_heads * self.head_dim
+        self.o_proj = RowParallelLinear(q_size, hidden_size, bias, platform, self.qkv_proj.query_channels)
         self.q_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
         self.rotary = rotary
@@ -55,8 +56,8 @@ class LlamaMLP(nn.Module):
         super().__init__()
         hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
         bias = config.get("mlp_bias", False)
-        self.gate_up_proj = Linear(hidden_size, [intermediate_size, intermediate_size], bias, platform)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias, platform)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size, intermediate_size], bias, platform)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, platform)
         self.ops = platform.ops
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, platform)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)
@@ -132,6 +133,7 @@ class LlamaForCausalLM(CausalLM):
         "up_proj": ("gate_up_proj", 1),
     }
     ignored_weights = ("rotary_emb.inv_freq",)
+    supports_tensor_parallel = True
     qk_norm = False
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
@@ -142,13 +144,13 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config, platform, self.qk_norm)
         self.tie_word_embeddings = hf_config.get("tie_word_embeddings", False)
         tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
-        self.lm_head = LMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to)
+        self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model(input_ids, positions, kv_caches, metadata)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

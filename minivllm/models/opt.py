@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
-from minivllm.layers.embedding import LMHead, VocabEmbedding
-from minivllm.layers.linear import Linear
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.platform import Platform
 from minivllm.models.base import CausalLM
 
@@ -26,9 +26,10 @@ class OPTAttention(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
         hidden_size = config.hf_config["hidden_size"]
-        self.qkv_proj = Linear(hidden_size, [hidden_size] * 3, bias=True, platform=platform)
-        self.out_proj = Linear(hidden_size, hidden_size, bias=True, platform=platform)
-        self.backend = platform.make_attention(config.num_heads, config.num_kv_heads, config.head_dim)
+        qkv = QKVParallelLinear(hidden_size, config.head_dim, config.num_heads, config.num_heads, True, platform)
+        self.qkv_proj = qkv
+        self.out_proj = RowParallelLinear(hidden_size, hidden_size, True, platform, qkv.query_channels)
+        self.backend = platform.make_attention(qkv.num_heads, qkv.num_kv_heads, config.head_dim)
 
     def forward(self, x: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         q, k, v = self.qkv_proj(x).view(len(x), 3, -1, self.backend.head_dim).unbind(1)
@@ -45,8 +46,8 @@ class OPTDecoderLayer(nn.Module):
         self.self_attn_layer_norm = nn.LayerNorm(hidden_size)
         self.self_attn = OPTAttention(config, platform)
         self.final_layer_norm = nn.LayerNorm(hidden_size)
-        self.fc1 = Linear(hidden_size, ffn_dim, bias=True, platform=platform)
-        self.fc2 = Linear(ffn_dim, hidden_size, bias=True, platform=platform)
+        self.fc1 = ColumnParallelLinear(hidden_size, ffn_dim, bias=True, platform=platform)
+        self.fc2 = RowParallelLinear(ffn_dim, hidden_size, bias=True, platform=platform)
 
     def forward(self, x: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, metadata)
@@ -59,7 +60,7 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
         hidden_size = config.hf_config["hidden_size"]
-        self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, platform)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
         num_positions = config.hf_config["max_position_embeddings"] + POSITION_OFFSET
         self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=platform.dtype)
         self.layers = nn.ModuleList(OPTDecoderLayer(config, platform) for _ in range(config.num_layers))
@@ -84,6 +85,7 @@ class OPTForCausalLM(CausalLM):
     """OPT with its head, which is the embedding; the interface is LlamaForCausalLM's."""
 
     fused_layers = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
+    supports_tensor_parallel = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__(config, platform)
@@ -103,10 +105,10 @@ class OPTForCausalLM(CausalLM):
                 )
         self.tie_word_embeddings = True
         self.model = OPTModel(config, platform)
-        self.lm_head = LMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)
+        self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, kv_caches, metadata)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        return self.lm_head(hidden)  # type: ignore[no-any-return]

@@ -158,6 +158,30 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     )
 
 
+def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
+    """Raise a ConfigError if a model cannot be divided among so many ranks: each needs a query head at least."""
+    if tensor_parallel_size == 1:
+        return
+    model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
+    if not getattr(model_cls, "supports_tensor_parallel", False):
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but {model_cls.__name__} is not made of layers that can be divided: its "
+            "class does not set supports_tensor_parallel."
+        )
+    if tensor_parallel_size > config.num_heads:
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but {config.name} has {config.num_heads} query heads, and each rank needs "
+            f"one: use at most {config.num_heads}."
+        )
+    hf_config = config.hf_config
+    width = hf_config.get("intermediate_size") or hf_config.get("ffn_dim") or tensor_parallel_size
+    if tensor_parallel_size > min(width, config.vocab_size):
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but the MLP of {config.name} has {width} channels and its vocabulary "
+            f"{config.vocab_size} tokens: use at most {min(width, config.vocab_size)}."
+        )
+
+
 def _read_size(file: Path, config: dict[str, Any], name: str, high: int, default: int | None = None) -> int:
     """A whole number from 1 to `high`; a ModelLoadError if it is missing and has no default, or is anything else."""
     value = default if config.get(name) is None else config[name]

@@ -15,7 +15,7 @@ from torch import nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.kernels.pages import return_freed_memory
-from minivllm.layers.embedding import VocabEmbedding
+from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor
@@ -125,14 +125,14 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         layer, kind, *shard_id = targets.pop(name)
         parameter, tensor = layer.get_parameter(kind), CheckpointTensor(model_name, name, source)
-        if isinstance(layer, (Linear, VocabEmbedding)):
+        if isinstance(layer, (Linear, VocabParallelEmbedding)):
             layer.load_weight(parameter, tensor, *shard_id)
         else:
             parameter.data.copy_(tensor.read(tuple(parameter.shape)))
         num_missing[layer] -= 1
-        if num_missing[layer] == 0 and isinstance(layer, (Linear, VocabEmbedding)):
+        if num_missing[layer] == 0 and isinstance(layer, (Linear, VocabParallelEmbedding)):
             layer.process_weights_after_loading()
-            processed.update((layer, *getattr(layer, "heads", ())))
+            processed.update((layer, getattr(layer, "head", None) or layer))
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")

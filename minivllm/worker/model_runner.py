@@ -114,7 +114,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
-        """Run a step: one output for each sequence, in order."""
+        """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from."""
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
@@ -178,6 +178,8 @@ class ModelRunner:
         for i in range(0, len(following), PROMPT_LOGPROB_ROWS):
             token_ids = following[i : i + PROMPT_LOGPROB_ROWS]
             logits = self.model.compute_logits(hidden[i : i + len(token_ids)])
+            if logits is None:
+                continue
             result.update(enumerate(top_logprobs(logits, token_ids, num_logprobs), start=first + i))
         return result
 

@@ -1,13 +1,17 @@
-"""A worker owns a device: it loads the model, finds out how many cache blocks fit, and runs steps.
+"""A worker owns a device: it loads the model, or its part of it, finds out how many cache blocks fit, and runs steps.
 
 Mirrors `vllm/v1/worker/gpu_worker.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
+from minivllm.distributed.partition import split_heads
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.weights import load_model
@@ -34,6 +38,10 @@ class Worker:
     Args:
         model_config, cache_config, scheduler_config: What to run, and within which limits.
         worker_config: The device, and how to compute there.
+        group: The workers that have a part of the model each, of which this is one; None if it has all of it.
+
+    Attributes:
+        rank_config: The model's, with the heads of this rank.
 
     Raises:
         ConfigError: The device, dtype, backend or quantization is not available.
@@ -45,16 +53,20 @@ class Worker:
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         worker_config: WorkerConfig,
+        group: GroupCoordinator | None = None,
     ) -> None:
+        self.group = group or SingleRank()
+        heads = split_heads(model_config.num_heads, model_config.num_kv_heads, self.group.world_size, self.group.rank)
         self.model_config = model_config
+        self.rank_config = replace(model_config, num_heads=len(heads.query), num_kv_heads=len(heads.kv))
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.device = resolve_device(worker_config.device)
+        self.device = resolve_device(worker_config.device, self.group.rank)
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
         self.enforce_eager = worker_config.enforce_eager
         self.sampler = (worker_config.sampler_cls or Sampler)()
-        self.platform = Platform(self.device, self.dtype, worker_config.attention_backend, worker_config.quantization)
-        self.block_bytes = CacheEngine.block_bytes(model_config, cache_config.block_size, self.dtype)
+        self.platform = Platform(self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, self.group)
+        self.block_bytes = CacheEngine.block_bytes(self.rank_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
 
@@ -98,7 +110,7 @@ class Worker:
         if self.device.type == "cuda":
             self._check_memory(num_gpu_blocks, "the GPU", torch.cuda.mem_get_info(self.device)[0])
         self.cache_engine = CacheEngine(
-            self.model_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.platform
+            self.rank_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.platform
         )
         if self._uses_graphs():
             self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
@@ -131,7 +143,7 @@ class Worker:
         # More blocks than all sequences together can fill would be useless.
         useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
         runner = self.model_runner
-        one_block = CacheEngine(self.model_config, self.cache_config.block_size, 1, 0, self.platform).gpu_cache
+        one_block = CacheEngine(self.rank_config, self.cache_config.block_size, 1, 0, self.platform).gpu_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -143,24 +155,28 @@ class Worker:
             free, total = torch.cuda.mem_get_info(self.device)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return min(int(total * self.cache_config.gpu_memory_utilization) - others - peak, useful)
+        num_ranks = self.group.world_size  # which share this memory
         if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
-            return min(int(available_cpu_memory() * self.cache_config.gpu_memory_utilization), CPU_CACHE_LIMIT, useful)
+            usable = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization)
+            return min(usable // num_ranks, CPU_CACHE_LIMIT // num_ranks, useful)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
         prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
         needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_rows // num_seqs
-        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) - needed
-        return min(left, CPU_CACHE_LIMIT, useful)
+        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) // num_ranks - needed
+        return min(left, CPU_CACHE_LIMIT // num_ranks, useful)
 
 
-def resolve_device(device: str) -> torch.device:
-    """The device with this name; "auto" is the GPU if there is one."""
+def resolve_device(device: str, rank: int = 0) -> torch.device:
+    """The device with this name; "auto" is the GPU if there is one. Each rank takes the next GPU, in turn if there are fewer."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no usable GPU: run `minivllm doctor`, or use device='cpu'.")
+    if device == "cuda" and rank > 0:
+        return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device(device)
 
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("numba")
 from minivllm.distributed.parallel_state import SingleRank
-from minivllm.distributed.shared_memory_group import create_shared_memory
+from minivllm.distributed.shared_memory_group import create_group_memory
 
 RANK = Path(__file__).parents[1] / "support" / "rank.py"
 
@@ -42,7 +42,7 @@ def run_shared():
     descriptors = []
 
     def run(scenario, world_size, buffer_bytes=4096):
-        descriptors.append(create_shared_memory(world_size, buffer_bytes))
+        descriptors.append(create_group_memory(world_size, buffer_bytes))
         return run_ranks("shared", scenario, world_size, str(descriptors[-1]), descriptors[-1:])
 
     yield run
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come_is_given_up(run_shared):
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")
 def test_shared_memory_has_no_name():
     before = set(Path("/dev/shm").iterdir())
-    descriptor = create_shared_memory(2)
+    descriptor = create_group_memory(2)
     assert set(Path("/dev/shm").iterdir()) == before
     os.close(descriptor)
 

@@ -14,7 +14,7 @@ from minivllm.errors import ModelLoadError
 from minivllm.kernels import reference
 from minivllm.kernels.pages import return_freed_memory, zero_pages
 from minivllm.layers import weights as weights_module
-from minivllm.layers.embedding import LMHead, VocabEmbedding
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor
@@ -31,8 +31,8 @@ class Tied(nn.Module):
 
     def __init__(self, platform: Platform) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(VOCAB_SIZE, HIDDEN_SIZE, platform)
-        self.lm_head = LMHead(HIDDEN_SIZE, VOCAB_SIZE, platform, self.embed_tokens)
+        self.embed_tokens = VocabParallelEmbedding(VOCAB_SIZE, HIDDEN_SIZE, platform)
+        self.lm_head = ParallelLMHead(HIDDEN_SIZE, VOCAB_SIZE, platform, self.embed_tokens)
 
 
 WAYS = {
@@ -167,7 +167,7 @@ def test_a_head_may_be_tied_to_an_embedding_of_torch():
         def __init__(self, platform: Platform) -> None:
             super().__init__(platform)
             self.embed_tokens = nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
-            self.lm_head = LMHead(HIDDEN_SIZE, VOCAB_SIZE, platform, self.embed_tokens)
+            self.lm_head = ParallelLMHead(HIDDEN_SIZE, VOCAB_SIZE, platform, self.embed_tokens)
 
     model, weight = TiedToTorch(Platform(CPU, torch.float32)), torch.randn(VOCAB_SIZE, HIDDEN_SIZE)
     load_weights(model, iter([("embed_tokens.weight", weight)]), "model")
@@ -176,7 +176,7 @@ def test_a_head_may_be_tied_to_an_embedding_of_torch():
 
 
 def test_an_embedding_of_its_own_keeps_its_weight():
-    embedding = VocabEmbedding(VOCAB_SIZE, HIDDEN_SIZE, Platform(CPU, torch.bfloat16))
+    embedding = VocabParallelEmbedding(VOCAB_SIZE, HIDDEN_SIZE, Platform(CPU, torch.bfloat16))
     embedding.weight.data.normal_()
     embedding.process_weights_after_loading()
     rows = embedding(torch.tensor([5]))

@@ -16,7 +16,7 @@ from minivllm.errors import ConfigError
 from minivllm.kernels import cpu
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops
-from minivllm.layers.embedding import LMHead
+from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import Linear, PackedLinearMethod, UnquantizedLinearMethod
 from minivllm.layers.platform import Platform
 from minivllm.layers.quantization import Int8LinearMethod
@@ -94,11 +94,11 @@ def test_which_layer_is_computed_how():
 
     def method(quantization, layer_cls=None, dtype=torch.float32):
         platform = Platform(CPU, dtype, quantization=quantization)
-        layer = LMHead(64, 32, platform) if layer_cls is LMHead else Linear(64, 32, False, platform)
+        layer = ParallelLMHead(64, 32, platform) if layer_cls is ParallelLMHead else Linear(64, 32, False, platform)
         return type(layer.method)
 
     assert method("int8") is int8
-    assert method("int8", layer_cls=LMHead) is int8
+    assert method("int8", layer_cls=ParallelLMHead) is int8
     assert method("int8", dtype=torch.bfloat16) is int8
     assert method(None) is PackedLinearMethod
     assert method(None, dtype=torch.bfloat16) is PackedLinearMethod

@@ -1,0 +1,32 @@
+"""Which kind of group the ranks of one machine make."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.distributed.torch_group import TorchGroup
+from minivllm.kernels.ops import has_cpu_kernels
+
+
+def join_group(rank: int, world_size: int, device: torch.device, memory: int, port: int) -> GroupCoordinator:
+    """Shared memory on a CPU, NCCL if each rank has a GPU of its own, else gloo.
+
+    Args:
+        rank, world_size: As for the group.
+        device: Where this rank computes.
+        memory: A file descriptor from `create_group_memory`, for shared memory.
+        port: A free one of this machine, for the others to meet at.
+    """
+    if device.type == "cpu" and has_cpu_kernels():
+        from minivllm.distributed.shared_memory_group import SharedMemoryGroup  # needs Numba
+
+        return SharedMemoryGroup(memory, rank, world_size)
+    has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= world_size
+    if has_own_gpu:
+        torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return TorchGroup(rank, world_size, f"tcp://127.0.0.1:{port}", "nccl" if has_own_gpu else "gloo")

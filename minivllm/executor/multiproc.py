@@ -1,0 +1,361 @@
+"""Several workers, each in a process of its own with a part of the model.
+
+    EngineCore ─► MultiProcExecutor ──┬── one queue in shared memory ──► WorkerProc 0 ──► result of the step
+                                      └──────────────────────────────► WorkerProc 1 …
+                                                                           ▲ │
+                                                                           └─┴ all-reduce
+
+All workers get the same message and compute the same step, each with its part of the weights and of the cache; rank 0 samples, and answers.
+A worker that ends, is stopped, or fails alone takes the executor with it: its part of the cache is lost. Mirrors
+`vllm/v1/executor/multiproc_executor.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import psutil
+
+from minivllm import errors
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
+from minivllm.errors import DistributedError, EngineDeadError, WorkerError
+from minivllm.executor.base import Executor
+from minivllm.executor.processes import describe_exit, pickle_for_process, start_python
+from minivllm.executor.worker_messages import (
+    Call,
+    CallResult,
+    Failed,
+    FromWorker,
+    RequestLedger,
+    StepResult,
+    ToWorker,
+    WorkerLog,
+    WorkerSetup,
+    decode_from_worker,
+    encode,
+)
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+
+LOOK_SECONDS = 0.2
+"""How often the workers are looked after."""
+LOOKS_UNTIL_STOPPED = 4
+"""A worker that is stopped (SIGSTOP) at so many looks in a row is given up. Fewer, and Ctrl-Z could look like that."""
+SECONDS_FOR_OTHERS = 0.8
+"""How long to wait, when a worker has failed, for what the others say: if all fail alike, only the step has failed."""
+GRACE_SECONDS = 2.0
+"""How long a worker may take to end when told to."""
+
+
+class MultiProcExecutor(Executor):
+    """Hands every step to workers in other processes. `Args` as for a worker, and
+
+    Args:
+        model_config, cache_config, scheduler_config, worker_config: The worker's.
+        world_size: How many workers.
+
+    Raises:
+        ConfigError, ModelLoadError: A worker cannot use the configuration or the model; the message names its rank.
+        EngineDeadError: A worker ended before it was ready.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        worker_config: WorkerConfig,
+        world_size: int,
+    ) -> None:
+        configs = (model_config, cache_config, scheduler_config, worker_config)
+        plugins = {
+            "attention_backend": worker_config.attention_backend,
+            "sampler_cls": worker_config.sampler_cls,
+            "the registered model class": model_config.model_cls,
+        }
+        self.world_size = world_size
+        self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
+        self._number = 0
+        self._logged: set[str] = set()
+        self._workers = WorkerProcesses(pickle_for_process(configs, plugins), world_size)
+        self._finalizer = weakref.finalize(self, self._workers.stop)
+        try:
+            self._receive(0, range(world_size))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        """As many blocks as fit at every rank: a block has a part at each."""
+        found = self.collective_rpc("determine_num_available_blocks")
+        return min(on_device for on_device, _ in found), min(on_host for _, on_host in found)
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        self.collective_rpc("initialize_cache", num_gpu_blocks, num_cpu_blocks)
+
+    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        """Run a step.
+
+        Raises:
+            WorkerError: All workers failed in the step alike; they go on with the next one.
+            EngineDeadError: A worker is gone, or failed alone.
+        """
+        self._number += 1
+        self._send(self._ledger.to_step(self._number, request))
+        (result,) = self._receive(self._number, [0])
+        assert isinstance(result, StepResult)
+        return result.outputs
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every worker, with plain values. Returns what they return, by rank, as plain values.
+
+        Raises:
+            MinivllmError: The one that a worker raised, with its rank; a `WorkerError` for errors of other kinds.
+            EngineDeadError: A worker is gone.
+        """
+        self._number += 1
+        self._send(Call(self._number, method, list(args)))
+        results = self._receive(self._number, range(self.world_size))
+        return [result.value for result in results if isinstance(result, CallResult)]
+
+    def check_health(self) -> None:
+        self._workers.check()
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        self._workers.on_failure = callback
+        if self._workers.failure is not None:
+            callback()
+
+    def shutdown(self) -> None:
+        self._finalizer()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The workers' processes, by rank."""
+        return [process.pid for process in self._workers.processes]
+
+    def _send(self, message: ToWorker) -> None:
+        self.check_health()
+        try:
+            self._workers.inbox.write(encode(message))
+        except DistributedError:
+            self._workers.raise_failure("A worker has ended.")
+
+    def _receive(self, number: int, ranks: Iterable[int]) -> list[FromWorker]:
+        """Wait for the answers of these ranks to a message."""
+        wanted, answers, failed = set(ranks), dict[int, FromWorker](), dict[int, Failed]()
+        give_up = float("inf")
+        while not wanted <= answers.keys():
+            for rank, message in self._workers.read(LOOK_SECONDS):
+                if isinstance(message, WorkerLog):
+                    self._log(rank, message)
+                elif isinstance(message, Failed):
+                    failed[rank] = message
+                    give_up = min(give_up, time.monotonic() + SECONDS_FOR_OTHERS)
+                elif message.number == number:  # else the answer to a step that Ctrl-C has interrupted
+                    answers[rank] = message
+            if failed and (len(failed.keys() | answers.keys()) == self.world_size or time.monotonic() > give_up):
+                self._raise(number, failed, answers, wanted)
+                failed, give_up = {}, float("inf")
+        return [answers[rank] for rank in sorted(wanted)]
+
+    def _raise(self, number: int, failed: dict[int, Failed], answers: dict[int, FromWorker], wanted: set[int]) -> None:
+        """Some ranks have failed: with the engine, with this message alone, or with one that nobody waits for any more."""
+        self.check_health()
+        own = {rank: failure for rank, failure in failed.items() if failure.error_type != DistributedError.__name__}
+        rank, first = next(iter(sorted((own or failed).items())))
+        together = len({(failure.number, failure.error_type, failure.message) for failure in failed.values()}) == 1 and own
+        is_call = len(wanted) == self.world_size  # of which each rank tells how it went
+        if (is_call and len(failed.keys() | answers.keys()) == self.world_size) or (together and len(failed) == self.world_size):
+            if first.number < number:
+                return
+            kind = getattr(errors, first.error_type, None)
+            if kind is None or kind is EngineDeadError:
+                raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
+            raise kind(f"Rank {rank}: {first.message}")
+        text = first.message if first.error_type == DistributedError.__name__ else f"{first.error_type}: {first.message}"
+        self._workers.raise_failure(f"Rank {rank} of {self.world_size} failed: {text}")
+
+    def _log(self, rank: int, message: WorkerLog) -> None:
+        """What all ranks say is said once, and what is no warning by rank 0 alone."""
+        if message.text not in self._logged and (rank == 0 or message.level >= logging.WARNING):
+            self._logged.add(message.text)
+            text = message.text if rank == 0 else f"Rank {rank}: {message.text}"
+            logging.getLogger(message.logger).log(message.level, "%s", text)
+
+
+class WorkerProcesses:
+    """The processes of the workers, the queues to and from them, and a thread that looks after them.
+
+    The thread also starts them: Linux, asked to kill a worker when its parent ends, means the thread that started it.
+
+    Args:
+        configs: Pickled.
+        world_size: How many workers.
+
+    Attributes:
+        processes: By rank.
+        inbox: What all workers read.
+        failure: Why they have been ended, if they have.
+        on_failure: Called when a worker is found gone.
+    """
+
+    def __init__(self, configs: bytes, world_size: int) -> None:
+        self.world_size = world_size
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._stopping, started = threading.Event(), threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(configs, started), name="minivllm workers", daemon=True)
+        self._thread.start()
+        started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def check(self) -> None:
+        """Raise an EngineDeadError if the workers have been ended."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+
+    def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
+        """Messages of workers, each with its rank; none if there are none within `timeout` seconds.
+
+        Raises:
+            EngineDeadError: A worker has ended.
+        """
+        self.check()
+        poll = select.poll()
+        ranks = {reader.bell: rank for rank, reader in enumerate(self._outboxes)}
+        for bell in ranks:
+            poll.register(bell, select.POLLIN)
+        messages = []
+        for bell, _ in poll.poll(1000 * timeout):
+            try:
+                data = self._outboxes[ranks[bell]].read(0)
+            except EOFError:
+                self.raise_failure(self._describe_end(ranks[bell]))
+            if data is not None:
+                messages.append((ranks[bell], decode_from_worker(data)))
+        return messages
+
+    def raise_failure(self, failure: str) -> None:
+        """End the workers, for this reason unless there is one already, and raise it."""
+        self._fail(failure)
+        self.check()
+
+    def stop(self) -> None:
+        """End the workers: they read that there are no more messages. Safe to call again."""
+        if self.failure is None:
+            self.failure = "The engine was shut down."
+        self._stopping.set()
+        self.inbox.close()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _run(self, configs: bytes, started: threading.Event) -> None:
+        """The thread."""
+        try:
+            self._start(configs)
+        except BaseException as error:
+            self._start_error = error
+            self._kill()
+            return
+        finally:
+            started.set()
+        num_looks_stopped = [0] * self.world_size
+        while not self._stopping.wait(LOOK_SECONDS):
+            for rank, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    self._fail(self._describe_end(rank))
+                    return
+                num_looks_stopped[rank] = num_looks_stopped[rank] + 1 if _is_stopped(process.pid) else 0
+                if num_looks_stopped[rank] == LOOKS_UNTIL_STOPPED:
+                    self._fail(f"{self._name(rank)} was stopped (SIGSTOP).")
+                    return
+
+    def _start(self, configs: bytes) -> None:
+        import torch
+
+        from minivllm.distributed.shared_memory_group import create_group_memory
+
+        num_threads = max(1, torch.get_num_threads() // self.world_size)
+        inbox = QueueEnds.create(self.world_size)
+        self.inbox = QueueWriter(inbox.memory, [ring for _, ring in inbox.bells])
+        self._outboxes: list[QueueReader] = []
+        group_memory, group_port = create_group_memory(self.world_size), _free_port()
+        try:
+            for rank in range(self.world_size):
+                outbox = QueueEnds.create(1)
+                (answers, answer), (wait, _) = outbox.bells[0], inbox.bells[rank]
+                inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
+                process = start_python("minivllm.executor.worker_proc", num_threads, inherited)
+                self.processes.append(process)
+                self._outboxes.append(QueueReader(outbox.memory, answers))
+                outbox.close(but=(answers,))
+                setup = WorkerSetup(
+                    configs, rank, self.world_size, os.getpid(), group_memory, group_port, (inbox.memory, wait),
+                    (outbox.memory, answer), sys.path, logging.getLogger().getEffectiveLevel(),
+                )  # fmt: skip
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed below
+                    process.stdin.write(msgspec.json.encode(setup) + b"\n")
+                    process.stdin.close()
+        finally:
+            inbox.close(but=tuple(ring for _, ring in inbox.bells))
+            os.close(group_memory)
+
+    def _fail(self, failure: str) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        self._stopping.set()
+        self._kill()
+        self.on_failure()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _name(self, rank: int) -> str:
+        return f"Rank {rank} of {self.world_size} (process {self.processes[rank].pid})"
+
+    def _describe_end(self, rank: int) -> str:
+        try:
+            status = self.processes[rank].wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"{self._name(rank)} has closed its end of the queue."
+        return f"{self._name(rank)} {describe_exit(status)}."
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

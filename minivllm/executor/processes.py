@@ -1,0 +1,64 @@
+"""Python processes that this one starts for itself: the engine core's, and those of workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from minivllm.errors import ConfigError
+
+
+def start_python(module: str, num_threads: int | None = None, descriptors: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Run a module as a process, which finds modules where this one does, and whose standard input is a pipe from here.
+
+    Args:
+        module: Its name.
+        num_threads: Threads that it computes with; one for each processor if None.
+        descriptors: Files that it inherits, under the same numbers.
+    """
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        environment["GOMP_SPINCOUNT"] = "10000"  # torch's threads, too, soon give way to a busy process beside them
+    if num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=2,  # whatever it prints is for people, not for a pipe
+        env=os.environ | environment,
+        pass_fds=descriptors,
+        start_new_session=True,  # Ctrl-C in the terminal is for this process, which then ends the other
+    )
+
+
+def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
+    """A configuration for a process that we start ourselves, which reads it with `pickle.loads`.
+
+    Args:
+        config: What to pickle.
+        plugins: Classes in it, by the names that users know them by; what is no class is ignored.
+
+    Raises:
+        ConfigError: A class is defined where another process cannot import it.
+    """
+    for name, plugin in plugins.items():
+        if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
+            raise ConfigError(
+                f"{name} is {plugin.__qualname__}, which another process cannot import from where it is defined: put the "
+                f"class into a module, or run the engine in this process (in_process=True) with one worker."
+            )
+    return pickle.dumps(config)
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended, in words that follow its name."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

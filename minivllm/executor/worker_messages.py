@@ -1,0 +1,212 @@
+"""What an executor and its workers in other processes say to each other: MessagePack, decoded strictly, each message into its type.
+
+A request is sent once and then named by a number, so that a step is small however long its prompts are: the executor's `RequestLedger` and
+the worker's table of requests go in step. vLLM has `NewRequestData` and `CachedRequestData` for that (`vllm/v1/core/sched/output.py`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from minivllm.request import EngineCoreRequest
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
+
+
+class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
+    """What a worker is told at its start, as a line of JSON on its standard input.
+
+    Attributes:
+        configs: Pickled: the configs of the model, the cache, the scheduler and the worker.
+        rank, world_size: Which worker it is, of how many.
+        parent: The process that it works for.
+        group_memory: A file descriptor from `create_group_memory`.
+        group_port: Of this machine, for groups of torch.distributed.
+        inbox: Memory, and the end to wait on, of the queue that all workers read.
+        outbox: Memory, and the end to ring, of this worker's own queue.
+        sys_path: Where Python finds modules.
+        log_level: From which on log records are sent.
+    """
+
+    configs: bytes
+    rank: int
+    world_size: int
+    parent: int
+    group_memory: int
+    group_port: int
+    inbox: tuple[int, int]
+    outbox: tuple[int, int]
+    sys_path: list[str]
+    log_level: int
+
+
+# -- to the workers --------------------------------------------------------------------------------------------------
+
+
+class StepSequence(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A `SequenceData`, whose request is a number."""
+
+    request: int
+    seq_id: int
+    index: int
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_table: list[int]
+    num_output_tokens: int
+    output_token_ids: list[int]
+    num_samples: int
+    num_drafts: int
+    is_decode: bool
+
+
+class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """An `ExecuteModelRequest`.
+
+    Attributes:
+        number: Of this message; the answer has the same.
+        new_requests: By the numbers that stand for them from now on.
+        forgotten: Numbers that are not used any more.
+        sequences: What to compute.
+        blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy: Pairs of blocks.
+    """
+
+    number: int
+    new_requests: dict[int, EngineCoreRequest]
+    forgotten: list[int]
+    sequences: list[StepSequence]
+    blocks_to_swap_out: list[tuple[int, int]]
+    blocks_to_swap_in: list[tuple[int, int]]
+    blocks_to_copy: list[tuple[int, int]]
+
+
+class Call(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Call a method of the worker, with plain values."""
+
+    number: int
+    method: str
+    arguments: list[Any]
+
+
+ToWorker = Step | Call
+
+
+# -- from a worker ---------------------------------------------------------------------------------------------------
+
+
+class StepResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """What rank 0 sampled."""
+
+    number: int
+    outputs: list[SequenceOutput]
+
+
+class CallResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """What a method returned, as plain values."""
+
+    number: int
+    value: Any
+
+
+class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A step or a call raised an error."""
+
+    number: int
+    error_type: str
+    message: str
+
+
+class WorkerLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A log record: level and logger name, as in `logging`, and the text."""
+
+    level: int
+    logger: str
+    text: str
+
+
+FromWorker = StepResult | CallResult | Failed | WorkerLog
+
+_TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def _plain_number(value: Any) -> Any:
+    """NumPy numbers, as a scheduler or block manager of somebody else's may use them, become Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"A message cannot contain a {type(value).__name__}.")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """A message as MessagePack."""
+    return _ENCODER.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """A message to a worker."""
+    return _TO_WORKER.decode(data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    """A message from a worker."""
+    return _FROM_WORKER.decode(data)
+
+
+# -- requests by number ----------------------------------------------------------------------------------------------
+
+
+class RequestLedger:
+    """Which requests the workers know.
+
+    Args:
+        capacity: How many they keep: those that were in a step last. One that comes back later is sent again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._known: OrderedDict[int, tuple[int, EngineCoreRequest]] = OrderedDict()
+        """Identity of a request to its number and the request, which is kept, so that the identity stays its own."""
+        self._last_number = 0
+
+    def to_step(self, number: int, request: ExecuteModelRequest) -> Step:
+        """The message for a step."""
+        new_requests: dict[int, EngineCoreRequest] = {}
+        sequences = []
+        for seq in request.sequences:
+            key = id(seq.request)
+            if key not in self._known:
+                self._last_number += 1
+                self._known[key] = self._last_number, seq.request
+                new_requests[self._last_number] = seq.request
+            self._known.move_to_end(key)
+            sequences.append(
+                StepSequence(
+                    self._known[key][0], seq.seq_id, seq.index, seq.token_ids, seq.num_computed_tokens, seq.block_table,
+                    seq.num_output_tokens, seq.output_token_ids, seq.num_samples, seq.num_drafts, seq.is_decode,
+                )
+            )  # fmt: skip
+        forgotten = []
+        while len(self._known) > max(self._capacity, len(sequences)):
+            forgotten.append(self._known.popitem(last=False)[1][0])
+        return Step(
+            number, new_requests, forgotten, sequences, request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy
+        )  # fmt: skip
+
+
+def to_request(step: Step, known: dict[int, EngineCoreRequest]) -> ExecuteModelRequest:
+    """The step as it was before `RequestLedger.to_step`. `known` is the worker's table, which is brought up to date."""
+    known.update(step.new_requests)
+    for number in step.forgotten:
+        known.pop(number, None)
+    sequences = [
+        SequenceData(
+            known[seq.request], seq.seq_id, seq.index, seq.token_ids, seq.num_computed_tokens, seq.block_table,
+            seq.num_output_tokens, seq.output_token_ids, seq.num_samples, seq.num_drafts, seq.is_decode,
+        )
+        for seq in step.sequences
+    ]  # fmt: skip
+    return ExecuteModelRequest(sequences, step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy)

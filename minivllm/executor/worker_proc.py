@@ -1,0 +1,132 @@
+"""A worker in a process of its own: `python -m minivllm.executor.worker_proc`, started by `MultiProcExecutor`.
+
+It ends when its inbox closes or the executor's process does, however that ended. Mirrors `WorkerProc` in
+`vllm/v1/executor/multiproc_executor.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import pickle
+import signal
+import sys
+
+import msgspec
+
+from minivllm.distributed.join import join_group
+from minivllm.distributed.message_queue import QueueReader, QueueWriter
+from minivllm.errors import DistributedError
+from minivllm.executor.worker_messages import (
+    Call,
+    CallResult,
+    Failed,
+    FromWorker,
+    Step,
+    StepResult,
+    ToWorker,
+    WorkerLog,
+    WorkerSetup,
+    decode_to_worker,
+    encode,
+    to_request,
+)
+from minivllm.request import EngineCoreRequest
+from minivllm.worker.worker import Worker, resolve_device
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+class LogToExecutor(logging.Handler):
+    """Sends log records to the executor, in whose log they belong."""
+
+    def __init__(self, outbox: QueueWriter) -> None:
+        super().__init__()
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record, with its traceback if it has one."""
+        self._outbox.write(encode(WorkerLog(record.levelno, record.name, self.format(record))))
+
+
+class WorkerProc:
+    """One rank.
+
+    Args:
+        setup: What the executor wrote.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._inbox = QueueReader(*setup.inbox, index=setup.rank, num_readers=setup.world_size)
+        self._outbox = QueueWriter(setup.outbox[0], [setup.outbox[1]])
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[LogToExecutor(self._outbox)], force=True)
+        self._requests: dict[int, EngineCoreRequest] = {}
+        self._worker: Worker
+
+    def run(self) -> None:
+        """Load the model, then do what the messages say until there are no more."""
+        try:
+            model_config, cache_config, scheduler_config, worker_config = pickle.loads(self._setup.configs)
+            setup, device = self._setup, resolve_device(worker_config.device, self._setup.rank)
+            group = join_group(setup.rank, setup.world_size, device, setup.group_memory, setup.group_port)
+            self._worker = Worker(model_config, cache_config, scheduler_config, worker_config, group)
+            self._worker.load_model()
+        except Exception as error:
+            self._send(Failed(0, type(error).__name__, str(error)))
+            return
+        self._send(CallResult(0, None))
+        while (data := self._read()) is not None:
+            message = decode_to_worker(data)
+            try:
+                answer = self._handle(message)
+            except Exception as error:
+                if not isinstance(error, DistributedError):  # that is another rank's doing
+                    logger.debug("Rank %d failed.", self._setup.rank, exc_info=True)
+                answer = Failed(message.number, type(error).__name__, str(error))
+            if answer is not None:
+                self._send(answer)
+
+    def _handle(self, message: ToWorker) -> FromWorker | None:
+        if isinstance(message, Call):
+            value = getattr(self._worker, message.method)(*message.arguments)
+            return CallResult(message.number, msgspec.to_builtins(value))
+        assert isinstance(message, Step)
+        outputs = self._worker.execute_model(to_request(message, self._requests))
+        return StepResult(message.number, outputs) if self._setup.rank == 0 else None
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._inbox.read()
+        except EOFError:
+            return None
+
+    def _send(self, message: FromWorker) -> None:
+        self._outbox.write(encode(message))
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the operating system kill this process when the parent ends, however it ends: Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended meanwhile
+        sys.exit(1)
+
+
+def main() -> None:
+    """Read the setup from standard input and run."""
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    end_with_parent(setup.parent)
+    sys.path[:] = setup.sys_path
+    with contextlib.suppress(DistributedError):  # the executor has ended
+        WorkerProc(setup).run()
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch.distributed would wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    main()
