@@ -16,13 +16,11 @@ import struct
 import time
 from dataclasses import dataclass
 
-from minivllm.distributed.shared_memory import create_shared_memory
+from minivllm.distributed.shared_memory import LINE_BYTES, create_shared_memory
 from minivllm.errors import DistributedError
 
 NUM_SLOTS = 16
 SLOT_BYTES = 2**16
-LINE_BYTES = 64
-"""Each reader's count has a cache line of its own."""
 _HEADER = struct.Struct("<II")
 """Of a slot: how many bytes it holds, and whether they are the last of a message."""
 _COUNT = struct.Struct("<Q")

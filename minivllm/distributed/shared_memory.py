@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
+
+LINE_BYTES = 64
+"""What only one process writes has cache lines of its own, or a write of one would slow down the others' reads."""
+BUFFER_BYTES = 2**21
+"""How much of a tensor goes through a buffer of a group at a time."""
 
 
 def create_shared_memory(num_bytes: int) -> int:
@@ -18,3 +24,13 @@ def create_shared_memory(num_bytes: int) -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, num_bytes)
     return descriptor
+
+
+def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Memory for a `SharedMemoryGroup`, as a file descriptor for its processes to inherit."""
+    return create_shared_memory(group_header_bytes(world_size) + 2 * world_size * buffer_bytes)
+
+
+def group_header_bytes(world_size: int) -> int:
+    """What comes before the buffers: a line for each rank, in whole pages."""
+    return -(-LINE_BYTES * world_size // mmap.PAGESIZE) * mmap.PAGESIZE

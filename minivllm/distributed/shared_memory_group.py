@@ -18,23 +18,16 @@ import torch
 from torch import Tensor
 
 from minivllm.distributed.parallel_state import GroupCoordinator
-from minivllm.distributed.shared_memory import create_shared_memory
+from minivllm.distributed.shared_memory import group_header_bytes
 from minivllm.errors import DistributedError
 from minivllm.kernels.cpu import collectives
 from minivllm.kernels.cpu.atomics import LINE
 from minivllm.kernels.cpu.thread_pool import waiting
 
-BUFFER_BYTES = 2**21
-"""How much of a tensor goes through a buffer at a time."""
 YIELDS = 200
 """How often a rank that waits yields its core before it looks after the others."""
 SECONDS_BETWEEN_LOOKS = 0.2
 KINDS = ("all_reduce", "all_gather", "broadcast")
-
-
-def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Memory for a group, as a file descriptor for `SharedMemoryGroup`, which its processes inherit."""
-    return create_shared_memory(_header_bytes(world_size) + 2 * world_size * buffer_bytes)
 
 
 class SharedMemoryGroup(GroupCoordinator):
@@ -50,7 +43,7 @@ class SharedMemoryGroup(GroupCoordinator):
         super().__init__(rank, world_size)
         self.timeout = timeout
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-        header = _header_bytes(world_size)
+        header = group_header_bytes(world_size)
         self._words = np.frombuffer(self._memory, np.int64, header // 8)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[header:].view(2, world_size, -1)
         self._capacity = self._bytes.shape[2]
@@ -142,11 +135,6 @@ class SharedMemoryGroup(GroupCoordinator):
         calls = (int(self._words[LINE * rank + collectives.CALLS + (self._number & 1)]) for rank in range(self.world_size))
         said = (f"rank {rank} {KINDS[call % len(KINDS)]} of {call // len(KINDS):,} bytes" for rank, call in enumerate(calls))
         return ", ".join(said)
-
-
-def _header_bytes(world_size: int) -> int:
-    """Of the words, in whole pages."""
-    return -(-8 * LINE * world_size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _flatten(x: Tensor) -> Tensor:

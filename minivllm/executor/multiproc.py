@@ -23,18 +23,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
+import torch
 
 from minivllm import errors
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
+from minivllm.distributed.shared_memory import create_group_memory
 from minivllm.errors import DistributedError, EngineDeadError, WorkerError
 from minivllm.executor.base import Executor
 from minivllm.executor.processes import describe_exit, pickle_for_process, start_python
 from minivllm.executor.worker_messages import (
+    Answer,
     Call,
     CallResult,
     Failed,
@@ -54,16 +57,16 @@ LOOK_SECONDS = 0.2
 LOOKS_UNTIL_STOPPED = 4
 """A worker that is stopped (SIGSTOP) at so many looks in a row is given up. Fewer, and Ctrl-Z could look like that."""
 SECONDS_FOR_OTHERS = 0.8
-"""How long to wait, when a worker has failed, for what the others say: if all fail alike, only the step has failed."""
+"""How long to wait, when a worker has failed, until all are ready for another step: if they are, only that one has failed."""
 GRACE_SECONDS = 2.0
 """How long a worker may take to end when told to."""
 
 
 class MultiProcExecutor(Executor):
-    """Hands every step to workers in other processes. `Args` as for a worker, and
+    """Hands every step to workers in other processes.
 
     Args:
-        model_config, cache_config, scheduler_config, worker_config: The worker's.
+        model_config, cache_config, scheduler_config, worker_config: As for a worker.
         world_size: How many workers.
 
     Raises:
@@ -109,12 +112,12 @@ class MultiProcExecutor(Executor):
         """Run a step.
 
         Raises:
-            WorkerError: All workers failed in the step alike; they go on with the next one.
-            EngineDeadError: A worker is gone, or failed alone.
+            MinivllmError: A worker failed, and all are ready for the next step. As for `collective_rpc`.
+            EngineDeadError: A worker is gone, or failed while others wait for it.
         """
         self._number += 1
         self._send(self._ledger.to_step(self._number, request))
-        (result,) = self._receive(self._number, [0])
+        (result,) = self._receive(self._number, [0], is_step=True)
         assert isinstance(result, StepResult)
         return result.outputs
 
@@ -122,7 +125,7 @@ class MultiProcExecutor(Executor):
         """Call a method on every worker, with plain values. Returns what they return, by rank, as plain values.
 
         Raises:
-            MinivllmError: The one that a worker raised, with its rank; a `WorkerError` for errors of other kinds.
+            MinivllmError: What a worker raised, with its rank; a `WorkerError` for errors of other kinds.
             EngineDeadError: A worker is gone.
         """
         self._number += 1
@@ -153,40 +156,56 @@ class MultiProcExecutor(Executor):
         except DistributedError:
             self._workers.raise_failure("A worker has ended.")
 
-    def _receive(self, number: int, ranks: Iterable[int]) -> list[FromWorker]:
+    def _receive(self, number: int, ranks: Iterable[int], is_step: bool = False) -> list[Answer]:
         """Wait for the answers of these ranks to a message."""
-        wanted, answers, failed = set(ranks), dict[int, FromWorker](), dict[int, Failed]()
-        give_up = float("inf")
+        wanted, answers = set(ranks), dict[int, Answer]()
         while not wanted <= answers.keys():
-            for rank, message in self._workers.read(LOOK_SECONDS):
-                if isinstance(message, WorkerLog):
-                    self._log(rank, message)
-                elif isinstance(message, Failed):
-                    failed[rank] = message
-                    give_up = min(give_up, time.monotonic() + SECONDS_FOR_OTHERS)
-                elif message.number == number:  # else the answer to a step that Ctrl-C has interrupted
+            for rank, message in self._read():
+                if message.number == number:
                     answers[rank] = message
-            if failed and (len(failed.keys() | answers.keys()) == self.world_size or time.monotonic() > give_up):
-                self._raise(number, failed, answers, wanted)
-                failed, give_up = {}, float("inf")
+                elif isinstance(message, Failed):  # in a step that the others, or at least rank 0, have finished
+                    self._workers.raise_failure(self._describe(rank, message))
+                # else the answer to a step that Ctrl-C has interrupted
+            if failed := {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}:
+                self._raise(failed, is_step)
         return [answers[rank] for rank in sorted(wanted)]
 
-    def _raise(self, number: int, failed: dict[int, Failed], answers: dict[int, FromWorker], wanted: set[int]) -> None:
-        """Some ranks have failed: with the engine, with this message alone, or with one that nobody waits for any more."""
-        self.check_health()
-        own = {rank: failure for rank, failure in failed.items() if failure.error_type != DistributedError.__name__}
-        rank, first = next(iter(sorted((own or failed).items())))
-        together = len({(failure.number, failure.error_type, failure.message) for failure in failed.values()}) == 1 and own
-        is_call = len(wanted) == self.world_size  # of which each rank tells how it went
-        if (is_call and len(failed.keys() | answers.keys()) == self.world_size) or (together and len(failed) == self.world_size):
-            if first.number < number:
-                return
-            kind = getattr(errors, first.error_type, None)
-            if kind is None or kind is EngineDeadError:
-                raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
-            raise kind(f"Rank {rank}: {first.message}")
-        text = first.message if first.error_type == DistributedError.__name__ else f"{first.error_type}: {first.message}"
-        self._workers.raise_failure(f"Rank {rank} of {self.world_size} failed: {text}")
+    def _raise(self, failed: dict[int, Failed], is_step: bool) -> NoReturn:
+        """Raise what has failed: one step or call, if all ranks are out of it, else the engine."""
+        self._workers.look()
+        rank, first = min(failed.items(), key=lambda item: (item[1].error_type == DistributedError.__name__, item[0]))
+        if first.error_type == DistributedError.__name__ or not self._all_answer():
+            self._workers.fail(self._describe(rank, first))
+            if is_step:
+                self.check_health()
+        kind = getattr(errors, first.error_type, None)
+        if kind is None:
+            raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
+        raise kind(f"Rank {rank}: {first.message}")
+
+    def _all_answer(self) -> bool:
+        """Whether all ranks are ready for another message soon. A rank that has failed alone leaves the others waiting in an operation
+        that it has not entered; if none waits, none has entered an operation that another has not."""
+        self._number += 1
+        self._send(Call(self._number, "check_health", []))
+        missing, deadline = set(range(self.world_size)), time.monotonic() + SECONDS_FOR_OTHERS
+        while missing and time.monotonic() < deadline:
+            missing -= {rank for rank, message in self._read() if message.number == self._number}
+        return not missing
+
+    def _read(self) -> list[tuple[int, Answer]]:
+        """Answers that have come, or come soon, each with its rank."""
+        answers: list[tuple[int, Answer]] = []
+        for rank, message in self._workers.read(LOOK_SECONDS):
+            if isinstance(message, WorkerLog):
+                self._log(rank, message)
+            else:
+                answers.append((rank, message))
+        return answers
+
+    def _describe(self, rank: int, failure: Failed) -> str:
+        kind = "" if failure.error_type == DistributedError.__name__ else f"{failure.error_type}: "
+        return f"Rank {rank} of {self.world_size} failed: {kind}{failure.message}"
 
     def _log(self, rank: int, message: WorkerLog) -> None:
         """What all ranks say is said once, and what is no warning by rank 0 alone."""
@@ -252,10 +271,26 @@ class WorkerProcesses:
                 messages.append((ranks[bell], decode_from_worker(data)))
         return messages
 
-    def raise_failure(self, failure: str) -> None:
+    def look(self) -> None:
+        """Raise an EngineDeadError if a worker has ended, which the others may have noticed first."""
+        for rank, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self.raise_failure(self._describe_end(rank))
+
+    def raise_failure(self, failure: str) -> NoReturn:
         """End the workers, for this reason unless there is one already, and raise it."""
-        self._fail(failure)
-        self.check()
+        self.fail(failure)
+        raise EngineDeadError(self.failure)
+
+    def fail(self, failure: str) -> None:
+        """End the workers, for this reason unless there is one already."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        self._stopping.set()
+        self._kill()
+        self.on_failure()
 
     def stop(self) -> None:
         """End the workers: they read that there are no more messages. Safe to call again."""
@@ -268,6 +303,8 @@ class WorkerProcesses:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
+        for outbox in self._outboxes:
+            outbox.close()
 
     def _run(self, configs: bytes, started: threading.Event) -> None:
         """The thread."""
@@ -283,18 +320,14 @@ class WorkerProcesses:
         while not self._stopping.wait(LOOK_SECONDS):
             for rank, process in enumerate(self.processes):
                 if process.poll() is not None:
-                    self._fail(self._describe_end(rank))
+                    self.fail(self._describe_end(rank))
                     return
                 num_looks_stopped[rank] = num_looks_stopped[rank] + 1 if _is_stopped(process.pid) else 0
                 if num_looks_stopped[rank] == LOOKS_UNTIL_STOPPED:
-                    self._fail(f"{self._name(rank)} was stopped (SIGSTOP).")
+                    self.fail(f"{self._name(rank)} was stopped (SIGSTOP).")
                     return
 
     def _start(self, configs: bytes) -> None:
-        import torch
-
-        from minivllm.distributed.shared_memory_group import create_group_memory
-
         num_threads = max(1, torch.get_num_threads() // self.world_size)
         inbox = QueueEnds.create(self.world_size)
         self.inbox = QueueWriter(inbox.memory, [ring for _, ring in inbox.bells])
@@ -320,15 +353,6 @@ class WorkerProcesses:
         finally:
             inbox.close(but=tuple(ring for _, ring in inbox.bells))
             os.close(group_memory)
-
-    def _fail(self, failure: str) -> None:
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = failure
-        self._stopping.set()
-        self._kill()
-        self.on_failure()
 
     def _kill(self) -> None:
         for process in self.processes:

@@ -125,7 +125,8 @@ class WorkerLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     text: str
 
 
-FromWorker = StepResult | CallResult | Failed | WorkerLog
+Answer = StepResult | CallResult | Failed
+FromWorker = Answer | WorkerLog
 
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -78,6 +78,8 @@ class WorkerProc:
             self._worker.load_model()
         except Exception as error:
             self._send(Failed(0, type(error).__name__, str(error)))
+            while self._read() is not None:  # until the executor has heard it
+                pass
             return
         self._send(CallResult(0, None))
         while (data := self._read()) is not None:
@@ -86,7 +88,7 @@ class WorkerProc:
                 answer = self._handle(message)
             except Exception as error:
                 if not isinstance(error, DistributedError):  # that is another rank's doing
-                    logger.debug("Rank %d failed.", self._setup.rank, exc_info=True)
+                    logger.exception("A worker failed.")  # in the same words at each rank: they are logged once
                 answer = Failed(message.number, type(error).__name__, str(error))
             if answer is not None:
                 self._send(answer)

@@ -124,6 +124,9 @@ class Worker:
             return []
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
+    def check_health(self) -> None:
+        """Nothing to do: who can call it is ready for work."""
+
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.enforce_eager and self.platform.attention_backend.supports_cuda_graphs()
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("numba")
 from minivllm.distributed.parallel_state import SingleRank
-from minivllm.distributed.shared_memory_group import create_group_memory
+from minivllm.distributed.shared_memory import create_group_memory
 
 RANK = Path(__file__).parents[1] / "support" / "rank.py"
 

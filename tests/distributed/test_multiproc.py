@@ -1,0 +1,303 @@
+"""Workers in processes: the default model's tokens, and every way in which a worker can fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import msgspec
+import psutil
+import pytest
+import torch
+from failing_parts import FailingSampler
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError, EngineDeadError, KernelError
+from minivllm.executor.worker_messages import RequestLedger, decode_to_worker, encode, to_request
+from minivllm.request import EngineCoreRequest
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
+
+pytestmark = pytest.mark.slow
+NOTICED_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=4096, eos_token_id=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder, **options):
+    defaults = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 300, "tensor_parallel_size": 2}
+    return LLM(folder, **defaults | options)
+
+
+LONG = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+
+
+def processes_of(llm):
+    return [psutil.Process(pid) for pid in llm.llm_engine.executor.process_ids]
+
+
+def all_gone(processes):
+    return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tokens_of_the_default_model_are_those_of_one_worker(llm, world_size):
+    words = [
+        "The",
+        "capital",
+        "of",
+        "France",
+        "is",
+        "a",
+        "large",
+        "city",
+        "where",
+        "people",
+        "speak",
+        "French",
+        "and",
+        "eat",
+        "bread",
+        "with",
+        "cheese",
+        "every",
+        "single",
+        "day",
+    ]
+    rng = random.Random(0)
+    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in range(24)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        if i % 2
+        else SamplingParams(
+            temperature=0.9, top_p=0.95, seed=i, max_tokens=24, logprobs=1, prompt_logprobs=1, presence_penalty=0.5
+        )
+        for i in range(len(prompts))
+    ]
+    divided = LLM("smollm2-135m", kv_cache_memory_bytes=256 * 2**20, max_num_seqs=32, tensor_parallel_size=world_size)
+    try:
+        one, several = (engine.generate(prompts, params, use_tqdm=False) for engine in (llm, divided))
+    finally:
+        divided.llm_engine.engine_core.shutdown()
+    for alone, together in zip(one, several, strict=True):
+        first, second = alone.outputs[0], together.outputs[0]
+        assert second.token_ids == first.token_ids
+        if first.logprobs is not None:
+            found = [entry[token].logprob for entry, token in zip(second.logprobs, second.token_ids, strict=True)]
+            expected = [entry[token].logprob for entry, token in zip(first.logprobs, first.token_ids, strict=True)]
+            assert found == pytest.approx(expected, abs=1e-3)
+            assert len(together.prompt_logprobs) == len(alone.prompt_logprobs)
+
+
+# -- one engine through all that does not end it, then what does -------------------------------------------------------
+
+
+def test_a_step_that_fails_ends_its_requests_alone(tiny):
+    llm = load(tiny, sampler_cls=FailingSampler)
+    ok = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    before = llm.generate([[5, 6, 7]], ok, use_tqdm=False)[0].outputs[0].token_ids
+
+    # rank 0 alone fails, where nobody waits for it
+    failed, good = llm.generate([[5, 6, 7], [8, 9]], [SamplingParams(seed=13, max_tokens=3), ok], use_tqdm=False)
+    assert (
+        failed.error
+        == good.error
+        == "The model failed in a step: WorkerError: Rank 0: ZeroDivisionError: the sampler has failed."
+    )
+
+    # all fail alike
+    request = EngineCoreRequest("bad", [5, 6], ok, 100)
+    bad = ExecuteModelRequest([SequenceData(request, 0, 0, [5, 6], 0, [1000], 0, [], 1, 0, False)])
+    with pytest.raises(KernelError, match=r"Rank \d: A block table names block 1000, but the cache has 300 blocks"):
+        llm.llm_engine.executor.execute_model(bad)
+    with pytest.raises(Exception, match=r"Rank \d: AttributeError: .*no_such_method"):
+        llm.llm_engine.executor.collective_rpc("no_such_method")
+
+    # Ctrl-C in the midst of a step
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], SamplingParams(seed=15, max_tokens=1000, ignore_eos=True), use_tqdm=False)
+    timer.join()
+
+    assert llm.generate([[5, 6, 7]], ok, use_tqdm=False)[0].outputs[0].token_ids == before
+    assert llm.llm_engine.executor.collective_rpc("check_health") == [None, None]
+    llm.llm_engine.executor.check_health()
+
+    # and now rank 0 kills itself in a step
+    processes = processes_of(llm)
+    with pytest.raises(EngineDeadError, match=r"Rank 0 of 2 \(process \d+\) was killed by SIGKILL"):
+        llm.generate([[5, 6, 7]], SamplingParams(seed=14, max_tokens=3), use_tqdm=False)
+    assert all_gone(processes)
+    with pytest.raises(EngineDeadError, match="Rank 0 of 2"):
+        llm.generate([[5, 6, 7]], ok, use_tqdm=False)
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+@pytest.mark.parametrize("when", ["in a step", "idle"])
+def test_a_worker_that_is_gone_is_noticed(tiny, what, when):
+    llm = load(tiny, tensor_parallel_size=3 if what == "SIGKILL" else 2, max_model_len=4096)
+    executor, processes = llm.llm_engine.executor, processes_of(llm)
+    rank = random.randrange(len(processes))
+    sent = []
+
+    def send():
+        sent.append(time.monotonic())
+        os.kill(processes[rank].pid, getattr(signal, what))
+
+    words = "was stopped" if what == "SIGSTOP" else f"was killed by {what}"
+    expected = rf"Rank {rank} of {len(processes)} \(process {processes[rank].pid}\) {words}"
+    if when == "idle":
+        noticed = threading.Event()
+        executor.register_failure_callback(noticed.set)
+        send()
+        assert noticed.wait(NOTICED_SECONDS)
+        with pytest.raises(EngineDeadError, match=expected):
+            executor.check_health()
+    else:
+        threading.Timer(0.5, send).start()
+        with pytest.raises(EngineDeadError, match=expected):
+            llm.generate([[5, 6, 7]] * 4, LONG, use_tqdm=False)
+        assert time.monotonic() - sent[0] < NOTICED_SECONDS
+    assert all_gone(processes)
+
+
+def test_shutdown_leaves_nothing(tiny):
+    llm = load(tiny)
+    processes = processes_of(llm)
+    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()
+    assert all_gone(processes)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate([[5]], LONG, use_tqdm=False)
+
+
+def test_an_engine_that_nobody_has_any_more_ends_its_workers(tiny):
+    llm = load(tiny)
+    processes = processes_of(llm)
+    del llm
+    deadline = time.monotonic() + 10
+    while not all_gone(processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all_gone(processes)
+
+
+@pytest.mark.parametrize("rounds", [3])
+def test_workers_end_with_a_parent_that_is_killed(tiny, rounds):
+    """In a step, and idle."""
+    code = textwrap.dedent(f"""
+        import sys
+        from minivllm import LLM, SamplingParams
+        llm = LLM({tiny!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
+        print(*llm.llm_engine.executor.process_ids, flush=True)
+        if sys.argv[1] == "idle":
+            sys.stdin.read()
+        llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
+    """)
+    for i in range(rounds):
+        command = [sys.executable, "-c", code, "idle" if i == 0 else "busy"]
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        time.sleep(random.random())
+        if i == 2:
+            os.kill(workers[1].pid, signal.SIGSTOP)
+        parent.kill()
+        parent.wait()
+        start = time.monotonic()
+        while not all_gone(workers) and time.monotonic() < start + 5:
+            time.sleep(0.02)
+        assert all_gone(workers)
+        assert time.monotonic() - start < NOTICED_SECONDS
+
+
+# -- starts that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_says_which_rank_and_why(tiny):
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError, match=r"Rank \d: kv_cache_memory_bytes is 100, but one block"):
+        load(tiny, kv_cache_memory_bytes=100, num_gpu_blocks_override=None)
+    assert set(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"tensor_parallel_size": 5},
+            "tensor_parallel_size is 5, but .* has 4 query heads, and each rank needs one: use at most 4",
+        ),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0, but must be a whole number of at least 1"),
+        (
+            {"distributed_executor_backend": "uni"},
+            "distributed_executor_backend is 'uni', one worker .* tensor_parallel_size is 2",
+        ),
+        ({"distributed_executor_backend": "ray"}, "must be one of 'uni', 'mp'"),
+    ],
+)
+def test_bad_options_are_told(tiny, options, words):
+    with pytest.raises(ConfigError, match=words):
+        load(tiny, **options)
+
+
+def test_a_class_that_workers_cannot_import_is_told(tiny):
+    class Mine(FailingSampler):
+        pass
+
+    with pytest.raises(ConfigError, match="sampler_cls is .*Mine, which another process cannot import"):
+        load(tiny, sampler_cls=Mine)
+
+
+def test_one_worker_may_have_a_process_of_its_own(tiny):
+    """Also without Numba on the other side: the executor needs none."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    here = load(tiny, tensor_parallel_size=1).generate([[5, 6, 7]], params, use_tqdm=False)
+    there = load(tiny, tensor_parallel_size=1, distributed_executor_backend="mp")
+    assert len(there.llm_engine.executor.process_ids) == 1
+    assert there.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs == here[0].outputs
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 6))
+def test_workers_know_the_requests_of_a_step(steps, capacity):
+    requests = [
+        EngineCoreRequest(f"r{i}", list(range(1, 400)), SamplingParams(stop=["x"], seed=i), 1000, (2,)) for i in range(12)
+    ]
+    ledger, known, sizes = RequestLedger(capacity), {}, []
+    for number, chosen in enumerate(steps):
+        sequences = [SequenceData(requests[i], i, 0, [7], 5, [1, 2], 3, [4], 1, 0, True) for i in chosen]
+        step = ExecuteModelRequest(sequences, [(1, 2)], [], [(3, 4)])
+        data = encode(ledger.to_step(number, step))
+        sizes.append(len(data))
+        assert to_request(decode_to_worker(data), known) == step
+        assert len(known) <= max(capacity, max(map(len, steps)))
+        if number and steps[number - 1] == chosen:
+            assert sizes[-1] < 100 + 60 * len(chosen), "prompts are not sent again"
+
+
+def test_what_is_no_message_is_refused():
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_worker(msgspec.msgpack.encode({"type": "Step", "number": 1}))
