@@ -81,15 +81,19 @@ class EngineCore:
         """Outputs of a step that was interrupted; the next step returns them."""
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> EngineCore:
+    def from_config(cls, config: EngineConfig, executor: Executor | None = None) -> EngineCore:
         """Load the model, size and allocate the KV cache.
+
+        Args:
+            config: Resolved.
+            executor: One of `make_executor`, if that was called before; it is shut down if this fails.
 
         Raises:
             ModelLoadError: The model cannot be used.
             ConfigError: The configuration cannot work on this machine.
         """
         configs = (config.model_config, config.cache_config, config.scheduler_config)
-        executor = make_executor(config)
+        executor = executor or make_executor(config)
         try:
             return cls(
                 *configs,
@@ -302,7 +306,7 @@ class EngineCore:
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """The executor that the configuration asks for, with the model loaded."""
+    """The executor that the configuration asks for, with the model loaded, or being loaded by other processes."""
     configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
     if config.parallel_config.uses_processes:
         from minivllm.executor.multiproc import MultiProcExecutor

@@ -16,7 +16,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_client import InprocClient, SyncMPClient
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.engine_core import EngineCore, make_executor
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
@@ -77,11 +77,17 @@ class LLMEngine:
         from minivllm.engine.engine_config import EngineConfig
 
         config = EngineConfig.from_engine_args(args)
-        tokenizer = config.load_tokenizer()
         client: InprocClient | SyncMPClient
         if in_process:
-            client = InprocClient(EngineCore.from_config(config))
+            executor = make_executor(config)  # first, because workers in other processes load the model meanwhile
+            try:
+                tokenizer = config.load_tokenizer()
+            except BaseException:
+                executor.shutdown()
+                raise
+            client = InprocClient(EngineCore.from_config(config, executor))
         else:
+            tokenizer = config.load_tokenizer()
             from minivllm.engine.core_handle import CoreProcess
 
             if args.trace:

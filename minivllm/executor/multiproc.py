@@ -63,15 +63,14 @@ GRACE_SECONDS = 2.0
 
 
 class MultiProcExecutor(Executor):
-    """Hands every step to workers in other processes.
+    """Hands every step to workers in other processes, which load the model while this one does something else.
 
     Args:
         model_config, cache_config, scheduler_config, worker_config: As for a worker.
         world_size: How many workers.
 
     Raises:
-        ConfigError, ModelLoadError: A worker cannot use the configuration or the model; the message names its rank.
-        EngineDeadError: A worker ended before it was ready.
+        ConfigError: There is a class that workers cannot import.
     """
 
     def __init__(
@@ -94,11 +93,18 @@ class MultiProcExecutor(Executor):
         self._logged: set[str] = set()
         self._workers = WorkerProcesses(pickle_for_process(configs, plugins), world_size)
         self._finalizer = weakref.finalize(self, self._workers.stop)
-        try:
-            self._receive(0, range(world_size))
-        except BaseException:
-            self.shutdown()
-            raise
+        self._is_ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait until the workers have loaded the model. Called by itself before their first work.
+
+        Raises:
+            ConfigError, ModelLoadError: A worker cannot use the configuration or the model; the message names its rank.
+            EngineDeadError: A worker ended before it was ready.
+        """
+        if not self._is_ready:
+            self._is_ready = True
+            self._receive(0, range(self.world_size))
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As many blocks as fit at every rank: a block has a part at each."""
@@ -128,6 +134,7 @@ class MultiProcExecutor(Executor):
             MinivllmError: What a worker raised, with its rank; a `WorkerError` for errors of other kinds.
             EngineDeadError: A worker is gone.
         """
+        self.wait_until_ready()
         self._number += 1
         self._send(Call(self._number, method, list(args)))
         results = self._receive(self._number, range(self.world_size))

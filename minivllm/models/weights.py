@@ -22,6 +22,8 @@ from minivllm.layers.weights import CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
 
+TENSORS_PER_OPENING = 4
+"""How many tensors are read from a file before it is opened anew."""
 TENSORS_PER_TRIM = 16
 """What packing leaves free lies in pieces, which are given back after so many tensors."""
 
@@ -70,10 +72,11 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as tensors:
                     names = tensors.keys()
-                for name in names:
-                    # Reopened for each tensor, so that the memory of the file does not count as in use for longer.
+                for i in range(0, len(names), TENSORS_PER_OPENING):
+                    # Reopened now and then, so that the memory of the file does not count as in use for longer.
                     with safe_open(file, framework="pt") as tensors:
-                        yield name, tensors.get_slice(name)
+                        for name in names[i : i + TENSORS_PER_OPENING]:
+                            yield name, tensors.get_slice(name)
             else:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):

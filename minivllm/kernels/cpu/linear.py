@@ -101,7 +101,7 @@ class Packed:
         numbers = self._round(first, rows)
         num_words = self.words.shape[1]
         padding = num_words * 4 // numbers.itemsize - self.in_features
-        words = F.pad(numbers, (0, padding)).view(torch.int32)
+        words = (F.pad(numbers, (0, padding)) if padding else numbers).view(torch.int32)
         num_whole = len(rows) // PANEL if first % PANEL == 0 else 0  # whole panels are fast to write
         panels = words[: num_whole * PANEL].view(num_whole, PANEL, num_words)
         self.words[first // PANEL : first // PANEL + num_whole] = panels.transpose(1, 2)
