@@ -192,6 +192,59 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
     )
 
 
+@dataclass
+class RankProfile:
+    """How several workers spend a workload's steps of one phase, means over them.
+
+    Attributes:
+        num_steps, num_tokens: The steps, and the tokens computed in them.
+        milliseconds: Of a step, from scheduling to the new tokens.
+        computing, communication: Milliseconds of it, by rank. Communication is mostly waiting for the slowest rank.
+        bytes_per_token: What all ranks together hand to each other for a token.
+    """
+
+    num_steps: int
+    num_tokens: int
+    milliseconds: float
+    computing: list[float]
+    communication: list[float]
+    bytes_per_token: float
+
+
+def profile_ranks(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> dict[str, RankProfile]:
+    """Run a workload twice, the first time to warm up; by phase. Arguments and errors as for `profile_offline`."""
+    run_offline(engine, "continuous", name, requests)
+    trace = run_offline(engine, "continuous", name, requests).trace
+    profiles = {}
+    for phase in dict.fromkeys(step.phase for step in trace if step.ranks):
+        steps = [step for step in trace if step.phase == phase and step.ranks]
+        num_tokens, ranks = sum(step.num_tokens for step in steps), range(len(steps[0].ranks))
+        communication = [1e3 * statistics.mean(step.ranks[rank].communication_seconds for step in steps) for rank in ranks]
+        whole = [1e3 * statistics.mean(step.ranks[rank].end - step.ranks[rank].start for step in steps) for rank in ranks]
+        profiles[phase] = RankProfile(
+            num_steps=len(steps),
+            num_tokens=num_tokens,
+            milliseconds=1e3 * statistics.mean(step.end - step.start for step in steps),
+            computing=[total - part for total, part in zip(whole, communication, strict=True)],
+            communication=communication,
+            bytes_per_token=sum(timing.num_bytes for step in steps for timing in step.ranks) / num_tokens,
+        )
+    return profiles
+
+
+def format_rank_profiles(profiles: dict[str, RankProfile]) -> str:
+    """The profile of several workers as a table of text."""
+    rows = []
+    for phase, profile in profiles.items():
+        rows.append(
+            (f"{phase}, {profile.num_steps} steps", f"{profile.milliseconds:.2f} ms", "", "", f"{profile.bytes_per_token:,.0f}")
+        )
+        for rank, (computing, waiting) in enumerate(zip(profile.computing, profile.communication, strict=True)):
+            share = waiting / max(computing + waiting, 1e-9)
+            rows.append((f"  rank {rank}", f"{computing:.2f} ms", f"{waiting:.2f} ms", f"{share:.1%}", ""))
+    return format_table(("mean of a step", "computing", "communication", "share", "bytes per token"), rows)
+
+
 @torch.inference_mode()
 def _time_linear(model: torch.nn.Module, rows: int, repeats: int = 9) -> float:
     """Median milliseconds of all linear layers of a model, one after another."""
@@ -299,8 +352,13 @@ def main() -> None:
     check_writable(arguments.json)
     engine = make_engine(arguments)
     name, requests = one_workload(arguments, engine.model_config)
-    profile = profile_offline(engine, name, requests)
     what = f"{name}, at most {arguments.max_num_seqs} running"
+    if arguments.tensor_parallel_size > 1:
+        profiles = profile_ranks(engine, name, requests)
+        results = {"ranks": {phase: asdict(found) for phase, found in profiles.items()}}
+        report_engine(arguments, what, format_rank_profiles(profiles), results)
+        return
+    profile = profile_offline(engine, name, requests)
     report_engine(arguments, what, format_profile(profile), {"profile": profile.to_json()})
 
 

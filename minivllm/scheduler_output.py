@@ -9,7 +9,7 @@ gets the same as one in this process.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest, Sequence
@@ -69,6 +69,26 @@ class ExecuteModelRequest:
     blocks_to_swap_out: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
+
+
+class RankTiming(NamedTuple):
+    """How one of several workers spent a step. Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine.
+
+    Attributes:
+        start, end: When it had the step's message, and when it was done.
+        num_bytes: What it has handed to the others.
+        communication: Begin and end of each operation of the group: copying, waiting for the others, and adding.
+    """
+
+    start: float
+    end: float
+    num_bytes: int
+    communication: list[tuple[float, float]]
+
+    @property
+    def communication_seconds(self) -> float:
+        """All operations together."""
+        return sum(end - start for start, end in self.communication)
 
 
 @dataclass(slots=True)

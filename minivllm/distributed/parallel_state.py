@@ -5,6 +5,7 @@ Mirrors `vllm/distributed/parallel_state.py`.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -21,22 +22,27 @@ class GroupCoordinator(ABC):
     Args:
         rank: This one, from 0 on.
         world_size: How many there are.
+
+    Attributes:
+        spans: Begin and end of each operation since `take_timing`, in seconds of `time.perf_counter`.
+        num_bytes: What this rank has handed over in them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.spans: list[tuple[float, float]] = []
+        self.num_bytes = 0
 
-    @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` by the sum over all ranks, the same bits on each. Returns `x`.
 
         A sum of 16-bit floats is rounded once.
         """
-
-    @abstractmethod
-    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The tensors of all ranks, each flat; `sizes` says how many numbers each rank has. For implementations."""
+        start = time.perf_counter()
+        self._all_reduce(x)
+        self._note(start, x)
+        return x
 
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         """The tensors of all ranks side by side, in the order of the ranks.
@@ -49,7 +55,9 @@ class GroupCoordinator(ABC):
         dim %= x.dim()
         sizes = sizes or [x.shape[dim]] * self.world_size
         shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
-        parts = self.all_gather_flat(x, [torch.Size(shape).numel() for shape in shapes])
+        start = time.perf_counter()
+        parts = self._all_gather(x, [torch.Size(shape).numel() for shape in shapes])
+        self._note(start, x)
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
@@ -57,13 +65,41 @@ class GroupCoordinator(ABC):
         gathered = self.all_gather(x, dim, sizes)
         return gathered if self.rank == dst else None
 
-    @abstractmethod
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Replace `x` by that of rank `src`. Returns `x`."""
+        start = time.perf_counter()
+        self._broadcast(x, src)
+        self._note(start, x)
+        return x
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         self.all_gather(torch.zeros(1))
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether its operations can be captured: none of them waits on the host."""
+        return False
+
+    def take_timing(self) -> tuple[list[tuple[float, float]], int]:
+        """`spans` and `num_bytes`, which begin anew."""
+        taken = self.spans, self.num_bytes
+        self.spans, self.num_bytes = [], 0
+        return taken
+
+    def _note(self, start: float, x: Tensor) -> None:
+        self.spans.append((start, time.perf_counter()))
+        self.num_bytes += x.nbytes
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors of all ranks, each flat; `sizes` says how many numbers each rank has."""
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
 
 
 class SingleRank(GroupCoordinator):
@@ -75,11 +111,19 @@ class SingleRank(GroupCoordinator):
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        return [x.reshape(-1)]
-
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         return x
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         return x
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        return True
+
+    def _all_reduce(self, x: Tensor) -> None: ...
+
+    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return [x.reshape(-1)]
+
+    def _broadcast(self, x: Tensor, src: int) -> None: ...

@@ -47,23 +47,28 @@ class SharedMemoryGroup(GroupCoordinator):
         self._words = np.frombuffer(self._memory, np.int64, header // 8)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[header:].view(2, world_size, -1)
         self._capacity = self._bytes.shape[2]
+        self._buffer_addresses = [half.data_ptr() for half in self._bytes]
         self._address, self._number = self._words.ctypes.data, 0
         self._spins, self._yield = waiting()
         self._words[LINE * rank + collectives.PID] = os.getpid()
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> None:
+        if x.dtype == torch.float32 and x.is_contiguous() and x.nbytes <= self._capacity:
+            self._sum_floats(x.data_ptr(), x.numel())  # as in every half of a layer
+            return
         flat = _flatten(x)
         for piece in self._pieces(flat):
             if x.dtype == torch.float32:
-                self._sum_floats(piece)
+                self._sum_floats(piece.data_ptr(), piece.numel())
             else:
                 total = torch.zeros(piece.shape, dtype=torch.float32 if x.is_floating_point() else x.dtype)
                 for part in self._exchange("all_reduce", piece, [piece.numel()] * self.world_size):
                     total += part
                 piece.copy_(total)
-        return x if flat.data_ptr() == x.data_ptr() else x.copy_(flat.view_as(x))
+        if flat.data_ptr() != x.data_ptr():
+            x.copy_(flat.view_as(x))
 
-    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         flat, capacity = _flatten(x), self._capacity // x.itemsize
         parts = [x.new_empty(size) for size in sizes]
         for start in range(0, max(sizes), capacity):
@@ -73,23 +78,26 @@ class SharedMemoryGroup(GroupCoordinator):
                 part[start : start + len(piece)] = piece
         return parts
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def _broadcast(self, x: Tensor, src: int) -> None:
         flat = _flatten(x)
         for piece in self._pieces(flat):
             lengths = [piece.numel() if rank == src else 0 for rank in range(self.world_size)]
             pieces = list(self._exchange("broadcast", piece[: lengths[self.rank]], lengths))
             piece.copy_(pieces[src])
-        return x if flat.data_ptr() == x.data_ptr() else x.copy_(flat.view_as(x))
+        if flat.data_ptr() != x.data_ptr():
+            x.copy_(flat.view_as(x))
 
-    def _sum_floats(self, x: Tensor) -> None:
-        what, buffers = self._begin("all_reduce", x.nbytes), self._buffers()
+    def _sum_floats(self, x: int, size: int) -> None:
+        """Sum float32 numbers at an address."""
+        what = self._begin("all_reduce", 4 * size)
+        buffers = self._buffer_addresses[self._number & 1]
         status = collectives.all_reduce(
-            self._address, buffers.data_ptr(), self._capacity, self.rank, self.world_size, self._number, what, x.data_ptr(), x.numel(),
-            self._spins, YIELDS, self._yield,
+            self._address, buffers, self._capacity, self.rank, self.world_size, self._number, what, x, size, self._spins, YIELDS,
+            self._yield,
         )  # fmt: skip
         if status != collectives.FINISHED:
             self._wait(what, status)
-            collectives.add_buffers(buffers.data_ptr(), self._capacity, self.world_size, x.data_ptr(), x.numel())
+            collectives.add_buffers(buffers, self._capacity, self.world_size, x, size)
 
     def _exchange(self, kind: str, x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Show the others `x`, and see theirs: views of their buffers, valid until the operation after the next."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.distributed.parallel_state import GroupCoordinator
@@ -22,28 +23,34 @@ class TorchGroup(GroupCoordinator):
 
     def __init__(self, rank: int, world_size: int, init_method: str, backend: str = "gloo") -> None:
         super().__init__(rank, world_size)
+        self.backend = backend
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float16, torch.bfloat16):
-            total = x.float()
-            dist.all_reduce(total)
-            return x.copy_(total)
-        whole = x.contiguous()
-        dist.all_reduce(whole)
-        return x if whole.data_ptr() == x.data_ptr() else x.copy_(whole)
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        return self.backend == "nccl"
 
-    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        padded = x.new_zeros(max(sizes))
-        padded[: x.numel()] = x.reshape(-1)
+    def _all_reduce(self, x: Tensor) -> None:
+        whole = self._to_wire(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
+        dist.all_reduce(whole)
+        if whole.data_ptr() != x.data_ptr():
+            x.copy_(whole)
+
+    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        padded = self._to_wire(F.pad(x.reshape(-1), (0, max(sizes) - x.numel())))
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size].to(x.device) for part, size in zip(parts, sizes, strict=True)]
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        whole = x.contiguous()
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        whole = self._to_wire(x)
         dist.broadcast(whole, src)
-        return x if whole.data_ptr() == x.data_ptr() else x.copy_(whole)
+        if whole.data_ptr() != x.data_ptr():
+            x.copy_(whole)
+
+    def _to_wire(self, x: Tensor) -> Tensor:
+        """Where the backend takes it: gloo wants it on the host."""
+        return x.contiguous() if self.backend == "nccl" else x.cpu().contiguous()
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -294,11 +294,13 @@ class EngineCore:
     def start_trace(self) -> EngineTrace:
         """Record from now on, in a new trace. An earlier one stays as it is."""
         self._recorder = TraceRecorder(self)
+        self.executor.record_timing(True)
         return self._recorder.trace
 
     def stop_trace(self) -> None:
         """Stop recording."""
         self._recorder = None
+        self.executor.record_timing(False)
 
     def shutdown(self) -> None:
         """End the workers."""

@@ -20,7 +20,7 @@ import msgspec
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import Phase
+from minivllm.scheduler_output import Phase, RankTiming
 
 VERSION = 1
 """Version of the JSON format, raised by incompatible changes."""
@@ -104,6 +104,7 @@ class StepRecord:
         blocks_to_copy: (source, destination) pairs on the device, copied before the step computed (copy-on-write).
         blocks_to_swap_out, blocks_to_swap_in: (device, host) and (host, device) pairs, copied likewise.
         error: Why the model failed, if it did.
+        ranks: How each of several workers spent the step; empty with one.
     """
 
     start: Seconds
@@ -127,6 +128,7 @@ class StepRecord:
     blocks_to_swap_out: list[tuple[Count, Count]] = field(default_factory=list)
     blocks_to_swap_in: list[tuple[Count, Count]] = field(default_factory=list)
     error: str | None = None
+    ranks: list[RankTiming] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -353,6 +355,10 @@ def _check(trace: EngineTrace) -> None:
         if not now <= step.start <= step.end:
             raise ValueError(f"step {number} starts before the last one ends, or ends before it starts")
         now = step.end
+        for rank in step.ranks:
+            moments = [rank.start, *itertools.chain.from_iterable(rank.communication), rank.end]
+            if moments != sorted(moments) or not all(map(math.isfinite, moments)):
+                raise ValueError(f"step {number} has a rank whose times are not in order")
         named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
         for items in (step.scheduled, step.preempted, step.finished, step.swapped_in):
             named.update(item.request_id for item in items)

@@ -187,6 +187,7 @@ class TraceRecorder:
             end: When the model had finished.
         """
         record.end = end
+        record.ranks = self._core.executor.take_timing()
         for i, item in enumerate(output.scheduled):
             part, num_drafts = record.scheduled[i], len(item.draft_token_ids)
             if num_drafts:

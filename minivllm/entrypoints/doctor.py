@@ -29,6 +29,7 @@ def examine() -> int:
     line("minivllm", f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
     line("libraries", ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "tokenizers", "gguf", "numba")))
     line("processor", f"{processor_name()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    line("ranks", _ranks())
     line("memory", f"{available_cpu_memory() / 2**30:.1f} GiB free for this process")
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -61,6 +62,21 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "(missing)"
+
+
+def _ranks() -> str:
+    """How many tensor-parallel ranks make sense."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        return f"tensor_parallel_size up to {gpus}, one rank for each GPU"
+    if gpus == 1:
+        return "tensor_parallel_size=1; more ranks would share the one GPU"
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return "tensor_parallel_size=1; more ranks would share the one core"
+    return f"tensor_parallel_size up to {threads}, one core for each rank; one worker with all cores is about as fast"
 
 
 def _triton(has_gpu: bool) -> str:

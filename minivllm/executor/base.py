@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
 
 
 class Executor(ABC):
@@ -26,6 +26,13 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Run a step: one output for each of `request.sequences`, in the same order."""
+
+    def record_timing(self, on: bool) -> None:
+        """Whether to keep how each worker spends a step, for `take_timing`. An executor of one worker keeps nothing."""
+
+    def take_timing(self) -> list[RankTiming]:
+        """How each of several workers spent the last step, by rank; empty without `record_timing`, or with one worker."""
+        return []
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker. Returns their results, by rank; empty without workers."""

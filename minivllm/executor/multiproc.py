@@ -50,7 +50,7 @@ from minivllm.executor.worker_messages import (
     decode_from_worker,
     encode,
 )
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
 
 LOOK_SECONDS = 0.2
 """How often the workers are looked after."""
@@ -90,6 +90,8 @@ class MultiProcExecutor(Executor):
         self.world_size = world_size
         self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
         self._number = 0
+        self._is_timed = False
+        self._timing: list[RankTiming] = []
         self._logged: set[str] = set()
         self._workers = WorkerProcesses(pickle_for_process(configs, plugins), world_size)
         self._finalizer = weakref.finalize(self, self._workers.stop)
@@ -122,10 +124,18 @@ class MultiProcExecutor(Executor):
             EngineDeadError: A worker is gone, or failed while others wait for it.
         """
         self._number += 1
-        self._send(self._ledger.to_step(self._number, request))
-        (result,) = self._receive(self._number, [0], is_step=True)
-        assert isinstance(result, StepResult)
-        return result.outputs
+        self._send(self._ledger.to_step(self._number, request, self._is_timed))
+        results = self._receive(self._number, range(self.world_size if self._is_timed else 1), is_step=True)
+        steps = [result for result in results if isinstance(result, StepResult)]
+        self._timing = [step.timing for step in steps if step.timing is not None]
+        return steps[0].outputs
+
+    def record_timing(self, on: bool) -> None:
+        self._is_timed = on
+
+    def take_timing(self) -> list[RankTiming]:
+        timing, self._timing = self._timing, []
+        return timing
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every worker, with plain values. Returns what they return, by rank, as plain values.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from minivllm.request import EngineCoreRequest
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,6 +68,7 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         number: Of this message; the answer has the same.
         new_requests: By the numbers that stand for them from now on.
         forgotten: Numbers that are not used any more.
+        timed: Whether each rank is to answer, with its timing.
         sequences: What to compute.
         blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy: Pairs of blocks.
     """
@@ -75,6 +76,7 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     number: int
     new_requests: dict[int, EngineCoreRequest]
     forgotten: list[int]
+    timed: bool
     sequences: list[StepSequence]
     blocks_to_swap_out: list[tuple[int, int]]
     blocks_to_swap_in: list[tuple[int, int]]
@@ -96,10 +98,11 @@ ToWorker = Step | Call
 
 
 class StepResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """What rank 0 sampled."""
+    """What rank 0 sampled; with the rank's timing if that was asked for, by other ranks then too."""
 
     number: int
     outputs: list[SequenceOutput]
+    timing: RankTiming | None = None
 
 
 class CallResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -173,7 +176,7 @@ class RequestLedger:
         """Identity of a request to its number and the request, which is kept, so that the identity stays its own."""
         self._last_number = 0
 
-    def to_step(self, number: int, request: ExecuteModelRequest) -> Step:
+    def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False) -> Step:
         """The message for a step."""
         new_requests: dict[int, EngineCoreRequest] = {}
         sequences = []
@@ -194,7 +197,7 @@ class RequestLedger:
         while len(self._known) > max(self._capacity, len(sequences)):
             forgotten.append(self._known.popitem(last=False)[1][0])
         return Step(
-            number, new_requests, forgotten, sequences, request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy
+            number, new_requests, forgotten, timed, sequences, request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy
         )  # fmt: skip
 
 

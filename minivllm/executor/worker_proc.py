@@ -99,6 +99,8 @@ class WorkerProc:
             return CallResult(message.number, msgspec.to_builtins(value))
         assert isinstance(message, Step)
         outputs = self._worker.execute_model(to_request(message, self._requests))
+        if message.timed:
+            return StepResult(message.number, outputs, self._worker.last_timing)
         return StepResult(message.number, outputs) if self._setup.rank == 0 else None
 
     def _read(self) -> bytes | None:

@@ -105,3 +105,20 @@ class ParallelLMHead(Linear):
     def forward(self, x: Tensor) -> Tensor | None:
         """`[rows, hidden_size]` to `[rows, vocab_size]` on rank 0; None on the others, whose logits are among them."""
         return self.group.gather(self.method.apply(self, x), sizes=self.sizes)
+
+    def best_tokens(self, x: Tensor) -> Tensor | None:
+        """The token with the largest logit for each row, `[rows]`, on rank 0; None on the others. Of each rank, only its best one and its
+        logit cross to rank 0: two numbers instead of a part of the vocabulary."""
+        logits = self.method.apply(self, x)
+        best = argmax(logits)
+        candidates = torch.stack((logits.gather(1, best.unsqueeze(1)).squeeze(1).double(), (best + self.rows[0].start).double()))
+        gathered = self.group.gather(candidates.unsqueeze(0), dim=0)
+        if gathered is None:
+            return None
+        values, token_ids = gathered.unbind(1)  # each [ranks, rows]
+        return token_ids.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0).long()
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The most likely token of each row, `[rows]`; on a CPU by numpy, whose search is several times as fast as torch's."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)

@@ -28,6 +28,9 @@ class CausalLM(nn.Module):
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
     supports_tensor_parallel: ClassVar[bool] = False
     """Whether it is made of layers that know their rank, so that several workers can have a part of it each."""
+    best_tokens: Callable[[Tensor], Tensor | None] | None = None
+    """From `[rows, hidden_size]` to the token with the largest logit of each row, with less to exchange between ranks than all logits. Set
+    by a model that is divided among several."""
     load_weights: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
     """A method of the class that fills the parameters itself: it gets names and tensors of the checkpoint, one after another.
     Without one, the engine does it by the parameters' names."""

@@ -14,9 +14,9 @@ from minivllm.bench.trace_summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep
 from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys
 
-ENGINE, REQUESTS = 1, 2
-"""Process ids: the engine, with a row of steps and counters; the requests, with a row per sequence."""
-STEPS = 3
+ENGINE, REQUESTS, RANKS = 1, 2, 3
+"""Process ids: the engine, with a row of steps and counters; the requests, with a row per sequence; the workers, if there are several."""
+STEPS = 4
 """Thread id of the steps; sequences follow. Must differ from the process ids, or Perfetto takes the row for the main thread."""
 
 Event = dict[str, Any]
@@ -28,7 +28,8 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
     The process "engine" has a row of steps, named by their phase, and the counters `queues` (sequences running, waiting and swapped),
     `cache blocks` (used and free) and `prefix cache` (blocks whose contents are cached). The process "requests" has a row for each
     sequence, with a slice for each step it was in and each time out of the batch ("waiting", "preempted", "swapped"), and an
-    instant for each preemption.
+    instant for each preemption. With several workers, the process "ranks" has a row for each, with its part of each step, and in it the
+    operations in which it waits for the others.
 
     Args:
         trace: Of any engine. Times count from its first moment (`trace_summary.time_origin`) and are rounded to whole microseconds.
@@ -42,6 +43,7 @@ def to_chrome(trace: EngineTrace) -> dict[str, Any]:
         *(event for key, row in rows.items() for event in _thread(REQUESTS, row, _name(key, rows))),
         *_engine_events(trace, clock),
         *_sequence_events(trace, clock, rows),
+        *_rank_events(trace, clock),
     ]
     config = trace.config
     return {
@@ -124,6 +126,20 @@ def _sequence_events(trace: EngineTrace, clock: _Clock, rows: dict[SequenceKey, 
         elif span.state == "waiting" and span.request_id in trace.requests:
             args = {"prompt_tokens": trace.requests[span.request_id].num_prompt_tokens}
         yield clock.slice(span.state, REQUESTS, rows[span.key], span.start, span.end, args)
+
+
+def _rank_events(trace: EngineTrace, clock: _Clock) -> Iterator[Event]:
+    num_ranks = max((len(step.ranks) for step in trace), default=0)
+    if num_ranks:
+        yield from _process(RANKS, "ranks")
+    for rank in range(num_ranks):
+        row = STEPS + 1 + rank
+        yield from _thread(RANKS, row, f"rank {rank}")
+        for number, step in enumerate(trace):
+            for timing in step.ranks[rank : rank + 1]:
+                yield clock.slice(step.phase, RANKS, row, timing.start, timing.end, {"step": number, "bytes": timing.num_bytes})
+                for start, end in timing.communication:
+                    yield clock.slice("communication", RANKS, row, start, end, {"step": number})
 
 
 def _work(item: SequenceStep | None) -> dict[str, int]:

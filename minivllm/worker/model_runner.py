@@ -17,7 +17,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
-from minivllm.worker.sampler import Sampler, SamplingRow, top_logprobs
+from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
@@ -121,8 +121,7 @@ class ModelRunner:
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
         rows = self._tensor(inputs.sampled_rows)  # index_select, because hidden[rows] would wake all threads for a few rows
-        logits = self.model.compute_logits(hidden.index_select(0, rows)) if inputs.sampled_rows else None
-        outputs = self._sample(sequences, logits)
+        outputs = self._sample(sequences, hidden.index_select(0, rows))
         start = 0
         for seq, output in zip(sequences, outputs, strict=True):
             if seq.request.sampling_params.prompt_logprobs is not None:
@@ -146,28 +145,39 @@ class ModelRunner:
             )
         self.execute_model(sequences, kv_caches)
 
-    def _sample(self, sequences: list[SequenceData], logits: Tensor | None) -> list[SequenceOutput]:
-        """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft."""
+    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> list[SequenceOutput]:
+        """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.
+
+        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts.
+        """
         outputs = [SequenceOutput() for _ in sequences]
-        if logits is None:
-            return outputs
         rows: list[SamplingRow] = []
-        logit_rows: list[int] = []
+        hidden_rows: list[int] = []
         owners: list[SequenceOutput] = []
         sampled = [(seq, output) for seq, output in zip(sequences, outputs, strict=True) if seq.num_samples]
         predictions = [(seq, i, output) for seq, output in sampled for i in range(1 + seq.num_drafts)]
-        for logit_row, (seq, num_drafts, output) in enumerate(predictions):
+        for hidden_row, (seq, num_drafts, output) in enumerate(predictions):
             for sibling in range(seq.num_samples):
                 rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
-                logit_rows.append(logit_row)
+                hidden_rows.append(hidden_row)
                 owners.append(output)
-        if len(rows) > len(predictions):
-            logits = logits[logit_rows]
-        for owner, token in zip(owners, self.sampler.sample(logits, rows), strict=True):
+        for owner, token in zip(owners, self._choose(hidden, rows, hidden_rows), strict=False):
             owner.token_ids.append(token.token_id)
             if token.logprobs is not None:
                 owner.logprobs = [*(owner.logprobs or []), token.logprobs]
         return outputs
+
+    def _choose(self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]) -> list[SampledToken]:
+        """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. No token on ranks that have no logits."""
+        if not rows:
+            return []
+        if self.model.best_tokens is not None and self.sampler.needs_only_best(rows):
+            best = self.model.best_tokens(hidden)
+            return [] if best is None else [SampledToken(token_id) for token_id in best[hidden_rows].tolist()]
+        logits = self.model.compute_logits(hidden)
+        if logits is None:
+            return []
+        return self.sampler.sample(logits[hidden_rows] if len(rows) > len(logits) else logits, rows)
 
     def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""

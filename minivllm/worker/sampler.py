@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels
+from minivllm.layers.embedding import argmax
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData
@@ -62,6 +63,12 @@ class SampledToken:
 class Sampler:
     """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with this method."""
 
+    def needs_only_best(self, rows: list[SamplingRow]) -> bool:
+        """Whether `sample` would take the largest logit of each row and say nothing of the others."""
+        return type(self) is Sampler and not any(
+            row.params.logprobs is not None or not row.params.is_greedy or adjusts_logits(row) for row in rows
+        )
+
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
 
@@ -84,9 +91,10 @@ class Sampler:
         return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The most likely token of each row, `[rows]`; on a CPU by numpy, whose search is several times as fast as torch's."""
-    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+def adjusts_logits(row: SamplingRow) -> bool:
+    """Whether `adjust_logits` would change anything."""
+    params = row.params
+    return bool(params.logit_bias or params.has_penalties or row.position < params.min_tokens)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
@@ -94,15 +102,14 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
-        too_short = row.position < params.min_tokens
-        if not (params.logit_bias or params.has_penalties or too_short):
+        if not adjusts_logits(row):
             continue
         if adjusted is logits:
             adjusted = logits.clone()
         if params.logit_bias:
             token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
             adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        if too_short and row.seq.request.stop_reasons:
+        if row.position < params.min_tokens and row.seq.request.stop_reasons:
             adjusted[i, list(row.seq.request.stop_reasons)] = MIN_LOGIT
         if params.has_penalties:
             adjusted[i] = apply_penalties(

@@ -25,7 +25,7 @@ BELOW = {
     "executor": {"worker", "distributed"},
     "engine": {"core", "executor", "models"},
     "bench": {"engine", "core", "executor", "worker", "layers", "kernels"},
-    "viz": {"kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
+    "viz": {"distributed.partition", "kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
     "course": {"viz", "bench", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
     "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
 }

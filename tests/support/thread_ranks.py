@@ -34,18 +34,18 @@ class ThreadGroup(GroupCoordinator):
         self._meeting = meeting
         self.calls: list[tuple[str, int]] = []
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> None:
         parts = self._exchange("all_reduce", x.float())
         assert len({part.shape for part in parts}) == 1
-        return x.copy_(torch.stack(parts).sum(dim=0))
+        x.copy_(torch.stack(parts).sum(dim=0))
 
-    def all_gather_flat(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         parts = self._exchange("all_gather", x.reshape(-1))
         assert [len(part) for part in parts] == list(sizes)
         return parts
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        return x.copy_(self._exchange("broadcast", x)[src])
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        x.copy_(self._exchange("broadcast", x)[src])
 
     def _exchange(self, kind: str, x: Tensor) -> list[Tensor]:
         self.calls.append((kind, x.numel()))
