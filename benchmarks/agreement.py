@@ -2,6 +2,7 @@
 
     python benchmarks/agreement.py            # 200 prompts, 64 tokens each: about half an hour on 2 cores
     python benchmarks/agreement.py --num-prompts 20 --max-len 200
+    python benchmarks/agreement.py --num-prompts 50 --ranks 2 3    # the model divided among 2 and among 3 workers
 
 Every way of running must give transformers' tokens. transformers sees each distinct answer in one pass over prompt and answer: at each
 position, its most likely token must be ours. By induction, that is the same as comparing with its own greedy generation. Where its logits
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=900, help="tokens of the longest prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="instead of all this, divide the model among N workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     args = parser.parse_args()
 
@@ -107,17 +109,24 @@ def main() -> None:
 
     batched = {"max_num_seqs": args.max_num_seqs}
     chunked = batched | {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}
-    check("alone", max_num_seqs=1)
-    peak = check("batched", **batched)
-    check("8 blocks too few, recompute", num_gpu_blocks_override=peak - 8, **batched)
-    check("8 blocks too few, swap", num_gpu_blocks_override=peak - 8, preemption_mode="swap", **batched)
-    check("chunked prefill", **chunked)
-    check("prefix cache", rounds=2, enable_prefix_caching=True, **batched)
-    # A third of the blocks, but enough for the longest request alone.
-    few = max(peak // 3, -(-(args.max_len + args.max_tokens) // 16))
-    everything = chunked | {"enable_prefix_caching": True, "num_gpu_blocks_override": few}
-    check("a third of the blocks, chunked, prefix cache", **everything)
-    check("the same with swap", preemption_mode="swap", **everything)
+    longest = -(-(args.max_len + args.max_tokens) // 16)
+    for ranks in args.ranks or ():
+        divided = {"tensor_parallel_size": ranks}
+        few_blocks = {"num_gpu_blocks_override": 2 * longest, "enable_prefix_caching": True}
+        check(f"{ranks} ranks", **batched, **divided)
+        check(f"{ranks} ranks, few blocks, chunked, prefix cache", **chunked, **few_blocks, **divided)
+    if not args.ranks:
+        check("alone", max_num_seqs=1)
+        peak = check("batched", **batched)
+        check("8 blocks too few, recompute", num_gpu_blocks_override=peak - 8, **batched)
+        check("8 blocks too few, swap", num_gpu_blocks_override=peak - 8, preemption_mode="swap", **batched)
+        check("chunked prefill", **chunked)
+        check("prefix cache", rounds=2, enable_prefix_caching=True, **batched)
+        # A third of the blocks, but enough for the longest request alone.
+        few = max(peak // 3, longest)
+        everything = chunked | {"enable_prefix_caching": True, "num_gpu_blocks_override": few}
+        check("a third of the blocks, chunked, prefix cache", **everything)
+        check("the same with swap", preemption_mode="swap", **everything)
 
     headers = ("way", "requests", "tokens", "ties", "preempted", "cached", "seconds")
     rows = [
@@ -138,7 +147,7 @@ def main() -> None:
     report(title, format_table(headers, rows), content, file=args.json)
     if any(r.agreeing_requests != r.requests for r in results):
         raise SystemExit("Some tokens differ from transformers.")
-    if not all(r.preemptions for r in results if "blocks" in r.way or "swap" in r.way):
+    if not all(r.preemptions for r in results if " blocks" in r.way or "swap" in r.way):
         raise SystemExit("Nothing was preempted where something should have been.")
 
 

@@ -5,8 +5,9 @@
    transformers in float32 as transformers' own bfloat16 logits are.
 3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
    graphs and without.
-4. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
-5. All kernel tests, with the Triton kernels compiled.
+4. Two ranks: with NCCL if there are two GPUs, else both on the one GPU over gloo, for correctness alone. The tokens must be those of one.
+5. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
+6. All kernel tests, with the Triton kernels compiled.
 
 The results are saved as JSON.
 """
@@ -208,6 +209,29 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
     return equal, speeds
 
 
+def check_ranks(folder: Path) -> tuple[bool, dict]:
+    """Tokens of two ranks against those of one, in float32, and throughput of both."""
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 1:
+        print("NCCL is not checked: there is one GPU. Two ranks share it, over gloo.")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = random_prompts([1 + 11 * i % 200 for i in range(16)])
+    tokens, speeds = {}, {}
+    for size in (1, 2):
+        llm = load(folder, dtype="float32", tensor_parallel_size=size, num_gpu_blocks_override=2000)
+        llm.generate(prompts[:2], params, use_tqdm=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        speeds[f"{size} of {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
+        tokens[size] = [output.outputs[0].token_ids for output in outputs]
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"equal tokens on two ranks and one, float32: {tokens[1] == tokens[2]}; tokens/s: {speeds}")
+    return tokens[1] == tokens[2], speeds
+
+
 def main() -> int:
     """All checks; 0 if they passed (a missed speed goal is reported, but not a failure)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,6 +262,8 @@ def main() -> int:
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
         note("tokens with and without graphs", equal, tokens_per_second=speeds)
+        equal, speeds = check_ranks(folder)
+        note("tokens of two ranks", equal, tokens_per_second_by_ranks=speeds)
     for file in LESSONS:
         passed, printed = run_lesson(file)
         print(printed)

@@ -79,7 +79,7 @@ def find_shards(config: ModelConfig, tensor_parallel_size: int) -> dict[str, Div
         vocabulary.append(Shard(rank, hidden, split(config.vocab_size, tensor_parallel_size, rank)))
     return {
         "qkv": DividedWeight("q, k, v", hidden_size, q_size + 2 * kv_size, qkv, (q_size, q_size + kv_size)),
-        "out": DividedWeight("output of attention", q_size, hidden_size, out),
+        "out": DividedWeight("o", q_size, hidden_size, out),
         "up": DividedWeight(
             "gate, up" if has_gate else "up", hidden_size, (1 + has_gate) * width, up, (width,) if has_gate else ()
         ),
@@ -118,11 +118,11 @@ def draw_shards(config: ModelConfig, tensor_parallel_size: int) -> Figure:
     axes = figure.subplots()
     middle, left, between = tallest / 2, 0.0, []
     for number, weight in enumerate(layer):
-        _draw_weight(axes, weight, left, middle)
+        _draw_weight(axes, weight, left, middle, inches)
         left += weight.num_outputs
         between.append((left, left + (2 if number in (0, 1) else 1) * gap))
         left = between[-1][1]
-    _draw_cache(axes, config, tensor_parallel_size, between[0], middle)
+    _draw_cache(axes, config, tensor_parallel_size, between[0], middle, inches)
     for start, end in (between[1], between[3]):
         _write(axes, (start + end) / 2, middle, "all-\nreduce", 8.5)
     top = (height - 0.45) / inches
@@ -194,27 +194,37 @@ def _write(axes: Axes, x: float, y: float, text: str, size: float = 8.0) -> None
     axes.text(x, y, text, fontsize=size, ha="center", va="center", color=INK)
 
 
-def _draw_parts(axes: Axes, boxes: Sequence[Box], ranks: Sequence[int]) -> None:
-    """Boxes in the colours of their ranks, with the ranks' numbers where there is room."""
+def _draw_parts(axes: Axes, boxes: Sequence[Box], ranks: Sequence[int], smallest: float) -> None:
+    """Boxes in the colours of their ranks, with the ranks' numbers in those that are not smaller than this."""
     add_boxes(axes, boxes, [REQUEST_COLORS[rank] for rank in ranks], edge="#FFFFFF", line_width=0.8, label="shards")
-    places = [((left + right) / 2, (bottom + top) / 2) for left, right, bottom, top in boxes]
-    colors = [ink_on(REQUEST_COLORS[rank]) for rank in ranks]
-    axes.add_collection(Labels(axes, places, [str(rank) for rank in ranks], 8.0, colors), autolim=False)
-
-
-def _draw_weight(axes: Axes, weight: DividedWeight, left: float, middle: float) -> None:
-    top = middle - weight.num_inputs / 2
-    boxes = [
-        (left + shard.outputs.start, left + shard.outputs.stop, top + shard.inputs.stop, top + shard.inputs.start)
-        for shard in weight.shards
+    labels = [
+        ((left + right) / 2, (bottom + top) / 2, rank)
+        for (left, right, bottom, top), rank in zip(boxes, ranks, strict=True)
+        if min(right - left, bottom - top) >= smallest
     ]
-    _draw_parts(axes, boxes, [shard.rank for shard in weight.shards])
+    colors = [ink_on(REQUEST_COLORS[rank]) for _, _, rank in labels]
+    axes.add_collection(
+        Labels(axes, [(x, y) for x, y, _ in labels], [str(rank) for *_, rank in labels], 8.0, colors), autolim=False
+    )
+
+
+def _draw_weight(axes: Axes, weight: DividedWeight, left: float, middle: float, inches: float) -> None:
+    """A box for each shard. One that several ranks hold is cut."""
+    top, boxes = middle - weight.num_inputs / 2, []
+    for shard in weight.shards:
+        holders = [other.rank for other in weight.shards if (other.inputs, other.outputs) == (shard.inputs, shard.outputs)]
+        height = len(shard.inputs) / len(holders)
+        start = top + shard.inputs.start + height * holders.index(shard.rank)
+        boxes.append((left + shard.outputs.start, left + shard.outputs.stop, start + height, start))
+    _draw_parts(axes, boxes, [shard.rank for shard in weight.shards], 0.12 / inches)
     for seam in weight.seams:
         axes.plot([left + seam] * 2, [top, top + weight.num_inputs], color=INK, linewidth=1.2, zorder=4)
     axes.text(left + weight.num_outputs / 2, top, f"{weight.name}\n{weight.num_inputs} × {weight.num_outputs}", fontsize=8, ha="center", va="bottom", color=INK)  # fmt: skip
 
 
-def _draw_cache(axes: Axes, config: ModelConfig, tensor_parallel_size: int, between: tuple[float, float], middle: float) -> None:
+def _draw_cache(
+    axes: Axes, config: ModelConfig, tensor_parallel_size: int, between: tuple[float, float], middle: float, inches: float
+) -> None:
     """A small box for each KV head; one that several ranks hold is cut."""
     holders: list[list[int]] = [[] for _ in range(config.num_kv_heads)]
     for rank in range(tensor_parallel_size):
@@ -230,7 +240,7 @@ def _draw_cache(axes: Axes, config: ModelConfig, tensor_parallel_size: int, betw
         for i, rank in enumerate(of_head):
             boxes.append((left + i * width, left + (i + 1) * width, top + (head + 0.95) * size, top + (head + 0.05) * size))
             ranks.append(rank)
-    _draw_parts(axes, boxes, ranks)
+    _draw_parts(axes, boxes, ranks, 0.12 / inches)
     axes.text((left + right) / 2, top, f"KV cache\n{config.num_kv_heads} heads", fontsize=8, ha="center", va="bottom", color=INK)
 
 
@@ -238,6 +248,6 @@ def _draw_vocabulary(axes: Axes, weight: DividedWeight, total: float, top: float
     """A strip as wide as the layer, not to scale."""
     scale = total / weight.num_outputs
     boxes = [(shard.outputs.start * scale, shard.outputs.stop * scale, top + height, top) for shard in weight.shards]
-    _draw_parts(axes, boxes, [shard.rank for shard in weight.shards])
+    _draw_parts(axes, boxes, [shard.rank for shard in weight.shards], 0.0)
     text = f"{weight.name}: {weight.num_outputs:,} tokens × {weight.num_inputs} (not to scale)"
     axes.text(total / 2, top + 1.15 * height, text, fontsize=8, ha="center", va="top", color=INK)

@@ -1,4 +1,4 @@
-"""Invariants 2 and 3 on real tensors: a tiny Llama gives a request the same tokens in any workload as alone.
+"""Invariants 2 and 3 on real tensors: a tiny Llama gives a request the same tokens in any workload, on one rank or two, as alone.
 
 The shadow model of test_invariants.py checks that the right slots are read; this checks that what stands in them is right
 after copying, swapping, caching and chunking, and that attention and sampling do not depend on the batch.
@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_invariants import Job, jobs, run
+from thread_ranks import engine_on_threads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams, StaticBatchScheduler
+from minivllm.config import EngineArgs
 from minivllm.request import Sequence
 
 MAX_MODEL_LEN = 56
@@ -91,12 +93,14 @@ def engine_arguments(draw):
 
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
-@given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8))
-def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload):
-    llm = load(tiny_folder, **args)
+@given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8), num_ranks=st.sampled_from([1, 1, 2]))
+def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone, args, workload, num_ranks):
+    engine = engine_on_threads(
+        EngineArgs(str(tiny_folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args), num_ranks
+    )
     if args["num_speculative_tokens"]:
-        llm.llm_engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
-    results = run(llm.llm_engine, workload)
+        engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
+    results = run(engine, workload)
     for name, job in zip(results, workload, strict=True):
         result = results[name]
         if result.error != "aborted":

@@ -14,6 +14,7 @@ import time
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from minivllm.entrypoints import cli
@@ -241,8 +242,8 @@ def engine_process(served):
     return int(listed.stdout.split()[0])
 
 
-def kill_the_engine_under_streams(served, num_streams):
-    """How each of so many clients learned of the engine's death, and after how many seconds."""
+def kill_the_engine_under_streams(served, num_streams, process=None):
+    """How each of so many clients learned of the engine's death, and after how many seconds; or of the death of a process of its own."""
     num_begun = threading.Semaphore(0)
 
     def read(_):
@@ -260,7 +261,7 @@ def kill_the_engine_under_streams(served, num_streams):
         for _ in range(100):  # 16 of them run, the others wait
             assert num_begun.acquire(timeout=60)
         killed = time.monotonic()
-        os.kill(engine_process(served), signal.SIGKILL)
+        os.kill(process or engine_process(served), signal.SIGKILL)
         return [(message, seconds - killed) for message, seconds in (reader.result(timeout=60) for reader in readers)]
 
 
@@ -273,18 +274,39 @@ def test_a_killed_engine_ends_32_streams_within_2_seconds_and_the_server_with_st
     assert served.process.wait(timeout=30) == 1
 
 
+def wait_until_healthy(served):
+    deadline = time.monotonic() + 120
+    while served.http.get("/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_another_engine_is_started_where_that_was_asked_for(tmp_path):
     served = ServeProcess("--restart-engine", log=tmp_path / "log")
     assert len(kill_the_engine_under_streams(served, 4)) == 4
     health = served.http.get("/health")
     assert health.status_code == 503 and "Another engine is being started" in health.json()["error"]["message"]
-    deadline = time.monotonic() + 120
-    while served.http.get("/health").status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until_healthy(served)
     answer = served.client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=2, temperature=0)
     assert answer.choices[0].text == " Paris."
     assert served.end() == 0
+
+
+def test_two_ranks_serve_and_a_killed_one_is_named(tmp_path):
+    served = ServeProcess("--tensor-parallel-size", "2", "--restart-engine", log=tmp_path / "log")
+    engine = psutil.Process(engine_process(served))
+    workers = engine.children()
+    assert len(workers) == 2
+    ends = kill_the_engine_under_streams(served, 4, workers[1].pid)
+    said = f"The engine has ended: Rank 1 of 2 (process {workers[1].pid}) was killed by SIGKILL."
+    assert [message for message, _ in ends if said not in message] == []
+    assert max(seconds for _, seconds in ends) < 2
+    wait_until_healthy(served)
+    answer = served.client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=2, temperature=0)
+    assert answer.choices[0].text == " Paris."
+    workers += psutil.Process(engine_process(served)).children()
+    assert served.end() == 0
+    assert not any(worker.is_running() for worker in workers)
 
 
 def test_serve_has_help_with_an_example(capsys):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor
@@ -74,7 +74,8 @@ class ThreadExecutor(Executor):
 
     def __init__(self, config: EngineConfig, world_size: int) -> None:
         configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
-        self.workers = [Worker(*configs, group) for group in make_groups(world_size)]
+        groups = make_groups(world_size) if world_size > 1 else [SingleRank()]
+        self.workers = [Worker(*configs, group) for group in groups]
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
 
@@ -93,8 +94,11 @@ class ThreadExecutor(Executor):
 
 
 def engine_on_threads(args: Any, world_size: int) -> LLMEngine:
-    """An engine whose ranks are threads; `args` are `EngineArgs`."""
+    """An engine whose ranks are threads; one rank is a worker as it always is. `args` are `EngineArgs`."""
     config = EngineConfig.from_engine_args(args)
     executor = ThreadExecutor(config, world_size)
     configs = (config.model_config, config.cache_config, config.scheduler_config)
-    return LLMEngine.from_executor(*configs, executor, config.load_tokenizer(), seed=args.seed)
+    return LLMEngine.from_executor(
+        *configs, executor, config.load_tokenizer(), scheduler_cls=config.scheduler_cls,
+        block_space_manager_cls=config.block_space_manager_cls, seed=args.seed,
+    )  # fmt: skip
