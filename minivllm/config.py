@@ -183,9 +183,13 @@ class EngineArgs:
         "Fraction of the GPU's memory for weights, activations and KV cache together. On a CPU: fraction of the memory that is "
         "free after loading the weights, up to 4 GiB.",
     )
-    kv_cache_memory_bytes: int | None = _arg(None, "Size of the KV cache on the device, in bytes, instead of profiling.")
+    kv_cache_memory_bytes: int | None = _arg(
+        None, "Size of the KV cache on the device, in bytes, instead of profiling; of each worker's part, if there are several."
+    )
     num_gpu_blocks_override: int | None = _arg(None, "Number of device blocks, instead of profiling.")
-    swap_space: float = _arg(1.0, 'Host memory for swapped sequences, in GiB; used only with preemption_mode="swap".')
+    swap_space: float = _arg(
+        1.0, 'Host memory for swapped sequences, in GiB; of each worker, used only with preemption_mode="swap".'
+    )
     enable_prefix_caching: bool = _arg(False, "Reuse the KV blocks of earlier prompts that start the same way.")
     max_num_seqs: int = _arg(256, "Maximum number of sequences per step.")
     max_num_batched_tokens: int | None = _arg(

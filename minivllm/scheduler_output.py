@@ -72,12 +72,13 @@ class ExecuteModelRequest:
 
 
 class RankTiming(NamedTuple):
-    """How one of several workers spent a step. Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine.
+    """How one of several workers spent a step. Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On
+    a GPU they say when the work was launched, not when it was done.
 
     Attributes:
         start, end: When it had the step's message, and when it was done.
         num_bytes: What it has handed to the others.
-        communication: Begin and end of each operation of the group: copying, waiting for the others, and adding.
+        communication: Start and end of each operation of the group: copying, waiting for the others, and adding.
     """
 
     start: float

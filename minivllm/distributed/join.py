@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -24,9 +25,8 @@ def join_group(rank: int, world_size: int, device: torch.device, memory: int, po
         from minivllm.distributed.shared_memory_group import SharedMemoryGroup  # needs Numba
 
         return SharedMemoryGroup(memory, rank, world_size)
-    has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= world_size
-    if has_own_gpu:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= world_size
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return TorchGroup(rank, world_size, f"tcp://127.0.0.1:{port}", "nccl" if has_own_gpu else "gloo")

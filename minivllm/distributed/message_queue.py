@@ -1,9 +1,8 @@
 """Messages from one process to others of the same machine: written once into shared memory, however many read them.
 
-The memory is a ring of slots. A message takes one, or several if it is long. When a slot is filled, a byte through a pipe wakes each reader,
-which sleeps until then; the pipe also tells either side that the other has ended. A reader counts what it has read, so that the writer knows
-which slots are free again. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers
-spin.
+The memory is a ring of slots. A message takes one, or several if it is long. The writer counts the slots that it has filled, and each reader those that it
+has read, so that either knows what the other has done. A byte through a pipe wakes a reader, which sleeps until then; the pipe also tells either side that
+the other has ended. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from minivllm.errors import DistributedError
 
 NUM_SLOTS = 16
 SLOT_BYTES = 2**16
-_HEADER = struct.Struct("<II")
-"""Of a slot: how many bytes it holds, and whether they are the last of a message."""
+_HEADER = struct.Struct("<I??2x")
+"""Of a slot: how many bytes it holds, and whether they are the first and the last of a message."""
+_GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 _COUNT = struct.Struct("<Q")
 
 
@@ -41,8 +41,11 @@ class QueueEnds:
     @classmethod
     def create(cls, num_readers: int) -> QueueEnds:
         """A new queue."""
-        memory = create_shared_memory(LINE_BYTES * num_readers + NUM_SLOTS * SLOT_BYTES)
-        return cls(memory, [os.pipe() for _ in range(num_readers)])
+        memory = create_shared_memory(LINE_BYTES * (1 + num_readers) + NUM_SLOTS * SLOT_BYTES)
+        bells = [os.pipe() for _ in range(num_readers)]
+        for _, ring in bells:
+            os.set_blocking(ring, False)
+        return cls(memory, bells)
 
     def close(self, *, but: tuple[int, ...] = ()) -> None:
         """Close all of them except those that this process goes on using."""
@@ -52,7 +55,7 @@ class QueueEnds:
 
 
 class _Ring:
-    """The memory, as either side sees it."""
+    """The memory, as either side sees it: a line with the count of the writer, one for each reader, then the slots."""
 
     def __init__(self, memory: int, num_readers: int) -> None:
         self._memory = mmap.mmap(memory, os.fstat(memory).st_size)
@@ -61,11 +64,18 @@ class _Ring:
         """Slots that this side has written or read."""
 
     def _offset(self) -> int:
-        return LINE_BYTES * self._num_readers + self._number % NUM_SLOTS * SLOT_BYTES
+        return LINE_BYTES * (1 + self._num_readers) + self._number % NUM_SLOTS * SLOT_BYTES
+
+    def _get_count(self, line: int) -> int:
+        count: int = _COUNT.unpack_from(self._memory, LINE_BYTES * line)[0]
+        return count
+
+    def _set_count(self, line: int) -> None:
+        _COUNT.pack_into(self._memory, LINE_BYTES * line, self._number)
 
 
 class QueueWriter(_Ring):
-    """The one end.
+    """The end that writes.
 
     Args:
         memory: From `QueueEnds`; may be closed afterwards.
@@ -85,16 +95,19 @@ class QueueWriter(_Ring):
         capacity = SLOT_BYTES - _HEADER.size
         view = memoryview(message)
         for start in range(0, max(1, len(view)), capacity):
-            while self._number - self._slowest() >= NUM_SLOTS:
+            while self._number - min(map(self._get_count, range(1, 1 + self._num_readers))) >= NUM_SLOTS:
                 self._check_readers()
                 time.sleep(0.0005)
             piece, offset = view[start : start + capacity], self._offset()
-            _HEADER.pack_into(self._memory, offset, len(piece), start + capacity >= len(view))
+            _HEADER.pack_into(self._memory, offset, len(piece), start == 0, start + capacity >= len(view))
             self._memory[offset + _HEADER.size : offset + _HEADER.size + len(piece)] = piece
             self._number += 1
+            self._set_count(0)
             for bell in self._bells:
                 try:
                     os.write(bell, b"\0")
+                except BlockingIOError:  # so many rings that the reader cannot miss them
+                    pass
                 except OSError:
                     raise DistributedError("A reader of the message queue has ended.") from None
 
@@ -104,20 +117,16 @@ class QueueWriter(_Ring):
         for bell in bells:
             os.close(bell)
 
-    def _slowest(self) -> int:
-        counts: list[int] = [_COUNT.unpack_from(self._memory, LINE_BYTES * reader)[0] for reader in range(self._num_readers)]
-        return min(counts)
-
     def _check_readers(self) -> None:
         poll = select.poll()
         for bell in self._bells:
             poll.register(bell, 0)
-        if any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0)) or not self._bells:
+        if not self._bells or any(event & _GONE for _, event in poll.poll(0)):
             raise DistributedError("A reader of the message queue has ended.")
 
 
 class QueueReader(_Ring):
-    """One of the other ends.
+    """An end that reads.
 
     Args:
         memory: From `QueueEnds`; may be closed afterwards.
@@ -137,21 +146,32 @@ class QueueReader(_Ring):
         """The next message; None if there is none within `timeout` seconds.
 
         Raises:
-            EOFError: The writer has ended, or closed the queue.
+            EOFError: The writer has ended, or closed the queue, and all is read.
         """
-        while self._poll.poll(None if timeout is None else 1000 * timeout):
-            if not os.read(self.bell, 1):
+        while True:
+            while self._number < self._get_count(0):
+                if (message := self._read_slot()) is not None:
+                    return message
+            if not self._poll.poll(None if timeout is None else 1000 * timeout):
+                return None
+            if not os.read(self.bell, NUM_SLOTS) and self._number == self._get_count(0):
                 raise EOFError("The writer of the message queue has ended.")
-            offset = self._offset()
-            size, is_last = _HEADER.unpack_from(self._memory, offset)
-            self._pieces.append(self._memory[offset + _HEADER.size : offset + _HEADER.size + size])
-            self._number += 1
-            _COUNT.pack_into(self._memory, LINE_BYTES * self._index, self._number)
-            if is_last:
-                pieces, self._pieces = self._pieces, []
-                return b"".join(pieces)
-        return None
+
+    def has_message(self) -> bool:
+        """Whether there is something to read without waiting."""
+        return self._number < self._get_count(0)
 
     def close(self) -> None:
         """Read no more."""
         os.close(self.bell)
+
+    def _read_slot(self) -> bytes | None:
+        """The next piece; the whole message, if it was the last one."""
+        offset = self._offset()
+        size, is_first, is_last = _HEADER.unpack_from(self._memory, offset)
+        piece = self._memory[offset + _HEADER.size : offset + _HEADER.size + size]
+        # What stands before a first piece was left by a writer that Ctrl-C has interrupted. Nothing is called between the two
+        # assignments, so that a reader that is interrupted has counted the piece just when it has it.
+        self._pieces, self._number = [piece] if is_first else [*self._pieces, piece], self._number + 1
+        self._set_count(1 + self._index)
+        return b"".join(self._pieces) if is_last else None

@@ -24,7 +24,7 @@ class GroupCoordinator(ABC):
         world_size: How many there are.
 
     Attributes:
-        spans: Begin and end of each operation since `take_timing`, in seconds of `time.perf_counter`.
+        spans: Start and end of each operation since `take_timing`, in seconds of `time.perf_counter`.
         num_bytes: What this rank has handed over in them.
     """
 
@@ -52,18 +52,13 @@ class GroupCoordinator(ABC):
             dim: Along which they are joined.
             sizes: The length of each rank's part along `dim`; None if all have the same.
         """
-        dim %= x.dim()
-        sizes = sizes or [x.shape[dim]] * self.world_size
-        shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
-        start = time.perf_counter()
-        parts = self._all_gather(x, [torch.Size(shape).numel() for shape in shapes])
-        self._note(start, x)
-        return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+        gathered = self._join(x, dim, sizes, None)
+        assert gathered is not None
+        return gathered
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
         """As `all_gather`, but only rank `dst` gets the result; the others None."""
-        gathered = self.all_gather(x, dim, sizes)
-        return gathered if self.rank == dst else None
+        return self._join(x, dim, sizes, dst)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Replace `x` by that of rank `src`. Returns `x`."""
@@ -72,17 +67,13 @@ class GroupCoordinator(ABC):
         self._note(start, x)
         return x
 
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-        self.all_gather(torch.zeros(1))
-
     @property
     def supports_cuda_graphs(self) -> bool:
         """Whether its operations can be captured: none of them waits on the host."""
         return False
 
     def take_timing(self) -> tuple[list[tuple[float, float]], int]:
-        """`spans` and `num_bytes`, which begin anew."""
+        """`spans` and `num_bytes`, which are reset."""
         taken = self.spans, self.num_bytes
         self.spans, self.num_bytes = [], 0
         return taken
@@ -94,9 +85,20 @@ class GroupCoordinator(ABC):
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> None: ...
 
+    def _join(self, x: Tensor, dim: int, sizes: Sequence[int] | None, dst: int | None) -> Tensor | None:
+        dim %= x.dim()
+        sizes = sizes or [x.shape[dim]] * self.world_size
+        shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
+        start = time.perf_counter()
+        parts = self._gather(x, [torch.Size(shape).numel() for shape in shapes], dst)
+        self._note(start, x)
+        if dst is not None and dst != self.rank:
+            return None
+        return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
     @abstractmethod
-    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The tensors of all ranks, each flat; `sizes` says how many numbers each rank has."""
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
+        """The tensors of all ranks, each flat; `sizes` says how many numbers each rank has. Only rank `dst` needs them, or all if None."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...
@@ -114,6 +116,9 @@ class SingleRank(GroupCoordinator):
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
         return x
 
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
+        return x
+
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         return x
 
@@ -123,7 +128,7 @@ class SingleRank(GroupCoordinator):
 
     def _all_reduce(self, x: Tensor) -> None: ...
 
-    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         return [x.reshape(-1)]
 
     def _broadcast(self, x: Tensor, src: int) -> None: ...

@@ -6,8 +6,9 @@ import mmap
 import os
 import tempfile
 
-LINE_BYTES = 64
-"""What only one process writes has cache lines of its own, or a write of one would slow down the others' reads."""
+LINE_BYTES = 128
+"""What only one process writes has cache lines of its own, or a write of one would slow down the others' reads. Processors fetch two lines of 64
+bytes at a time."""
 BUFFER_BYTES = 2**21
 """How much of a tensor goes through a buffer of a group at a time."""
 

@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from minivllm.distributed.parallel_state import GroupCoordinator
-from minivllm.distributed.shared_memory import group_header_bytes
+from minivllm.distributed.shared_memory import LINE_BYTES, group_header_bytes
 from minivllm.errors import DistributedError
 from minivllm.kernels.cpu import collectives
 from minivllm.kernels.cpu.atomics import LINE
 from minivllm.kernels.cpu.thread_pool import waiting
 
+assert 8 * LINE == LINE_BYTES
 YIELDS = 200
-"""How often a rank that waits yields its core before it looks after the others."""
-SECONDS_BETWEEN_LOOKS = 0.2
-KINDS = ("all_reduce", "all_gather", "broadcast")
+"""How often a rank that waits yields its core before it checks the others."""
+SECONDS_BETWEEN_CHECKS = 0.2
+KINDS = ("all_reduce", "gather", "broadcast")
 
 
 class SharedMemoryGroup(GroupCoordinator):
@@ -68,13 +69,14 @@ class SharedMemoryGroup(GroupCoordinator):
         if flat.data_ptr() != x.data_ptr():
             x.copy_(flat.view_as(x))
 
-    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         flat, capacity = _flatten(x), self._capacity // x.itemsize
-        parts = [x.new_empty(size) for size in sizes]
+        is_reading = dst in (None, self.rank)
+        parts = [x.new_empty(size if is_reading else 0) for size in sizes]
         for start in range(0, max(sizes), capacity):
             lengths = [min(max(size - start, 0), capacity) for size in sizes]
-            pieces = self._exchange("all_gather", flat[start : start + capacity], lengths)
-            for part, piece in zip(parts, pieces, strict=True):
+            pieces = self._exchange("gather", flat[start : start + capacity], lengths)
+            for part, piece in zip(parts, pieces, strict=True) if is_reading else ():
                 part[start : start + len(piece)] = piece
         return parts
 
@@ -119,17 +121,17 @@ class SharedMemoryGroup(GroupCoordinator):
         return self._bytes[self._number & 1]
 
     def _wait(self, what: int, status: int) -> None:
-        """Wait for the others, and look after them from time to time."""
-        end, next_look = time.monotonic() + self.timeout, time.monotonic() + SECONDS_BETWEEN_LOOKS
+        """Wait for the others, and check from time to time that they are there."""
+        end, next_check = time.monotonic() + self.timeout, time.monotonic() + SECONDS_BETWEEN_CHECKS
         while status == collectives.WAITING:
             status = collectives.wait(self._address, self.world_size, self._number, what, self._spins, YIELDS, self._yield)
-            if status == collectives.WAITING and (now := time.monotonic()) > next_look:
-                next_look = now + SECONDS_BETWEEN_LOOKS
-                self._look_after_others(is_late=now > end)
+            if status == collectives.WAITING and (now := time.monotonic()) > next_check:
+                next_check = now + SECONDS_BETWEEN_CHECKS
+                self._check_others(is_late=now > end)
         if status == collectives.DIFFERENT:
             raise DistributedError(f"The ranks do not call the same operation: {self._describe_calls()}.")
 
-    def _look_after_others(self, is_late: bool) -> None:
+    def _check_others(self, is_late: bool) -> None:
         for rank in range(self.world_size):
             if self._words[LINE * rank + collectives.NUMBER] >= self._number:
                 continue

@@ -36,10 +36,13 @@ class TorchGroup(GroupCoordinator):
         if whole.data_ptr() != x.data_ptr():
             x.copy_(whole)
 
-    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         padded = self._to_wire(F.pad(x.reshape(-1), (0, max(sizes) - x.numel())))
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
+        if dst is None:
+            dist.all_gather(parts, padded)
+        else:
+            dist.gather(padded, parts if self.rank == dst else None, dst)
         return [part[:size].to(x.device) for part, size in zip(parts, sizes, strict=True)]
 
     def _broadcast(self, x: Tensor, src: int) -> None:
@@ -51,7 +54,3 @@ class TorchGroup(GroupCoordinator):
     def _to_wire(self, x: Tensor) -> Tensor:
         """Where the backend takes it: gloo wants it on the host."""
         return x.contiguous() if self.backend == "nccl" else x.cpu().contiguous()
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()

@@ -126,7 +126,7 @@ class AsyncLLMEngine:
         if in_process:
             if restart or num_threads is not None:
                 raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
-            return cls.from_engine(LLMEngine.from_engine_args(args))
+            return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
         client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
@@ -140,12 +140,16 @@ class AsyncLLMEngine:
         Raises:
             ConfigError: It has unfinished requests, or records a trace.
         """
+        return cls._from_engine(engine, owns_core=False)
+
+    @classmethod
+    def _from_engine(cls, engine: LLMEngine, *, owns_core: bool) -> AsyncLLMEngine:
         if engine.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
         core = engine.core
         if core.trace is not None:
             raise ConfigError("The engine records a trace, which would grow forever: stop_trace() first.")
-        client = AsyncMPClient(lambda: CoreThread(core))
+        client = AsyncMPClient(lambda: CoreThread(core, owns_core=owns_core))
         return cls(
             client,
             core.model_config,

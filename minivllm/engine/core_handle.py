@@ -72,9 +72,11 @@ class CoreThread:
 
     Args:
         core: Used by nobody else until `shutdown`.
+        owns_core: Whether to shut the core down, too.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, *, owns_core: bool = False) -> None:
+        self._owned = core if owns_core else None
         loop = EngineCoreLoop(core)
         ready = loop.output_queue.get()
         assert isinstance(ready, CoreReady)
@@ -100,6 +102,8 @@ class CoreThread:
         self._stop()
         if self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
+        if self._owned is not None:
+            self._owned.shutdown()
 
 
 class CoreProcess:

@@ -52,14 +52,14 @@ from minivllm.executor.worker_messages import (
 )
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
 
-LOOK_SECONDS = 0.2
-"""How often the workers are looked after."""
-LOOKS_UNTIL_STOPPED = 4
-"""A worker that is stopped (SIGSTOP) at so many looks in a row is given up. Fewer, and Ctrl-Z could look like that."""
+CHECK_SECONDS = 0.2
+"""How often the workers are checked."""
+CHECKS_UNTIL_STOPPED = 3
+"""A worker that is stopped (SIGSTOP) at so many checks in a row is given up: once alone, and a debugger may have looked at it."""
 SECONDS_FOR_OTHERS = 0.8
 """How long to wait, when a worker has failed, until all are ready for another step: if they are, only that one has failed."""
 GRACE_SECONDS = 2.0
-"""How long a worker may take to end when told to."""
+"""How long a worker may take to end."""
 
 
 class MultiProcExecutor(Executor):
@@ -90,23 +90,26 @@ class MultiProcExecutor(Executor):
         self.world_size = world_size
         self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
         self._number = 0
+        self._is_settled = True
+        """Whether all answers to the last message have come: they have not if Ctrl-C has interrupted the wait."""
         self._is_timed = False
         self._timing: list[RankTiming] = []
-        self._logged: set[str] = set()
+        self._logged: dict[str, int] = {}
+        """What ranks have logged during a step or call, and which of them said it first."""
         self._workers = WorkerProcesses(pickle_for_process(configs, plugins), world_size)
         self._finalizer = weakref.finalize(self, self._workers.stop)
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Wait until the workers have loaded the model. Called by itself before their first work.
+        """Wait until the workers have loaded the model. Called automatically before they are first used.
 
         Raises:
             ConfigError, ModelLoadError: A worker cannot use the configuration or the model; the message names its rank.
             EngineDeadError: A worker ended before it was ready.
         """
         if not self._is_ready:
-            self._is_ready = True
             self._receive(0, range(self.world_size))
+            self._is_ready = True
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As many blocks as fit at every rank: a block has a part at each."""
@@ -123,8 +126,7 @@ class MultiProcExecutor(Executor):
             MinivllmError: A worker failed, and all are ready for the next step. As for `collective_rpc`.
             EngineDeadError: A worker is gone, or failed while others wait for it.
         """
-        self._number += 1
-        self._send(self._ledger.to_step(self._number, request, self._is_timed))
+        self._send(self._ledger.to_step(self._next_number(), request, self._is_timed))
         results = self._receive(self._number, range(self.world_size if self._is_timed else 1), is_step=True)
         steps = [result for result in results if isinstance(result, StepResult)]
         self._timing = [step.timing for step in steps if step.timing is not None]
@@ -145,8 +147,7 @@ class MultiProcExecutor(Executor):
             EngineDeadError: A worker is gone.
         """
         self.wait_until_ready()
-        self._number += 1
-        self._send(Call(self._number, method, list(args)))
+        self._send(Call(self._next_number(), method, list(args)))
         results = self._receive(self._number, range(self.world_size))
         return [result.value for result in results if isinstance(result, CallResult)]
 
@@ -166,12 +167,21 @@ class MultiProcExecutor(Executor):
         """The workers' processes, by rank."""
         return [process.pid for process in self._workers.processes]
 
+    def _next_number(self) -> int:
+        """The number of the next message, when all ranks have finished with the last one."""
+        if not self._is_settled and not self._settle():
+            self._workers.raise_failure("The workers did not recover from a step that was interrupted.")
+        self._number += 1
+        self._logged.clear()
+        return self._number
+
     def _send(self, message: ToWorker) -> None:
         self.check_health()
+        self._is_settled = False
         try:
             self._workers.inbox.write(encode(message))
         except DistributedError:
-            self._workers.raise_failure("A worker has ended.")
+            self._workers.raise_failure(self._workers.find_ended(GRACE_SECONDS) or "A worker has closed its end of the queue.")
 
     def _receive(self, number: int, ranks: Iterable[int], is_step: bool = False) -> list[Answer]:
         """Wait for the answers of these ranks to a message."""
@@ -180,18 +190,20 @@ class MultiProcExecutor(Executor):
             for rank, message in self._read():
                 if message.number == number:
                     answers[rank] = message
-                elif isinstance(message, Failed):  # in a step that the others, or at least rank 0, have finished
+                elif isinstance(message, Failed):  # in a step that rank 0 has finished
                     self._workers.raise_failure(self._describe(rank, message))
-                # else the answer to a step that Ctrl-C has interrupted
             if failed := {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}:
                 self._raise(failed, is_step)
+        self._is_settled = True
         return [answers[rank] for rank in sorted(wanted)]
 
     def _raise(self, failed: dict[int, Failed], is_step: bool) -> NoReturn:
         """Raise what has failed: one step or call, if all ranks are out of it, else the engine."""
-        self._workers.look()
+        if ended := self._workers.find_ended():  # which the other ranks may have noticed first
+            self._workers.raise_failure(ended)
         rank, first = min(failed.items(), key=lambda item: (item[1].error_type == DistributedError.__name__, item[0]))
-        if first.error_type == DistributedError.__name__ or not self._all_answer():
+        is_start = not self._is_ready and first.number == 0
+        if is_start or first.error_type == DistributedError.__name__ or not self._settle(has_failed=True):
             self._workers.fail(self._describe(rank, first))
             if is_step:
                 self.check_health()
@@ -200,20 +212,31 @@ class MultiProcExecutor(Executor):
             raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
         raise kind(f"Rank {rank}: {first.message}")
 
-    def _all_answer(self) -> bool:
-        """Whether all ranks are ready for another message soon. A rank that has failed alone leaves the others waiting in an operation
-        that it has not entered; if none waits, none has entered an operation that another has not."""
+    def _settle(self, has_failed: bool = False) -> bool:
+        """Wait until all ranks are ready for another message. False if that does not happen soon after one of them has failed.
+
+        A rank that has failed alone leaves the others waiting in an operation that it has not entered. If none waits, none has entered
+        an operation that another has not.
+        """
         self._number += 1
         self._send(Call(self._number, "check_health", []))
-        missing, deadline = set(range(self.world_size)), time.monotonic() + SECONDS_FOR_OTHERS
-        while missing and time.monotonic() < deadline:
-            missing -= {rank for rank, message in self._read() if message.number == self._number}
-        return not missing
+        missing = set(range(self.world_size))
+        give_up = time.monotonic() + SECONDS_FOR_OTHERS if has_failed else float("inf")
+        while missing:
+            if time.monotonic() > give_up:
+                return False
+            for rank, message in self._read():
+                if message.number == self._number:
+                    missing.discard(rank)
+                elif isinstance(message, Failed):
+                    give_up = min(give_up, time.monotonic() + SECONDS_FOR_OTHERS)
+        self._is_settled = True
+        return True
 
     def _read(self) -> list[tuple[int, Answer]]:
         """Answers that have come, or come soon, each with its rank."""
         answers: list[tuple[int, Answer]] = []
-        for rank, message in self._workers.read(LOOK_SECONDS):
+        for rank, message in self._workers.read(CHECK_SECONDS):
             if isinstance(message, WorkerLog):
                 self._log(rank, message)
             else:
@@ -225,15 +248,15 @@ class MultiProcExecutor(Executor):
         return f"Rank {rank} of {self.world_size} failed: {kind}{failure.message}"
 
     def _log(self, rank: int, message: WorkerLog) -> None:
-        """What all ranks say is said once, and what is no warning by rank 0 alone."""
-        if message.text not in self._logged and (rank == 0 or message.level >= logging.WARNING):
-            self._logged.add(message.text)
+        """What several ranks say is logged once, and what is no warning for rank 0 alone."""
+        first = self._logged.setdefault(message.text, rank)
+        if first == rank and (rank == 0 or message.level >= logging.WARNING):
             text = message.text if rank == 0 else f"Rank {rank}: {message.text}"
             logging.getLogger(message.logger).log(message.level, "%s", text)
 
 
 class WorkerProcesses:
-    """The processes of the workers, the queues to and from them, and a thread that looks after them.
+    """The processes of the workers, the queues to and from them, and a thread that monitors them.
 
     The thread also starts them: Linux, asked to kill a worker when its parent ends, means the thread that started it.
 
@@ -251,20 +274,27 @@ class WorkerProcesses:
     def __init__(self, configs: bytes, world_size: int) -> None:
         self.world_size = world_size
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.inbox: QueueWriter
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self._outboxes: list[QueueReader] = []
         self._lock = threading.Lock()
-        self._stopping, started = threading.Event(), threading.Event()
-        self._start_error: BaseException | None = None
+        self._stopping, self._ended, started = threading.Event(), threading.Event(), threading.Event()
+        self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(configs, started), name="minivllm workers", daemon=True)
         self._thread.start()
-        started.wait()
+        try:
+            started.wait()
+        except BaseException:  # Ctrl-C
+            self.fail("The start was interrupted.")
+            raise
         if self._start_error is not None:
             raise self._start_error
 
     def check(self) -> None:
-        """Raise an EngineDeadError if the workers have been ended."""
+        """Raise an EngineDeadError if the workers have been ended, when they have."""
         if self.failure is not None:
+            self._ended.wait(GRACE_SECONDS)
             raise EngineDeadError(self.failure)
 
     def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
@@ -275,29 +305,37 @@ class WorkerProcesses:
         """
         self.check()
         poll = select.poll()
-        ranks = {reader.bell: rank for rank, reader in enumerate(self._outboxes)}
-        for bell in ranks:
-            poll.register(bell, select.POLLIN)
+        for outbox in self._outboxes:
+            poll.register(outbox.bell, select.POLLIN)
+        has_message = any(outbox.has_message() for outbox in self._outboxes)
+        ready = {bell for bell, _ in poll.poll(0 if has_message else 1000 * timeout)}
         messages = []
-        for bell, _ in poll.poll(1000 * timeout):
-            try:
-                data = self._outboxes[ranks[bell]].read(0)
-            except EOFError:
-                self.raise_failure(self._describe_end(ranks[bell]))
-            if data is not None:
-                messages.append((ranks[bell], decode_from_worker(data)))
+        for rank, outbox in enumerate(self._outboxes):
+            if outbox.bell in ready or outbox.has_message():
+                try:
+                    data = outbox.read(0)
+                except EOFError:
+                    self.raise_failure(self._describe_end(rank))
+                if data is not None:
+                    messages.append((rank, decode_from_worker(data)))
         return messages
 
-    def look(self) -> None:
-        """Raise an EngineDeadError if a worker has ended, which the others may have noticed first."""
-        for rank, process in enumerate(self.processes):
-            if process.poll() is not None:
-                self.raise_failure(self._describe_end(rank))
+    def find_ended(self, timeout: float = 0.0) -> str | None:
+        """How a worker has ended, if one has, or does within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for rank, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    return self._describe_end(rank)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.01)
 
     def raise_failure(self, failure: str) -> NoReturn:
         """End the workers, for this reason unless there is one already, and raise it."""
         self.fail(failure)
-        raise EngineDeadError(self.failure)
+        self.check()
+        raise AssertionError
 
     def fail(self, failure: str) -> None:
         """End the workers, for this reason unless there is one already."""
@@ -306,76 +344,90 @@ class WorkerProcesses:
                 return
             self.failure = failure
         self._stopping.set()
-        self._kill()
+        for process in self.processes:
+            process.kill()
         self.on_failure()
+        self._wait()
 
     def stop(self) -> None:
-        """End the workers: they read that there are no more messages. Safe to call again."""
+        """End the workers: they read that there are no more messages. Called once."""
         if self.failure is None:
             self.failure = "The engine was shut down."
         self._stopping.set()
         self.inbox.close()
+        self._wait()
+        for process in self.processes:
+            process.kill()
+        self._wait()
+        for outbox in self._outboxes:
+            outbox.close()
+
+    def _wait(self) -> None:
+        """Until all have ended; not for long, because one may hang in a driver."""
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        self._kill()
-        for outbox in self._outboxes:
-            outbox.close()
+        if all(process.poll() is not None for process in self.processes):
+            self._ended.set()
 
     def _run(self, configs: bytes, started: threading.Event) -> None:
         """The thread."""
         try:
             self._start(configs)
-        except BaseException as error:
+        except Exception as error:
             self._start_error = error
-            self._kill()
+            self.fail(f"The workers could not be started: {error}")
             return
         finally:
             started.set()
-        num_looks_stopped = [0] * self.world_size
-        while not self._stopping.wait(LOOK_SECONDS):
+        try:
+            self._monitor()
+        except Exception as error:
+            self.fail(f"The workers cannot be monitored any more: {type(error).__name__}: {error}")
+        for process in self.processes:  # which would be killed if this thread ended first
+            process.wait()
+
+    def _monitor(self) -> None:
+        num_stopped = [0] * self.world_size
+        while not self._stopping.wait(CHECK_SECONDS):
             for rank, process in enumerate(self.processes):
                 if process.poll() is not None:
                     self.fail(self._describe_end(rank))
                     return
-                num_looks_stopped[rank] = num_looks_stopped[rank] + 1 if _is_stopped(process.pid) else 0
-                if num_looks_stopped[rank] == LOOKS_UNTIL_STOPPED:
+                num_stopped[rank] = num_stopped[rank] + 1 if _is_stopped(process.pid) else 0
+                if num_stopped[rank] == CHECKS_UNTIL_STOPPED:
                     self.fail(f"{self._name(rank)} was stopped (SIGSTOP).")
                     return
 
     def _start(self, configs: bytes) -> None:
         num_threads = max(1, torch.get_num_threads() // self.world_size)
-        inbox = QueueEnds.create(self.world_size)
-        self.inbox = QueueWriter(inbox.memory, [ring for _, ring in inbox.bells])
-        self._outboxes: list[QueueReader] = []
-        group_memory, group_port = create_group_memory(self.world_size), _free_port()
-        try:
+        with contextlib.ExitStack() as ours:  # what only the workers need, once they have inherited it
+            inbox = QueueEnds.create(self.world_size)
+            rings = tuple(ring for _, ring in inbox.bells)
+            ours.callback(inbox.close, but=rings)
+            self.inbox = QueueWriter(inbox.memory, list(rings))
+            group_memory, group_port = create_group_memory(self.world_size), _free_port()
+            ours.callback(os.close, group_memory)
             for rank in range(self.world_size):
                 outbox = QueueEnds.create(1)
                 (answers, answer), (wait, _) = outbox.bells[0], inbox.bells[rank]
-                inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
-                process = start_python("minivllm.executor.worker_proc", num_threads, inherited)
-                self.processes.append(process)
+                ours.callback(outbox.close, but=(answers,))
                 self._outboxes.append(QueueReader(outbox.memory, answers))
-                outbox.close(but=(answers,))
+                inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
+                process = start_python("minivllm.executor.worker_main", num_threads, inherited)
+                self.processes.append(process)
                 setup = WorkerSetup(
                     configs, rank, self.world_size, os.getpid(), group_memory, group_port, (inbox.memory, wait),
                     (outbox.memory, answer), sys.path, logging.getLogger().getEffectiveLevel(),
                 )  # fmt: skip
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed below
+                with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
                     process.stdin.write(msgspec.json.encode(setup) + b"\n")
                     process.stdin.close()
-        finally:
-            inbox.close(but=tuple(ring for _, ring in inbox.bells))
-            os.close(group_memory)
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
+        if self._stopping.is_set():  # the start was interrupted
+            for process in self.processes:
+                process.kill()
 
     def _name(self, rank: int) -> str:
         return f"Rank {rank} of {self.world_size} (process {self.processes[rank].pid})"
@@ -391,7 +443,7 @@ class WorkerProcesses:
 def _is_stopped(process: int) -> bool:
     try:
         return bool(psutil.Process(process).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
+    except (psutil.Error, OSError):
         return False
 
 

@@ -1,12 +1,13 @@
 """What an executor and its workers in other processes say to each other: MessagePack, decoded strictly, each message into its type.
 
 A request is sent once and then named by a number, so that a step is small however long its prompts are: the executor's `RequestLedger` and
-the worker's table of requests go in step. vLLM has `NewRequestData` and `CachedRequestData` for that (`vllm/v1/core/sched/output.py`).
+the worker's table of requests are kept in sync. vLLM has `NewRequestData` and `CachedRequestData` for that (`vllm/v1/core/sched/output.py`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -160,6 +161,10 @@ def decode_from_worker(data: bytes) -> FromWorker:
     return _FROM_WORKER.decode(data)
 
 
+_FIELDS = [field.name for field in fields(SequenceData)][1:]
+"""All but the request."""
+
+
 # -- requests by number ----------------------------------------------------------------------------------------------
 
 
@@ -187,12 +192,7 @@ class RequestLedger:
                 self._known[key] = self._last_number, seq.request
                 new_requests[self._last_number] = seq.request
             self._known.move_to_end(key)
-            sequences.append(
-                StepSequence(
-                    self._known[key][0], seq.seq_id, seq.index, seq.token_ids, seq.num_computed_tokens, seq.block_table,
-                    seq.num_output_tokens, seq.output_token_ids, seq.num_samples, seq.num_drafts, seq.is_decode,
-                )
-            )  # fmt: skip
+            sequences.append(StepSequence(self._known[key][0], *(getattr(seq, name) for name in _FIELDS)))
         forgotten = []
         while len(self._known) > max(self._capacity, len(sequences)):
             forgotten.append(self._known.popitem(last=False)[1][0])
@@ -206,11 +206,5 @@ def to_request(step: Step, known: dict[int, EngineCoreRequest]) -> ExecuteModelR
     known.update(step.new_requests)
     for number in step.forgotten:
         known.pop(number, None)
-    sequences = [
-        SequenceData(
-            known[seq.request], seq.seq_id, seq.index, seq.token_ids, seq.num_computed_tokens, seq.block_table,
-            seq.num_output_tokens, seq.output_token_ids, seq.num_samples, seq.num_drafts, seq.is_decode,
-        )
-        for seq in step.sequences
-    ]  # fmt: skip
+    sequences = [SequenceData(known[seq.request], *(getattr(seq, name) for name in _FIELDS)) for seq in step.sequences]
     return ExecuteModelRequest(sequences, step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy)

@@ -1,18 +1,11 @@
-"""A worker in a process of its own: `python -m minivllm.executor.worker_proc`, started by `MultiProcExecutor`.
-
-It ends when its inbox closes or the executor's process does, however that ended. Mirrors `WorkerProc` in
+"""A worker in a process of its own, started by `MultiProcExecutor` through `worker_main`. Mirrors `WorkerProc` in
 `vllm/v1/executor/multiproc_executor.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import os
 import pickle
-import signal
-import sys
 
 import msgspec
 
@@ -37,8 +30,6 @@ from minivllm.request import EngineCoreRequest
 from minivllm.worker.worker import Worker, resolve_device
 
 logger = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
 
 
 class LogToExecutor(logging.Handler):
@@ -86,12 +77,13 @@ class WorkerProc:
             message = decode_to_worker(data)
             try:
                 answer = self._handle(message)
+                encoded = encode(answer) if answer is not None else None
             except Exception as error:
                 if not isinstance(error, DistributedError):  # that is another rank's doing
                     logger.exception("A worker failed.")  # in the same words at each rank: they are logged once
-                answer = Failed(message.number, type(error).__name__, str(error))
-            if answer is not None:
-                self._send(answer)
+                encoded = encode(Failed(message.number, type(error).__name__, str(error)))
+            if encoded is not None:
+                self._outbox.write(encoded)
 
     def _handle(self, message: ToWorker) -> FromWorker | None:
         if isinstance(message, Call):
@@ -111,26 +103,3 @@ class WorkerProc:
 
     def _send(self, message: FromWorker) -> None:
         self._outbox.write(encode(message))
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the operating system kill this process when the parent ends, however it ends: Linux can do that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended meanwhile
-        sys.exit(1)
-
-
-def main() -> None:
-    """Read the setup from standard input and run."""
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
-    end_with_parent(setup.parent)
-    sys.path[:] = setup.sys_path
-    with contextlib.suppress(DistributedError):  # the executor has ended
-        WorkerProc(setup).run()
-    sys.stdout.flush()
-    os._exit(0)  # threads of torch.distributed would wait for ranks that are gone
-
-
-if __name__ == "__main__":
-    main()

@@ -41,7 +41,7 @@ class Ops:
     silu_and_mul: Callable[[Tensor], Tensor]
     split_digits: Callable[[Tensor], tuple[Tensor, Tensor]]
     join_digits: Callable[[Tensor, Tensor], Tensor]
-    random_uniform: Callable[[Tensor, int], Tensor]
+    random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
     copy_blocks: Callable[[Tensor, BlockPairs], None]
     swap_blocks: Callable[[Tensor, Tensor, BlockPairs], None]
 

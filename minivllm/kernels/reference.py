@@ -264,7 +264,7 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     return torch.add(low, high, alpha=DIGIT_BASE).mul_(scales[:, None])
 
 
-def random_uniform(keys: Tensor, size: int) -> Tensor:
+def random_uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:
     """Random numbers between 0 and 1, for each row those of its key: the same in any batch and on any device.
 
     Number i of a row is a hash of the key and i.
@@ -272,12 +272,13 @@ def random_uniform(keys: Tensor, size: int) -> Tensor:
     Args:
         keys: `[rows]`, integers of 32 bits.
         size: How many numbers each row gets.
+        first: The number of the first of them; a rank that has a part of the vocabulary needs only the numbers of its tokens.
 
     Returns:
         `[rows, size]`, float32, above 0 and below 1. The small ones are told apart as finely as the large ones: they may be
         as small as 2**-33.
     """
-    numbers = torch.arange(size, dtype=torch.int32, device=keys.device)
+    numbers = torch.arange(first, first + size, dtype=torch.int32, device=keys.device)
     bits = mix(mix(numbers) + keys.to(torch.int32).unsqueeze(1))
     uniform = bits.float().add_(0.5).mul_(2.0**-32)  # from -1/2 to 1/2, and finest about 0
     uniform -= uniform.floor()

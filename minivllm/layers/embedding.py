@@ -5,6 +5,7 @@ Mirrors `vllm/model_executor/layers/vocab_parallel_embedding.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,19 +107,22 @@ class ParallelLMHead(Linear):
         """`[rows, hidden_size]` to `[rows, vocab_size]` on rank 0; None on the others, whose logits are among them."""
         return self.group.gather(self.method.apply(self, x), sizes=self.sizes)
 
-    def best_tokens(self, x: Tensor) -> Tensor | None:
-        """The token with the largest logit for each row, `[rows]`, on rank 0; None on the others. Of each rank, only its best one and its
-        logit cross to rank 0: two numbers instead of a part of the vocabulary."""
-        logits = self.method.apply(self, x)
-        best = argmax(logits)
-        candidates = torch.stack((logits.gather(1, best.unsqueeze(1)).squeeze(1).double(), (best + self.rows[0].start).double()))
-        gathered = self.group.gather(candidates.unsqueeze(0), dim=0)
-        if gathered is None:
+    def choose(self, x: Tensor, choose_in_part: ChooseInPart) -> Tensor | None:
+        """A token for each row, `[rows]`, on rank 0; None on the others. Each rank chooses among its tokens, and the best score wins: two numbers
+        cross to rank 0 instead of a part of the vocabulary.
+
+        Args:
+            x: `[rows, hidden_size]`.
+            choose_in_part: `worker.sampler.choose_in_part` for the rows.
+        """
+        scores, token_ids = choose_in_part(self.method.apply(self, x), self.rows[0].start)
+        candidates = self.group.gather(torch.stack((scores, token_ids.double())).unsqueeze(0), dim=0)
+        if candidates is None:
             return None
-        values, token_ids = gathered.unbind(1)  # each [ranks, rows]
-        return token_ids.gather(0, values.argmax(dim=0, keepdim=True)).squeeze(0).long()
+        scores, token_ids = candidates.unbind(1)  # each [ranks, rows]
+        return token_ids.gather(0, scores.argmax(dim=0, keepdim=True)).squeeze(0).long()
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """The most likely token of each row, `[rows]`; on a CPU by numpy, whose search is several times as fast as torch's."""
-    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+ChooseInPart = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""From the logits of some tokens, `[rows, tokens]`, and the id of the first of them, to the score of the best one in each row,
+float64, and its id."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
 from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.embedding import ChooseInPart
 from minivllm.layers.platform import Platform
 
 
@@ -28,9 +29,8 @@ class CausalLM(nn.Module):
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
     supports_tensor_parallel: ClassVar[bool] = False
     """Whether it is made of layers that know their rank, so that several workers can have a part of it each."""
-    best_tokens: Callable[[Tensor], Tensor | None] | None = None
-    """From `[rows, hidden_size]` to the token with the largest logit of each row, with less to exchange between ranks than all logits. Set
-    by a model that is divided among several."""
+    choose: Callable[[Tensor, ChooseInPart], Tensor | None] | None = None
+    """`ParallelLMHead.choose`, in a model that is divided among several ranks: a token for each row, with less to exchange than all logits."""
     load_weights: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
     """A method of the class that fills the parameters itself: it gets names and tensors of the checkpoint, one after another.
     Without one, the engine does it by the parameters' names."""

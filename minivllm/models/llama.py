@@ -146,7 +146,7 @@ class LlamaForCausalLM(CausalLM):
         tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to)
         if platform.group.world_size > 1 and type(self).compute_logits is LlamaForCausalLM.compute_logits:
-            self.best_tokens = self.lm_head.best_tokens
+            self.choose = self.lm_head.choose
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model(input_ids, positions, kv_caches, metadata)

@@ -107,7 +107,7 @@ class OPTForCausalLM(CausalLM):
         self.model = OPTModel(config, platform)
         self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)
         if platform.group.world_size > 1 and type(self).compute_logits is OPTForCausalLM.compute_logits:
-            self.best_tokens = self.lm_head.best_tokens
+            self.choose = self.lm_head.choose
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         return self.model.decoder(input_ids, positions, kv_caches, metadata)

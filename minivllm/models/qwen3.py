@@ -11,6 +11,7 @@ from minivllm.models.llama import LlamaForCausalLM
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """The dense Qwen3 models."""
 
+    supports_tensor_parallel = True
     qk_norm = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:

@@ -163,10 +163,10 @@ def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
     if tensor_parallel_size == 1:
         return
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
-    if not getattr(model_cls, "supports_tensor_parallel", False):
+    if not _supports_tensor_parallel(model_cls):
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but {model_cls.__name__} is not made of layers that can be divided: its "
-            "class does not set supports_tensor_parallel."
+            f"tensor_parallel_size is {tensor_parallel_size}, but {model_cls.__name__} does not say that it can be sharded: use layers that know "
+            "their rank, take None for the logits of all ranks but the first, and set supports_tensor_parallel = True."
         )
     if tensor_parallel_size > config.num_heads:
         raise ConfigError(
@@ -180,6 +180,16 @@ def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
             f"tensor_parallel_size is {tensor_parallel_size}, but the MLP of {config.name} has {width} channels and its vocabulary "
             f"{config.vocab_size} tokens: use at most {min(width, config.vocab_size)}."
         )
+
+
+def _supports_tensor_parallel(model_cls: type) -> bool:
+    """What the class says, or the nearest base class, if the class changes nothing that depends on it."""
+    for cls in model_cls.__mro__:
+        if "supports_tensor_parallel" in vars(cls):
+            return bool(vars(cls)["supports_tensor_parallel"])
+        if vars(cls).keys() & {"__init__", "forward", "compute_logits"}:
+            return False
+    return False
 
 
 def _read_size(file: Path, config: dict[str, Any], name: str, high: int, default: int | None = None) -> int:

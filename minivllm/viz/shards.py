@@ -163,12 +163,11 @@ def draw_ranks(trace: EngineTrace, step: int, first_ms: float = 0.0, last_ms: fl
     for row, rank in enumerate(ranks):
         moments = [rank.start, *(moment for span in rank.communication for moment in span), rank.end]
         times = [(moment - origin) * 1e3 for moment in moments]
-        spans = [(start, end, row + 0.38, row - 0.38) for start, end in pairwise(times)]
-        spans = [span for span in spans if span[1] > first_ms and span[0] < last_ms]
-        first_is_communication = 0
-        if spans:
-            first_is_communication = times.index(spans[0][0]) % 2
-        computing, waiting = spans[first_is_communication::2], spans[1 - first_is_communication :: 2]
+        boxes: tuple[list[Box], list[Box]] = ([], [])  # computing and communication, which take turns
+        for i, (start, end) in enumerate(pairwise(times)):
+            if end > first_ms and start < last_ms:
+                boxes[i % 2].append((start, end, row + 0.38, row - 0.38))
+        computing, waiting = boxes
         add_boxes(axes, waiting, "#FFFFFF", edge=PALE, line_width=0.4, label="communication")
         add_boxes(axes, computing, REQUEST_COLORS[row % MOST_RANKS], label="computing", zorder=3)
     shares = [rank.communication_seconds / max(rank.end - rank.start, 1e-9) for rank in ranks]

@@ -5,6 +5,8 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
-from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, top_logprobs
+from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, can_choose_in_parts, choose_in_part, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
@@ -161,23 +163,25 @@ class ModelRunner:
                 rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
                 hidden_rows.append(hidden_row)
                 owners.append(output)
-        for owner, token in zip(owners, self._choose(hidden, rows, hidden_rows), strict=False):
+        chosen = self._choose(hidden, rows, hidden_rows) if rows else None
+        if chosen is None:
+            return outputs
+        for owner, token in zip(owners, chosen, strict=True):
             owner.token_ids.append(token.token_id)
             if token.logprobs is not None:
                 owner.logprobs = [*(owner.logprobs or []), token.logprobs]
         return outputs
 
-    def _choose(self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]) -> list[SampledToken]:
-        """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. No token on ranks that have no logits."""
-        if not rows:
-            return []
-        if self.model.best_tokens is not None and self.sampler.needs_only_best(rows):
-            best = self.model.best_tokens(hidden)
-            return [] if best is None else [SampledToken(token_id) for token_id in best[hidden_rows].tolist()]
+    def _choose(self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]) -> list[SampledToken] | None:
+        """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. None on ranks that do not sample."""
+        is_repeated = len(rows) > len(hidden)
+        if self.model.choose is not None and type(self.sampler) is Sampler and can_choose_in_parts(rows):
+            token_ids = self.model.choose(hidden[hidden_rows] if is_repeated else hidden, partial(choose_in_part, rows))
+            return None if token_ids is None else [SampledToken(token_id) for token_id in token_ids.tolist()]
         logits = self.model.compute_logits(hidden)
         if logits is None:
-            return []
-        return self.sampler.sample(logits[hidden_rows] if len(rows) > len(logits) else logits, rows)
+            return None
+        return self.sampler.sample(logits[hidden_rows] if is_repeated else logits, rows)
 
     def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""

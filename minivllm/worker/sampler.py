@@ -18,7 +18,6 @@ from torch import Tensor
 
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels
-from minivllm.layers.embedding import argmax
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData
@@ -63,12 +62,6 @@ class SampledToken:
 class Sampler:
     """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with this method."""
 
-    def needs_only_best(self, rows: list[SamplingRow]) -> bool:
-        """Whether `sample` would take the largest logit of each row and say nothing of the others."""
-        return type(self) is Sampler and not any(
-            row.params.logprobs is not None or not row.params.is_greedy or adjusts_logits(row) for row in rows
-        )
-
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
 
@@ -89,6 +82,49 @@ class Sampler:
             if row.params.logprobs is not None:
                 logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
         return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
+
+
+def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
+    """Whether ranks can choose among their tokens without knowing the logits of the others: for greedy rows and plain draws."""
+    return all(
+        row.params.logprobs is None
+        and not adjusts_logits(row)
+        and (row.params.is_greedy or (row.params.min_p == 0 and row.params.top_k <= 0 and row.params.top_p == 1))
+        for row in rows
+    )
+
+
+def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """What `Sampler.sample` does, among some of the tokens, when `can_choose_in_parts`.
+
+    Args:
+        rows: What each row is for.
+        logits: `[len(rows), tokens]`, of tokens that follow each other.
+        first: The first of them.
+
+    Returns:
+        For each row, the score of its best token, and its id. Of several parts, the token with the best score is the one that `sample`
+        chooses: a greedy row's score is the logit; that of a drawn one is the logarithm of one over the time at which the token arrives, up to
+        a constant that is the same for all parts.
+    """
+    logits = logits.float()
+    token_ids = argmax(logits)
+    scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).double()
+    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if random_rows:
+        drawn = [rows[i] for i in random_rows]
+        temperatures = torch.tensor([row.params.temperature for row in drawn], device=logits.device).unsqueeze(1)
+        part = apply_temperature(logits[random_rows], temperatures)
+        noise = exponential_noise(random_keys(drawn), part.shape[-1], part.device, first)
+        best = argmax(part.softmax(dim=-1) / noise).unsqueeze(1)
+        token_ids[random_rows] = best.squeeze(1)
+        scores[random_rows] = (part.gather(1, best).double() - noise.gather(1, best).double().log()).squeeze(1)
+    return scores, token_ids + first
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The most likely token of each row, `[rows]`; on a CPU by numpy, whose search is several times as fast as torch's."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def adjusts_logits(row: SamplingRow) -> bool:
@@ -210,8 +246,12 @@ def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     first wins: every token with exactly its probability. Rounding errors of the logits change who wins only between two that arrive at
     almost the same moment. vLLM has the same race (`sample_with_exponential_noise` in `vllm/v1/sample/ops/topk_topp_sampler.py`).
     """
-    keys = [random_key(row.seq.request.seed, row.index, row.position) for row in rows]
-    return argmax(logits.softmax(dim=-1) / exponential_noise(keys, logits.shape[-1], logits.device))
+    return argmax(logits.softmax(dim=-1) / exponential_noise(random_keys(rows), logits.shape[-1], logits.device))
+
+
+def random_keys(rows: list[SamplingRow]) -> list[int]:
+    """The `random_key` of each row's token."""
+    return [random_key(row.seq.request.seed, row.index, row.position) for row in rows]
 
 
 def random_key(seed: int, index: int, position: int) -> int:
@@ -220,13 +260,13 @@ def random_key(seed: int, index: int, position: int) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | str = "cpu", first: int = 0) -> Tensor:
     """Random numbers from an exponential distribution of mean 1, `[len(keys), vocab_size]`, float32, above 0.
 
-    Each is a hash of its row's key and the token id, so it is the same in any batch.
+    Each is a hash of its row's key and the token id, so it is the same in any batch. The first one is that of the token `first`.
     """
     device = torch.device(device)
-    uniform = _load_ops(device).random_uniform(torch.tensor(keys, dtype=torch.int32, device=device), vocab_size)
+    uniform = _load_ops(device).random_uniform(torch.tensor(keys, dtype=torch.int32, device=device), vocab_size, first)
     return uniform.neg_().log1p_().neg_()
 
 

@@ -62,7 +62,7 @@ class Worker:
         self.rank_config = replace(model_config, num_heads=len(heads.query), num_kv_heads=len(heads.kv))
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.device = resolve_device(worker_config.device, self.group.rank)
+        self.device = resolve_device(worker_config.device, self.group.rank if self.group.world_size > 1 else None)
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
         self.enforce_eager = worker_config.enforce_eager
         self.sampler = (worker_config.sampler_cls or Sampler)()
@@ -137,7 +137,9 @@ class Worker:
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def check_health(self) -> None:
-        """Nothing to do: who can call it is ready for work."""
+        """Return when nothing is left to do: whoever can call this is ready for work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # operations of the group may only have been launched
 
     def _uses_graphs(self) -> bool:
         can_capture = self.platform.attention_backend.supports_cuda_graphs() and self.group.supports_cuda_graphs
@@ -169,8 +171,11 @@ class Worker:
             if self._uses_graphs():
                 peak += runner.measure_graph_memory(one_block, max_num_seqs)
             free, total = torch.cuda.mem_get_info(self.device)
+            usable = int(total * self.cache_config.gpu_memory_utilization)
+            if self.group.world_size > torch.cuda.device_count():  # ranks share a GPU
+                return min(usable // -(-self.group.world_size // torch.cuda.device_count()) - peak, useful)
             others = total - free - torch.cuda.memory_reserved(self.device)
-            return min(int(total * self.cache_config.gpu_memory_utilization) - others - peak, useful)
+            return min(usable - others - peak, useful)
         num_ranks = self.group.world_size  # which share this memory
         if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
             usable = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization)
@@ -185,13 +190,13 @@ class Worker:
         return min(left, CPU_CACHE_LIMIT // num_ranks, useful)
 
 
-def resolve_device(device: str, rank: int = 0) -> torch.device:
-    """The device with this name; "auto" is the GPU if there is one. Each rank takes the next GPU, in turn if there are fewer."""
+def resolve_device(device: str, rank: int | None = None) -> torch.device:
+    """The device with this name; "auto" is the GPU if there is one. Each of several ranks takes the next GPU, in turn if there are fewer."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no usable GPU: run `minivllm doctor`, or use device='cpu'.")
-    if device == "cuda" and rank > 0:
+    if device == "cuda" and rank is not None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device(device)
 

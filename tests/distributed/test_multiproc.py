@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -15,14 +16,15 @@ import msgspec
 import psutil
 import pytest
 import torch
-from failing_parts import FailingSampler
+from failing_parts import FailingBackend, FailingSampler, HalfAsSure
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams
 from minivllm.errors import ConfigError, EngineDeadError, KernelError
 from minivllm.executor.worker_messages import RequestLedger, decode_to_worker, encode, to_request
+from minivllm.models import registry
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
 
@@ -154,13 +156,41 @@ def test_a_step_that_fails_ends_its_requests_alone(tiny):
         llm.generate([[5, 6, 7]], ok, use_tqdm=False)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, rank, tmp_path, monkeypatch):
+    file = tmp_path / "failing"
+    monkeypatch.setenv("FAILING_PROCESS", str(file))
+    llm = load(tiny, attention_backend=FailingBackend)
+    processes = processes_of(llm)
+    file.write_text(str(processes[rank].pid))
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"^Rank {rank} of 2 failed: ZeroDivisionError: attention has failed$"):
+        llm.generate([[5, 6, 7]] * 2, LONG, use_tqdm=False)
+    assert time.monotonic() - start < NOTICED_SECONDS
+    assert all_gone(processes)
+
+
+def test_an_async_engine_in_this_process_ends_its_workers(tiny):
+    async def run():
+        args = EngineArgs(tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
+        before = set(psutil.Process().children())
+        engine = await asyncio.to_thread(AsyncLLMEngine.from_engine_args, args, in_process=True)
+        workers = set(psutil.Process().children()) - before
+        outputs = [output async for output in engine.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=5))]
+        await asyncio.to_thread(engine.shutdown)
+        return outputs, workers
+
+    outputs, workers = asyncio.run(run())
+    assert outputs[-1].finished and len(workers) == 2
+    assert all_gone(workers)
+
+
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP", "SIGTERM"])
 @pytest.mark.parametrize("when", ["in a step", "idle"])
 def test_a_worker_that_is_gone_is_noticed(tiny, what, when):
     llm = load(tiny, tensor_parallel_size=3 if what == "SIGKILL" else 2, max_model_len=4096)
     executor, processes = llm.llm_engine.executor, processes_of(llm)
-    rank = random.randrange(len(processes))
-    sent = []
+    rank, sent = len(processes) - 1, []
 
     def send():
         sent.append(time.monotonic())
@@ -193,7 +223,7 @@ def test_shutdown_leaves_nothing(tiny):
         llm.generate([[5]], LONG, use_tqdm=False)
 
 
-def test_an_engine_that_nobody_has_any_more_ends_its_workers(tiny):
+def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny):
     llm = load(tiny)
     processes = processes_of(llm)
     del llm
@@ -203,9 +233,8 @@ def test_an_engine_that_nobody_has_any_more_ends_its_workers(tiny):
     assert all_gone(processes)
 
 
-@pytest.mark.parametrize("rounds", [3])
-def test_workers_end_with_a_parent_that_is_killed(tiny, rounds):
-    """In a step, and idle."""
+@pytest.mark.parametrize("when", ["idle", "in a step", "a worker is stopped"])
+def test_workers_end_with_a_parent_that_is_killed(tiny, when):
     code = textwrap.dedent(f"""
         import sys
         from minivllm import LLM, SamplingParams
@@ -215,20 +244,18 @@ def test_workers_end_with_a_parent_that_is_killed(tiny, rounds):
             sys.stdin.read()
         llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
     """)
-    for i in range(rounds):
-        command = [sys.executable, "-c", code, "idle" if i == 0 else "busy"]
-        parent = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-        time.sleep(random.random())
-        if i == 2:
-            os.kill(workers[1].pid, signal.SIGSTOP)
-        parent.kill()
-        parent.wait()
-        start = time.monotonic()
-        while not all_gone(workers) and time.monotonic() < start + 5:
-            time.sleep(0.02)
-        assert all_gone(workers)
-        assert time.monotonic() - start < NOTICED_SECONDS
+    parent = subprocess.Popen([sys.executable, "-c", code, when], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    if when == "a worker is stopped":
+        os.kill(workers[1].pid, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    start = time.monotonic()
+    while not all_gone(workers) and time.monotonic() < start + 5:
+        time.sleep(0.02)
+    assert all_gone(workers)
+    assert time.monotonic() - start < NOTICED_SECONDS
 
 
 # -- starts that fail ------------------------------------------------------------------------------------------------
@@ -269,8 +296,14 @@ def test_a_class_that_workers_cannot_import_is_told(tiny):
         load(tiny, sampler_cls=Mine)
 
 
+def test_a_model_class_that_says_nothing_of_ranks_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    ModelRegistry.register_model("LlamaForCausalLM", HalfAsSure)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but HalfAsSure does not say that it can be sharded"):
+        load(tiny)
+
+
 def test_one_worker_may_have_a_process_of_its_own(tiny):
-    """Also without Numba on the other side: the executor needs none."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     here = load(tiny, tensor_parallel_size=1).generate([[5, 6, 7]], params, use_tqdm=False)
     there = load(tiny, tensor_parallel_size=1, distributed_executor_backend="mp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from minivllm.kernels.ops import load_platform_kernels
 from minivllm.request import Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
-from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key
+from minivllm.worker.sampler import Sampler, SamplingRow, can_choose_in_parts, choose_in_part, exponential_noise, random_key
 
 sample = Sampler().sample
 
@@ -201,7 +202,45 @@ def test_noise_is_the_same_in_any_batch_and_from_any_kernel(seed, num_rows, size
     assert torch.equal(numbers, load_platform_kernels(torch.device("cpu")).random_uniform(keys, size))
     for row, key in enumerate(keys):
         assert torch.equal(numbers[row : row + 1], reference.random_uniform(key[None], size))
+        middle = size // 2
+        for implementation in (reference, load_platform_kernels(torch.device("cpu"))):
+            assert torch.equal(numbers[row : row + 1, middle:], implementation.random_uniform(key[None], size - middle, middle))
     assert numbers.shape == (num_rows, size) and bool(((numbers > 0) & (numbers < 1)).all())
+
+
+def test_ranks_that_choose_among_their_tokens_choose_what_one_would():
+    """Greedy rows and plain draws, a vocabulary in uneven parts: the part with the best score has the token of the whole."""
+    generator, differing = torch.Generator().manual_seed(0), 0
+    for seed in range(300):
+        params = [SamplingParams(temperature=t, seed=seed) for t in (0.0, 0.7, 1.0, 1.9)]
+        rows = [make_row(each, seed=seed + i) for i, each in enumerate(params)]
+        logits = torch.randn(len(rows), 3000, generator=generator) * 2
+        assert can_choose_in_parts(rows)
+        bounds = [0, *torch.randint(1, 2999, (2,), generator=generator).sort().values.tolist(), 3000]
+        parts = [choose_in_part(rows, logits[:, start:stop], start) for start, stop in pairwise(bounds) if stop > start]
+        scores, token_ids = (torch.stack(each) for each in zip(*parts, strict=True))
+        chosen = token_ids.gather(0, scores.argmax(dim=0, keepdim=True)).squeeze(0).tolist()
+        differing += chosen != [token.token_id for token in sample(logits, rows)]
+    assert differing <= 1, "only rounding errors may decide otherwise, where two tokens arrive at almost the same moment"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"logprobs": 0},
+        {"presence_penalty": 0.1},
+        {"min_tokens": 1},
+        {"logit_bias": {3: 1}},
+    ],
+    ids=str,
+)
+def test_what_needs_all_logits_is_not_chosen_in_parts(params):
+    plain, greedy = make_row(SamplingParams(temperature=1.0)), make_row(SamplingParams(temperature=0, top_p=0.5))
+    assert can_choose_in_parts([plain, greedy])
+    assert not can_choose_in_parts([plain, make_row(SamplingParams(temperature=1.0, **params)), greedy])
 
 
 def test_keys_may_lie_anywhere_and_be_wide():

@@ -5,8 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
+from minivllm.layers.attention_backends import TorchAttentionBackend
+from minivllm.models.llama import LlamaForCausalLM
 from minivllm.worker.sampler import Sampler
+
+
+class FailingBackend(TorchAttentionBackend):
+    """Fails in the process whose number stands in the file that `FAILING_PROCESS` names; others go on to where they wait for it."""
+
+    def forward(self, *arguments):
+        file = Path(os.environ["FAILING_PROCESS"])
+        if file.exists() and file.read_text() == str(os.getpid()):
+            raise ZeroDivisionError("attention has failed")
+        return super().forward(*arguments)
 
 
 class FailingSampler(Sampler):
@@ -21,3 +34,10 @@ class FailingSampler(Sampler):
         if 15 in seeds:
             time.sleep(0.2)
         return super().sample(logits, rows)
+
+
+class HalfAsSure(LlamaForCausalLM):
+    """Changes the logits without a word about ranks that have none."""
+
+    def compute_logits(self, hidden):
+        return super().compute_logits(hidden) / 2

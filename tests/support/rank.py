@@ -26,11 +26,13 @@ def random_operations(group: GroupCoordinator, seed: int = 0, count: int = 150) 
     """Operations that all ranks choose alike, on numbers that each makes of its own: the errors found, and a digest of all results."""
     rng, wrong, digest = random.Random(seed), [], 0
     for number in range(count):
-        dtype, kind = rng.choice(DTYPES), rng.choice(("reduce", "gather", "uneven", "broadcast", "barrier"))
+        dtype, kind = rng.choice(DTYPES), rng.choice(("reduce", "gather", "uneven", "broadcast", "to one"))
         shape = [rng.choice((0, 1, 3, 16)), rng.choice((1, 5, 576)), rng.choice((1, 2))]
         dim, src = rng.randrange(-3, 3), rng.randrange(group.world_size)
         sizes = (
-            [rng.choice((0, 1, 7, 40)) for _ in range(group.world_size)] if kind == "uneven" else [shape[dim]] * group.world_size
+            [rng.choice((0, 1, 7, 40)) for _ in range(group.world_size)]
+            if kind in ("uneven", "to one")
+            else [shape[dim]] * group.world_size
         )
         parts = []
         for rank, size in enumerate(sizes):
@@ -39,7 +41,7 @@ def random_operations(group: GroupCoordinator, seed: int = 0, count: int = 150) 
             generator = torch.Generator().manual_seed(1000 * number + rank)
             parts.append((torch.randn(own, generator=generator) * 100).to(dtype))
         x, what = parts[group.rank].clone(), f"operation {number}: {kind} {dtype} {shape} dim {dim} sizes {sizes}"
-        if rng.random() < 0.3 and kind != "uneven":
+        if rng.random() < 0.3 and kind in ("reduce", "gather", "broadcast"):
             x = torch.stack((x, x), dim=-1)[..., 0]  # not contiguous
         if rng.random() < 0.1:
             time.sleep(0.02 * ((number + group.rank) % 3))  # late, one after the other
@@ -61,12 +63,18 @@ def random_operations(group: GroupCoordinator, seed: int = 0, count: int = 150) 
             result = group.broadcast(x, src)
             same = torch.equal(result, parts[src])
         else:
-            group.barrier()
-            continue
+            result = group.gather(x, src, dim, sizes)
+            if group.rank != src:
+                if result is not None:
+                    wrong.append(f"{what}: rank {group.rank} got something")
+                continue
+            same = torch.equal(result, torch.cat(parts, dim))
         if not same:
             wrong.append(what)
+        if kind == "to one":
+            continue
         digest = hash((digest, result.to(torch.float64).contiguous().numpy().tobytes()))
-    return [wrong, digest]
+    return [wrong, digest]  # the digest is of what all ranks have
 
 
 def killed(group: GroupCoordinator) -> list[object]:
@@ -100,20 +108,6 @@ def late(group: GroupCoordinator) -> list[object]:
         time.sleep(2)
         return ["late"]
     return different(group)
-
-
-def timed(group: GroupCoordinator) -> list[object]:
-    """Microseconds of an all-reduce of 1, 16 and 64 rows of 576, medians."""
-    torch.set_num_threads(1)
-    medians = []
-    for rows in (1, 16, 64):
-        x, times = torch.zeros(rows, 576), []
-        for _ in range(500):
-            start = time.perf_counter()
-            group.all_reduce(x)
-            times.append(time.perf_counter() - start)
-        medians.append(1e6 * sorted(times)[len(times) // 2])
-    return medians
 
 
 if __name__ == "__main__":

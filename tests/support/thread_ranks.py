@@ -39,8 +39,8 @@ class ThreadGroup(GroupCoordinator):
         assert len({part.shape for part in parts}) == 1
         x.copy_(torch.stack(parts).sum(dim=0))
 
-    def _all_gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        parts = self._exchange("all_gather", x.reshape(-1))
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
+        parts = self._exchange("gather", x.reshape(-1))
         assert [len(part) for part in parts] == list(sizes)
         return parts
 

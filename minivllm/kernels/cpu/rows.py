@@ -110,12 +110,12 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def random_uniform(keys: Tensor, size: int) -> Tensor:
+def random_uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:
     """Random numbers between 0 and 1, for each row those of its key: see `reference.random_uniform`."""
     keys = keys.to(torch.int32).contiguous()
     num_rows = len(keys)
     out = torch.empty(num_rows, size, dtype=torch.float32, device="cpu")
-    _hash(_num_threads(num_rows), num_rows, size, keys.data_ptr(), out.data_ptr())
+    _hash(_num_threads(num_rows), num_rows, size, first, keys.data_ptr(), out.data_ptr())
     return out
 
 
@@ -288,12 +288,12 @@ def _mix(bits):
 
 
 @njit(error_model="numpy")
-def _hash_part(part, num_rows, size, keys_address, out_address):
+def _hash_part(part, num_rows, size, first, keys_address, out_address):
     keys = numba.carray(_keys(keys_address), (num_rows,))
     for row in _rows_of(part, num_rows):
         key, out = np.uint32(keys[row]), _row(out_address, row, size, size)
         for i in range(size):
-            bits = np.int32(_mix(np.uint32(_mix(np.uint32(i)) + key)))
+            bits = np.int32(_mix(np.uint32(_mix(np.uint32(first + i)) + key)))
             uniform = (np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32)
             out[i] = min(uniform - np.floor(uniform), np.float32(1 - 2.0**-24))
 
