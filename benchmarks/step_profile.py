@@ -353,7 +353,7 @@ def main() -> None:
     engine = make_engine(arguments)
     name, requests = one_workload(arguments, engine.model_config)
     what = f"{name}, at most {arguments.max_num_seqs} running"
-    if arguments.tensor_parallel_size > 1:
+    if not hasattr(engine.executor, "worker"):  # its workers are in other processes
         profiles = profile_ranks(engine, name, requests)
         results = {"ranks": {phase: asdict(found) for phase, found in profiles.items()}}
         report_engine(arguments, what, format_rank_profiles(profiles), results)

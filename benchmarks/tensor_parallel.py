@@ -213,6 +213,44 @@ def run_rank(kind: str, rank: int, where: str) -> None:
     os._exit(0)
 
 
+def format_results(results: dict[str, Any]) -> str:
+    """Tables of text."""
+    speeds = [
+        (
+            name, *(f"{speed:.0f}" for speed in found["tokens_per_second"].values()), f"{found['ratio']:.2f}",
+            *(f"{step:.1f} ms" for step in found["step_ms"].values()), f"{found['in_all_reduce_share']:.1%}",
+            " and ".join(f"{ms:.1f}" for ms in found["in_communication_ms_by_rank"]) + " ms", f"{found['bytes_per_token']:,}",
+        )
+        for name, found in results["speed"].items()
+    ]  # fmt: skip
+    headers = (
+        "tokens/s", "1 worker", "2 ranks", "ratio by round", "step, 1 worker", "2 ranks", "all-reduce", "with waiting, by rank", "bytes/token"
+    )  # fmt: skip
+    alone = [(kind, *(f"{time:.0f} µs" for time in times.values())) for kind, times in results["all_reduce_us"].items()]
+    memory = [
+        (
+            way,
+            *(f"{size / 1024:.0f} MiB" for size in (*found["kilobytes"].values(), found["kilobytes_before"])),
+            f"{found['share']:.2f}",
+        )
+        for way, found in results["memory"].items()
+    ]
+    start = results["start"]
+    lines = [
+        format_table(headers, speeds),
+        "",
+        "One worker has two threads, a rank has one. Ratio by round: the median of 2 ranks / 1 worker in each round. All-reduce: the share of a",
+        "step that the operations take, measured at the rank that comes last to each of them.",
+        "",
+        format_table(("all-reduce alone", *(f"{rows} × {HIDDEN_SIZE}" for rows in ROWS)), alone),
+        "",
+        format_table(("peak of memory", "1 worker", "larger of 2 ranks", "before loading", "share above that"), memory),
+        "",
+        f"LLM(tensor_parallel_size=2) is ready after {start['seconds']:.1f} s; with the imports of a new Python, {start['seconds_with_imports']:.1f} s.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         run_rank(sys.argv[2], int(sys.argv[3]), sys.argv[4])
@@ -227,48 +265,9 @@ def main() -> None:
         speed = {f"{name}, {way}": compare(model, way, arguments.rounds) for name, model, way in tqdm(runs, dynamic_ncols=True)}
     memory = {way: measure_memory(way) for way in WAYS}
     start = measure_start(arguments.rounds)
-    headers = (
-        "model",
-        "1 worker",
-        "2 ranks",
-        "ratio",
-        "its step",
-        "theirs",
-        "in all-reduce",
-        "rank 0, 1 wait",
-        "bytes per token",
-    )
-    rows = [
-        (
-            name, *(f"{speed:.0f} tokens/s" for speed in found["tokens_per_second"].values()), f"{found['ratio']:.2f}",
-            *(f"{step:.1f} ms" for step in found["step_ms"].values()), f"{found['in_all_reduce_share']:.1%}",
-            " and ".join(f"{ms:.1f}" for ms in found["in_communication_ms_by_rank"]) + " ms", f"{found['bytes_per_token']:,}",
-        )
-        for name, found in speed.items()
-    ]  # fmt: skip
-    lines = [
-        format_table(headers, rows),
-        "",
-        "One worker has two threads, a rank has one. In all-reduce: what operations take from who comes last to them. Wait: with the waiting.",
-        "",
-        format_table(
-            ("all-reduce alone", *(f"{rows} × {HIDDEN_SIZE}" for rows in ROWS)),
-            [(kind, *(f"{time:.0f} µs" for time in times.values())) for kind, times in all_reduce.items()],
-        ),
-        "",
-        format_table(
-            ("peak of memory", "1 worker", "the larger of 2 ranks", "before", "share above that"),
-            [
-                (way, *(f"{size / 1024:.0f} MiB" for size in (*found["kilobytes"].values(), found["kilobytes_before"])), f"{found['share']:.2f}")
-                for way, found in memory.items()
-            ],
-        ),
-        "",
-        f"LLM(tensor_parallel_size=2) is ready after {start['seconds']:.1f} s, with all imports of a new Python {start['seconds_with_imports']:.1f} s.",
-    ]  # fmt: skip
     title = f"{NUM_SEQS} sequences of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, medians of {arguments.rounds} rounds in turns"
     results = {"all_reduce_us": all_reduce, "speed": speed, "memory": memory, "start": start}
-    report(title, "\n".join(lines), results, file=arguments.json)
+    report(title, format_results(results), results, file=arguments.json)
 
 
 if __name__ == "__main__":
