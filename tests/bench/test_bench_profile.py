@@ -13,7 +13,7 @@ import pytest
 import torch
 from linear_layers import Floor, measure_floor
 from quality import measure_quality
-from step_profile import PARTS, Stopwatch, format_profile, profile_offline
+from step_profile import PARTS, Stopwatch, format_profile, format_rank_profiles, profile_offline, profile_ranks
 
 from minivllm import LLM
 from minivllm.bench.workloads import WorkloadRequest
@@ -72,6 +72,27 @@ def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     table = format_profile(profile)
     assert all(part in table for part in PARTS) and "of 4 sequences takes" in table
     assert profile.to_json()["floor"]["gigaflops"] == profile.floor.gigaflops
+
+
+@pytest.mark.slow
+def test_the_profile_of_ranks_has_their_communication():
+    engine = LLM(max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=80, tensor_parallel_size=2).llm_engine
+    profiles = profile_ranks(engine, "six", [WorkloadRequest(list(range(100, 120)), 6) for _ in range(6)])
+    engine.engine_core.shutdown()
+    assert {phase: (found.num_steps, found.num_tokens) for phase, found in profiles.items()} == {
+        "prefill": (2, 120),
+        "decode": (10, 30),
+    }
+    for profile in profiles.values():
+        assert len(profile.computing) == len(profile.communication) == 2
+        whole = [computing + waiting for computing, waiting in zip(profile.computing, profile.communication, strict=True)]
+        assert max(whole) < profile.milliseconds and min(profile.computing + profile.communication) > 0
+    # Two sums for each of 30 layers and one for the embedding, in float32; and of each sampled token, from each rank, its id and score.
+    config = engine.model_config
+    sums, choice = 61 * config.hf_config["hidden_size"] * 4, 16
+    assert profiles["decode"].bytes_per_token == 2 * (sums + choice)
+    table = format_rank_profiles(profiles)
+    assert "decode, 10 steps" in table and table.count("rank 1") == 2
 
 
 def test_the_floor_is_of_this_machine():
