@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 
 import msgspec
 
@@ -27,6 +28,7 @@ from minivllm.executor.worker_messages import (
     to_request,
 )
 from minivllm.request import EngineCoreRequest
+from minivllm.scheduler_output import RankTiming
 from minivllm.worker.worker import Worker, resolve_device
 
 logger = logging.getLogger(__name__)
@@ -90,9 +92,13 @@ class WorkerProc:
             value = getattr(self._worker, message.method)(*message.arguments)
             return CallResult(message.number, msgspec.to_builtins(value))
         assert isinstance(message, Step)
+        start = time.perf_counter()
+        self._worker.group.take_timing()
         outputs = self._worker.execute_model(to_request(message, self._requests))
         if message.timed:
-            return StepResult(message.number, outputs, self._worker.last_timing)
+            communication, num_bytes = self._worker.group.take_timing()
+            timing = RankTiming(start, time.perf_counter(), num_bytes, communication)
+            return StepResult(message.number, outputs, timing)
         return StepResult(message.number, outputs) if self._setup.rank == 0 else None
 
     def _read(self) -> bytes | None:

@@ -5,7 +5,6 @@ Mirrors `vllm/v1/worker/gpu_worker.py`.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import torch
@@ -16,7 +15,7 @@ from minivllm.distributed.partition import split_heads
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.weights import load_model
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -70,8 +69,6 @@ class Worker:
         self.block_bytes = CacheEngine.block_bytes(self.rank_config, cache_config.block_size, self.dtype)
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
-        self.last_timing: RankTiming | None = None
-        """Of the last step."""
 
     def load_model(self) -> None:
         """Build the model on the device and load its weights."""
@@ -120,15 +117,6 @@ class Worker:
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then run the step."""
-        start = time.perf_counter()
-        self.group.take_timing()
-        try:
-            return self._execute_model(request)
-        finally:
-            communication, num_bytes = self.group.take_timing()
-            self.last_timing = RankTiming(start, time.perf_counter(), num_bytes, communication)
-
-    def _execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         self.cache_engine.swap_out(request.blocks_to_swap_out)
         self.cache_engine.swap_in(request.blocks_to_swap_in)
         self.cache_engine.copy(request.blocks_to_copy)

@@ -137,11 +137,20 @@ def test_a_step_that_fails_ends_its_requests_alone(tiny):
         llm.llm_engine.executor.collective_rpc("no_such_method")
 
     # Ctrl-C in the midst of a step
-    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
-    timer.start()
+    is_over = threading.Event()
+
+    def interrupt():
+        while not is_over.wait(1.0):  # again if a callback of hypothesis has swallowed it
+            signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 6, 7]], SamplingParams(seed=15, max_tokens=1000, ignore_eos=True), use_tqdm=False)
-    timer.join()
+        try:
+            llm.generate([[5, 6, 7]], SamplingParams(seed=15, max_tokens=1000, ignore_eos=True), use_tqdm=False)
+        finally:
+            is_over.set()
+    thread.join()
 
     assert llm.generate([[5, 6, 7]], ok, use_tqdm=False)[0].outputs[0].token_ids == before
     assert llm.llm_engine.executor.collective_rpc("check_health") == [None, None]
