@@ -13,9 +13,10 @@ import os
 import select
 import struct
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minivllm.distributed.shared_memory import LINE_BYTES, create_shared_memory
+from minivllm.distributed.shared_memory import LINE_BYTES, create_shared_memory, keep_off_standard_streams
 from minivllm.errors import DistributedError
 
 NUM_SLOTS = 16
@@ -42,12 +43,24 @@ class QueueEnds:
     def create(cls, num_readers: int) -> QueueEnds:
         """A new queue."""
         memory = create_shared_memory(LINE_BYTES * (1 + num_readers) + NUM_SLOTS * SLOT_BYTES)
-        bells = [os.pipe() for _ in range(num_readers)]
-        for _, ring in bells:
-            os.set_blocking(ring, False)
-        return cls(memory, bells)
+        ends = cls(memory, [])
+        with ends.closed_on_error():
+            for _ in range(num_readers):
+                wait, ring = map(keep_off_standard_streams, os.pipe())
+                ends.bells.append((wait, ring))
+                os.set_blocking(ring, False)
+        return ends
 
-    def close(self, *, but: tuple[int, ...] = ()) -> None:
+    @contextlib.contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close all of them if something goes wrong, such as too many open files."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, *, but: Sequence[int] = ()) -> None:
         """Close all of them except those that this process goes on using."""
         for descriptor in {self.memory, *(end for bell in self.bells for end in bell)} - set(but):
             with contextlib.suppress(OSError):

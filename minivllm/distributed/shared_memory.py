@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -24,7 +25,17 @@ def create_shared_memory(num_bytes: int) -> int:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, num_bytes)
-    return descriptor
+    return keep_off_standard_streams(descriptor)
+
+
+def keep_off_standard_streams(descriptor: int) -> int:
+    """The same file, under a number above 2. Where a standard stream is closed, the next file that is opened takes its number, and a process
+    that inherits it would print into it."""
+    if descriptor > 2:
+        return descriptor
+    higher = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return higher
 
 
 def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:

@@ -109,7 +109,7 @@ class MultiProcExecutor(Executor):
         """
         if not self._is_ready:
             self._receive(0, range(self.world_size))
-            self._is_ready = True
+            self._is_ready = self._workers.are_ready = True
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As many blocks as fit at every rank: a block has a part at each."""
@@ -266,6 +266,7 @@ class WorkerProcesses:
 
     Attributes:
         processes: By rank.
+        are_ready: Whether they have loaded the model.
         inbox: What all workers read.
         failure: Why they have been ended, if they have.
         on_failure: Called when a worker is found gone.
@@ -274,11 +275,13 @@ class WorkerProcesses:
     def __init__(self, configs: bytes, world_size: int) -> None:
         self.world_size = world_size
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.are_ready = False
         self.inbox: QueueWriter
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._outboxes: list[QueueReader] = []
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._stopping, self._ended, started = threading.Event(), threading.Event(), threading.Event()
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(configs, started), name="minivllm workers", daemon=True)
@@ -287,12 +290,19 @@ class WorkerProcesses:
             started.wait()
         except BaseException:  # Ctrl-C
             self.fail("The start was interrupted.")
+            started.wait()  # the thread starts no more
+            self.stop()
             raise
         if self._start_error is not None:
-            raise self._start_error
+            self.stop()
+            raise EngineDeadError(f"The workers could not be started: {self._start_error}.") from self._start_error
 
     def check(self) -> None:
-        """Raise an EngineDeadError if the workers have been ended, when they have."""
+        """Raise an EngineDeadError if the workers have been ended, when they have; or if they belong to another process."""
+        if os.getpid() != self._owner:
+            raise EngineDeadError(
+                f"The workers belong to process {self._owner}, from which this one was forked, and would mix up the two: make an engine here."
+            )
         if self.failure is not None:
             self._ended.wait(GRACE_SECONDS)
             raise EngineDeadError(self.failure)
@@ -350,12 +360,16 @@ class WorkerProcesses:
         self._wait()
 
     def stop(self) -> None:
-        """End the workers: they read that there are no more messages. Called once."""
+        """End the workers: they read that there are no more messages. Those that load the model do not read, and are killed. Called once."""
+        if os.getpid() != self._owner:  # a forked process, which has copies of all this
+            return
         if self.failure is None:
             self.failure = "The engine was shut down."
         self._stopping.set()
-        self.inbox.close()
-        self._wait()
+        if hasattr(self, "inbox"):
+            self.inbox.close()
+        if self.are_ready:
+            self._wait()
         for process in self.processes:
             process.kill()
         self._wait()
@@ -403,17 +417,21 @@ class WorkerProcesses:
     def _start(self, configs: bytes) -> None:
         num_threads = max(1, torch.get_num_threads() // self.world_size)
         with contextlib.ExitStack() as ours:  # what only the workers need, once they have inherited it
-            inbox = QueueEnds.create(self.world_size)
-            rings = tuple(ring for _, ring in inbox.bells)
-            ours.callback(inbox.close, but=rings)
-            self.inbox = QueueWriter(inbox.memory, list(rings))
-            group_memory, group_port = create_group_memory(self.world_size), _free_port()
+            group_port, group_memory = _free_port(), create_group_memory(self.world_size)
             ours.callback(os.close, group_memory)
+            inbox = QueueEnds.create(self.world_size)
+            rings = [ring for _, ring in inbox.bells]
+            with inbox.closed_on_error():
+                self.inbox = QueueWriter(inbox.memory, rings)
+            ours.callback(inbox.close, but=rings)
             for rank in range(self.world_size):
+                if self._stopping.is_set():  # the start was interrupted
+                    break
                 outbox = QueueEnds.create(1)
                 (answers, answer), (wait, _) = outbox.bells[0], inbox.bells[rank]
-                ours.callback(outbox.close, but=(answers,))
-                self._outboxes.append(QueueReader(outbox.memory, answers))
+                with outbox.closed_on_error():
+                    self._outboxes.append(QueueReader(outbox.memory, answers))
+                ours.callback(outbox.close, but=[answers])
                 inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
                 process = start_python("minivllm.executor.worker_main", num_threads, inherited)
                 self.processes.append(process)
@@ -425,7 +443,7 @@ class WorkerProcesses:
                 with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
                     process.stdin.write(msgspec.json.encode(setup) + b"\n")
                     process.stdin.close()
-        if self._stopping.is_set():  # the start was interrupted
+        if self._stopping.is_set():
             for process in self.processes:
                 process.kill()
 

@@ -28,11 +28,20 @@ def start_python(module: str, num_threads: int | None = None, descriptors: tuple
     return subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
-        stdout=2,  # whatever it prints is for people, not for a pipe
+        stdout=2 if _is_open(2) else subprocess.DEVNULL,  # whatever it prints is for people, not for a pipe
+        stderr=None if _is_open(2) else subprocess.DEVNULL,
         env=os.environ | environment,
         pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C in the terminal is for this process, which then ends the other
     )
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:

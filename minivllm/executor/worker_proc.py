@@ -12,7 +12,7 @@ import msgspec
 
 from minivllm.distributed.join import join_group
 from minivllm.distributed.message_queue import QueueReader, QueueWriter
-from minivllm.errors import DistributedError
+from minivllm.errors import DistributedError, MinivllmError
 from minivllm.executor.worker_messages import (
     Call,
     CallResult,
@@ -81,7 +81,8 @@ class WorkerProc:
                 answer = self._handle(message)
                 encoded = encode(answer) if answer is not None else None
             except Exception as error:
-                if not isinstance(error, DistributedError):  # that is another rank's doing
+                # A DistributedError is another rank's doing; and what is the user's doing needs no traceback.
+                if not isinstance(error, DistributedError if isinstance(message, Step) else MinivllmError):
                     logger.exception("A worker failed.")  # in the same words at each rank: they are logged once
                 encoded = encode(Failed(message.number, type(error).__name__, str(error)))
             if encoded is not None:

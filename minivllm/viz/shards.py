@@ -99,12 +99,12 @@ def draw_shards(config: ModelConfig, tensor_parallel_size: int) -> Figure:
         tensor_parallel_size: The number of ranks, up to eight.
 
     Raises:
-        ConfigError: There are too many ranks to tell their colours apart, or more than query heads.
+        ConfigError: There are too many ranks to tell their colours apart, or to give each something.
     """
-    if not 1 <= tensor_parallel_size <= min(MOST_RANKS, config.num_heads):
-        raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but this figure shows 1 to {min(MOST_RANKS, config.num_heads)} ranks."
-        )
+    width = config.hf_config.get("intermediate_size") or config.hf_config["ffn_dim"]
+    most = min(MOST_RANKS, config.num_heads, width, config.vocab_size)
+    if not isinstance(tensor_parallel_size, int) or not 1 <= tensor_parallel_size <= most:
+        raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size!r}, but this figure shows 1 to {most} ranks.")
     weights = find_shards(config, tensor_parallel_size)
     layer = [weights[key] for key in ("qkv", "out", "up", "down")]
     widths = [weight.num_outputs for weight in layer]

@@ -106,7 +106,7 @@ class Worker:
             ConfigError: There is not enough memory.
         """
         on_cpu = num_cpu_blocks + (num_gpu_blocks if self.device.type == "cpu" else 0)
-        self._check_memory(on_cpu, "the machine", available_cpu_memory())
+        self._check_host_memory(on_cpu)
         if self.device.type == "cuda":
             self._check_memory(num_gpu_blocks, "the GPU", torch.cuda.mem_get_info(self.device)[0])
         self.cache_engine = CacheEngine(
@@ -133,6 +133,12 @@ class Worker:
         can_capture = self.platform.attention_backend.supports_cuda_graphs() and self.group.supports_cuda_graphs
         return self.device.type == "cuda" and not self.enforce_eager and can_capture
 
+    def _check_host_memory(self, num_blocks: int) -> None:
+        """Of the machine, which all ranks share."""
+        num_ranks = self.group.world_size
+        place = "the machine" if num_ranks == 1 else f"the machine, for each of {num_ranks} workers,"
+        self._check_memory(num_blocks, place, available_cpu_memory() // num_ranks)
+
     def _check_memory(self, num_blocks: int, place: str, free: int) -> None:
         if num_blocks * self.block_bytes > free:
             raise ConfigError(
@@ -142,7 +148,7 @@ class Worker:
 
     def _memory_left_for_cache(self) -> int:
         """Bytes of the usable memory that are left beside the weights and the largest step."""
-        self._check_memory(1, "the machine", available_cpu_memory())
+        self._check_host_memory(1)
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
         max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -318,6 +320,83 @@ def test_one_worker_may_have_a_process_of_its_own(tiny):
     there = load(tiny, tensor_parallel_size=1, distributed_executor_backend="mp")
     assert len(there.llm_engine.executor.process_ids) == 1
     assert there.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs == here[0].outputs
+
+
+def run_script(code, *, shell="", **options):
+    """What a script prints into the file that it is given, run by a shell that does something else before."""
+    with tempfile.NamedTemporaryFile("r") as printed:
+        script = textwrap.dedent(code).replace("OUT", repr(printed.name))
+        command = f"{shell} exec {shlex.quote(sys.executable)} -c {shlex.quote(script)}"
+        subprocess.run(["bash", "-c", command.strip()], capture_output=True, text=True, timeout=120, **options)
+        return printed.read().split("\n")
+
+
+START = """
+import os, sys
+from minivllm import LLM, SamplingParams
+out = open(OUT, "w")
+def load(size=2):
+    return LLM(sys.argv[1] if sys.argv[1:] else FOLDER, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=size)
+params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+def generate(llm):
+    return llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+"""
+
+
+@pytest.mark.parametrize("shell", ["exec <&-;", "exec >&-;", "exec 2>&-;", "exec <&- >&- 2>&-;"])
+def test_closed_standard_streams_do_not_matter(tiny, shell):
+    code = START.replace("FOLDER", repr(tiny)) + "print(len(generate(load())), file=out, flush=True)"
+    assert run_script(code, shell=shell)[0] == "4"
+
+
+def test_a_forked_process_is_refused_and_does_no_harm(tiny):
+    code = START.replace("FOLDER", repr(tiny)) + textwrap.dedent("""
+        llm = load()
+        before = generate(llm)
+        if os.fork() == 0:
+            try:
+                generate(llm)
+            except Exception as error:
+                print(type(error).__name__, error, file=out, flush=True)
+            del llm
+            os._exit(0)
+        os.wait()
+        print(generate(llm) == before, file=out, flush=True)
+    """)
+    refused, unharmed, *_ = run_script(code)
+    assert refused.startswith("EngineDeadError The workers belong to process ") and refused.endswith("make an engine here.")
+    assert unharmed == "True"
+
+
+def test_too_many_open_files_are_told_and_nothing_stays_open(tiny):
+    code = START.replace("FOLDER", repr(tiny)) + textwrap.dedent("""
+        import gc, resource
+        def num_open():
+            gc.collect()  # a map of memory has a descriptor of its own
+            return len(os.listdir("/proc/self/fd"))
+        load(1)  # opens what stays open
+        before = num_open()
+        for more in range(2, 20, 3):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, 4096))
+            try:
+                load(3)
+            except Exception as error:
+                print(type(error).__name__, error, file=out)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+        print(num_open() - before, file=out, flush=True)
+    """)
+    *errors, left, _ = run_script(code)
+    assert left == "0"
+    assert len(errors) >= 3
+    assert all(
+        error.startswith("EngineDeadError The workers could not be started: [Errno 24] Too many open files") for error in errors
+    )
+
+
+def test_workers_share_the_memory_of_the_machine(tiny):
+    free = psutil.virtual_memory().available
+    with pytest.raises(ConfigError, match=r"but the machine, for each of 2 workers, has only"):
+        load(tiny, num_gpu_blocks_override=None, kv_cache_memory_bytes=int(0.8 * free))
 
 
 # -- messages --------------------------------------------------------------------------------------------------------
