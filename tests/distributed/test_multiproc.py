@@ -90,7 +90,7 @@ def test_tokens_of_the_default_model_are_those_of_one_worker(llm, world_size):
         "day",
     ]
     rng = random.Random(0)
-    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in range(24)]
+    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in range(12)]
     params = [
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         if i % 2
@@ -196,8 +196,9 @@ def test_an_async_engine_in_this_process_ends_its_workers(tiny):
     assert all_gone(workers)
 
 
-@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP", "SIGTERM"])
-@pytest.mark.parametrize("when", ["in a step", "idle"])
+@pytest.mark.parametrize(
+    ("what", "when"), [("SIGKILL", "in a step"), ("SIGSTOP", "in a step"), ("SIGTERM", "in a step"), ("SIGKILL", "idle")]
+)
 def test_a_worker_that_is_gone_is_noticed(tiny, what, when):
     llm = load(tiny, tensor_parallel_size=3 if what == "SIGKILL" else 2, max_model_len=4096)
     executor, processes = llm.llm_engine.executor, processes_of(llm)
@@ -244,18 +245,15 @@ def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny):
     assert all_gone(processes)
 
 
-@pytest.mark.parametrize("when", ["idle", "in a step", "a worker is stopped"])
+@pytest.mark.parametrize("when", ["in a step", "a worker is stopped"])
 def test_workers_end_with_a_parent_that_is_killed(tiny, when):
     code = textwrap.dedent(f"""
-        import sys
         from minivllm import LLM, SamplingParams
         llm = LLM({tiny!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
         print(*llm.llm_engine.executor.process_ids, flush=True)
-        if sys.argv[1] == "idle":
-            sys.stdin.read()
         llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
     """)
-    parent = subprocess.Popen([sys.executable, "-c", code, when], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     time.sleep(0.5)
     if when == "a worker is stopped":
@@ -343,7 +341,7 @@ def generate(llm):
 """
 
 
-@pytest.mark.parametrize("shell", ["exec <&-;", "exec >&-;", "exec 2>&-;", "exec <&- >&- 2>&-;"])
+@pytest.mark.parametrize("shell", ["exec <&-;", "exec <&- >&- 2>&-;"])
 def test_closed_standard_streams_do_not_matter(tiny, shell):
     code = START.replace("FOLDER", repr(tiny)) + "print(len(generate(load())), file=out, flush=True)"
     assert run_script(code, shell=shell)[0] == "4"

