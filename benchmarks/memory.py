@@ -29,9 +29,9 @@ ROUNDS = 3
 CACHE_BYTES = 64 * 2**20
 
 
-def kilobytes(name: str) -> int:
-    """VmRSS or VmHWM of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def kilobytes(name: str, process: int | str = "self") -> int:
+    """VmRSS or VmHWM of a process."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from memory import kilobytes
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, report
@@ -31,12 +32,6 @@ NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK_SIZE = 16, 64, 96, 16
 NUM_BLOCKS = NUM_SEQS * (PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE + 8
 HIDDEN_SIZE = 576
 ROWS = (1, 16, 64)
-
-
-def kilobytes(process: int | str, name: str) -> int:
-    """VmRSS or VmHWM of a process."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 # -- two engines in turns --------------------------------------------------------------------------------------------
@@ -67,8 +62,6 @@ def compare(model: str, way: str, rounds: int) -> dict[str, Any]:
             llm.llm_engine.stop_trace()
             if i > 0:  # the first one warms up
                 speeds[size].append(NUM_SEQS * OUTPUT_TOKENS / seconds)
-    executor = engines[2].llm_engine.executor
-    peaks = [kilobytes(process, "VmHWM") for process in executor.process_ids]  # type: ignore[attr-defined]
     decodes = {
         size: [step for trace in traces[size][1:] for step in trace if step.phase == "decode" and len(step.scheduled) == NUM_SEQS]
         for size in engines
@@ -92,7 +85,6 @@ def compare(model: str, way: str, rounds: int) -> dict[str, Any]:
         "in_all_reduce_share": round(alone / step[2], 3),
         "in_communication_ms_by_rank": [round(1e3 * seconds, 2) for seconds in waits],
         "bytes_per_token": round(num_bytes / NUM_SEQS),
-        "rank_peak_kilobytes": peaks,
     }
 
 
@@ -127,13 +119,12 @@ def measure_memory(way: str) -> dict[str, Any]:
         llm = LLM("smollm2-135m", tensor_parallel_size=size, distributed_executor_backend="mp", **options, **WAYS[way])
         llm.generate(prompts, params, use_tqdm=False)
         executor = llm.llm_engine.executor
-        peaks[size] = max(kilobytes(process, "VmHWM") for process in executor.process_ids)  # type: ignore[attr-defined]
+        peaks[size] = max(kilobytes("VmHWM", process) for process in executor.process_ids)
         executor.shutdown()
-    code = (
-        "import minivllm.executor.worker_proc, minivllm.kernels.cpu; "
-        "print(next(line for line in open('/proc/self/status') if line.startswith('VmRSS')).split()[1])"
+    code = "import minivllm.executor.worker_proc, minivllm.kernels.cpu, memory; print(memory.kilobytes('VmRSS'))"
+    before = int(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
     )
-    before = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     return {
         "kilobytes_before": before,
         "kilobytes": {str(size): peak for size, peak in peaks.items()},

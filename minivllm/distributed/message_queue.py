@@ -170,10 +170,6 @@ class QueueReader(_Ring):
             if not os.read(self.bell, NUM_SLOTS) and self._number == self._get_count(0):
                 raise EOFError("The writer of the message queue has ended.")
 
-    def has_message(self) -> bool:
-        """Whether there is something to read without waiting."""
-        return self._number < self._get_count(0)
-
     def close(self) -> None:
         """Read no more."""
         os.close(self.bell)

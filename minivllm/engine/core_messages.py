@@ -6,11 +6,11 @@ can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init_
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from minivllm.core.routing import ReplicaLoad
 from minivllm.engine.trace import StepRecord
+from minivllm.executor.processes import plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -36,6 +36,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cache_usage(self) -> float:
         """Fraction of the device blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """How busy the core is, for a router."""
+        return ReplicaLoad(self.num_waiting + self.num_swapped, self.num_running, self.cache_usage)
 
 
 # -- to the core -----------------------------------------------------------------------------------------------------
@@ -166,14 +171,7 @@ class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLog | Heartbeat
 
 
-def _plain_number(value: Any) -> Any:
-    """NumPy numbers, as users put them into SamplingParams, become Python's."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"A message cannot contain a {type(value).__name__}.")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)
 _TO_CORE: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
 _FROM_CORE: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 

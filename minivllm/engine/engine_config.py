@@ -13,7 +13,7 @@ from minivllm.config import CacheConfig, EngineArgs, ModelConfig, ParallelConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
-from minivllm.executor.processes import pickle_for_process
+from minivllm.executor.processes import find_plugins, pickle_for_process
 
 if TYPE_CHECKING:
     from minivllm.engine.detokenizer import IncrementalDetokenizer
@@ -104,8 +104,6 @@ class EngineConfig:
         plugins = {
             "scheduler_cls": self.scheduler_cls,
             "block_space_manager_cls": self.block_space_manager_cls,
-            "attention_backend": self.worker_config.attention_backend,
-            "sampler_cls": self.worker_config.sampler_cls,
-            "the registered model class": self.model_config.model_cls,
+            **find_plugins(self.model_config, self.worker_config),
         }
         return pickle_for_process(replace(self, detokenizer_cls=None), plugins)  # text stays in the frontend

@@ -18,7 +18,6 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -43,6 +42,7 @@ from minivllm.engine.core_messages import (
 )
 from minivllm.engine.engine_core import EngineCore
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.executor.processes import ForwardLog
 from minivllm.outputs import RequestMetrics
 
 logger = logging.getLogger(__name__)
@@ -168,22 +168,6 @@ class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
     log_level: int
 
 
-class LogToFrontend(logging.Handler):
-    """Sends log records to the frontend, which has a log of its own.
-
-    Args:
-        put: Where the messages go.
-    """
-
-    def __init__(self, put: Callable[[CoreLog], object]) -> None:
-        super().__init__()
-        self.put = put
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, with its traceback if it has one."""
-        self.put(CoreLog(record.levelno, record.name, self.format(record)))
-
-
 class EngineCoreProc:
     """The process: a core between two sockets.
 
@@ -200,7 +184,7 @@ class EngineCoreProc:
         self._output.connect(setup.output_address)
         self._config = setup.config
         self._heartbeat_seconds = HEARTBEAT_SECONDS if setup.heartbeats else None
-        self._log = LogToFrontend(lambda message: self._output.send(encode(message)))
+        self._log = ForwardLog(lambda *record: self._output.send(encode(CoreLog(*record))))
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
@@ -212,7 +196,7 @@ class EngineCoreProc:
             self._context.destroy(linger=1000)
             return 1
         loop = EngineCoreLoop(core)
-        self._log.put = loop.output_queue.put  # from here on, the socket is the output thread's
+        self._log.put = lambda *record: loop.output_queue.put(CoreLog(*record))  # from here on, the socket is the output thread's
         threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         sender = threading.Thread(target=self._send, args=(loop,))
         sender.start()

@@ -1,14 +1,17 @@
-"""Python processes that this one starts for itself: the engine core's, and those of workers."""
+"""Python processes that this one starts for itself, the engine core's and those of workers, and what both need to talk to it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from minivllm.config import ModelConfig, WorkerConfig
 from minivllm.errors import ConfigError
 
 
@@ -44,6 +47,15 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
+def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict[str, Any]:
+    """The classes that a worker needs, by the names that users know them by."""
+    return {
+        "attention_backend": worker_config.attention_backend,
+        "sampler_cls": worker_config.sampler_cls,
+        "the registered model class": model_config.model_cls,
+    }
+
+
 def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
     """A configuration for a process that we start ourselves, which reads it with `pickle.loads`.
 
@@ -61,6 +73,29 @@ def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
                 f"class into a module, or run the engine in this process (in_process=True) with one worker."
             )
     return pickle.dumps(config)
+
+
+class ForwardLog(logging.Handler):
+    """Gives log records away, to be logged by another process.
+
+    Args:
+        put: Called with the level, the logger's name, and the text with its traceback if it has one.
+    """
+
+    def __init__(self, put: Callable[[int, str, str], object]) -> None:
+        super().__init__()
+        self.put = put
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Give a record away."""
+        self.put(record.levelno, record.name, self.format(record))
+
+
+def plain_number(value: Any) -> Any:
+    """For messages: NumPy numbers, as users and their classes may use them, become Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"A message cannot contain a {type(value).__name__}.")
 
 
 def describe_exit(status: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from minivllm.executor.processes import plain_number
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput
 
@@ -136,14 +137,7 @@ _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def _plain_number(value: Any) -> Any:
-    """NumPy numbers, as a scheduler or block manager of somebody else's may use them, become Python's."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"A message cannot contain a {type(value).__name__}.")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_number)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:

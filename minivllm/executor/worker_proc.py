@@ -13,6 +13,7 @@ import msgspec
 from minivllm.distributed.join import join_group
 from minivllm.distributed.message_queue import QueueReader, QueueWriter
 from minivllm.errors import DistributedError, MinivllmError
+from minivllm.executor.processes import ForwardLog
 from minivllm.executor.worker_messages import (
     Call,
     CallResult,
@@ -34,18 +35,6 @@ from minivllm.worker.worker import Worker, resolve_device
 logger = logging.getLogger(__name__)
 
 
-class LogToExecutor(logging.Handler):
-    """Sends log records to the executor, in whose log they belong."""
-
-    def __init__(self, outbox: QueueWriter) -> None:
-        super().__init__()
-        self._outbox = outbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, with its traceback if it has one."""
-        self._outbox.write(encode(WorkerLog(record.levelno, record.name, self.format(record))))
-
-
 class WorkerProc:
     """One rank.
 
@@ -57,7 +46,7 @@ class WorkerProc:
         self._setup = setup
         self._inbox = QueueReader(*setup.inbox, index=setup.rank, num_readers=setup.world_size)
         self._outbox = QueueWriter(setup.outbox[0], [setup.outbox[1]])
-        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[LogToExecutor(self._outbox)], force=True)
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[ForwardLog(self._log)], force=True)
         self._requests: dict[int, EngineCoreRequest] = {}
         self._worker: Worker
 
@@ -76,15 +65,17 @@ class WorkerProc:
             return
         self._send(CallResult(0, None))
         while (data := self._read()) is not None:
-            message = decode_to_worker(data)
+            is_step = False
             try:
+                message = decode_to_worker(data)  # strictly: a learner's scheduler may have put anything into it
+                is_step = isinstance(message, Step)
                 answer = self._handle(message)
                 encoded = encode(answer) if answer is not None else None
             except Exception as error:
                 # A DistributedError is another rank's doing; and what is the user's doing needs no traceback.
-                if not isinstance(error, DistributedError if isinstance(message, Step) else MinivllmError):
+                if not isinstance(error, DistributedError if is_step else MinivllmError):
                     logger.exception("A worker failed.")  # in the same words at each rank: they are logged once
-                encoded = encode(Failed(message.number, type(error).__name__, str(error)))
+                encoded = encode(Failed(msgspec.msgpack.decode(data)["number"], type(error).__name__, str(error)))
             if encoded is not None:
                 self._outbox.write(encoded)
 
@@ -107,6 +98,9 @@ class WorkerProc:
             return self._inbox.read()
         except EOFError:
             return None
+
+    def _log(self, level: int, name: str, text: str) -> None:
+        self._send(WorkerLog(level, name, text))
 
     def _send(self, message: FromWorker) -> None:
         self._outbox.write(encode(message))

@@ -72,11 +72,6 @@ class TensorPart:
     rows: range
     columns: range | None = None
 
-    @classmethod
-    def all_of(cls, tensor: CheckpointTensor, shape: tuple[int, ...]) -> TensorPart:
-        """The whole tensor."""
-        return cls(tensor, shape, range(shape[0]))
-
     def read_rows(self) -> Iterator[tuple[int, Tensor]]:
         """Some rows at a time, each with the number of its first row in the part. Raises like `CheckpointTensor.read`."""
         rows = self.rows

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams
-from minivllm.errors import ConfigError, EngineDeadError, KernelError
+from minivllm.errors import ConfigError, EngineDeadError, KernelError, WorkerError
 from minivllm.executor.worker_messages import RequestLedger, decode_to_worker, encode, to_request
 from minivllm.models import registry
 from minivllm.request import EngineCoreRequest
@@ -135,10 +135,14 @@ def test_a_step_that_fails_ends_its_requests_alone(tiny):
     bad = ExecuteModelRequest([SequenceData(request, 0, 0, [5, 6], 0, [1000], 0, [], 1, 0, False)])
     with pytest.raises(KernelError, match=r"Rank \d: A block table names block 1000, but the cache has 300 blocks"):
         llm.llm_engine.executor.execute_model(bad)
+    strange = ExecuteModelRequest([SequenceData(request, 0, 0, [5, 6], 0, [1.5], 0, [], 1, 0, False)])
+    with pytest.raises(WorkerError, match=r"Rank \d: ValidationError: Expected `int`, got `float`"):
+        llm.llm_engine.executor.execute_model(strange)
     with pytest.raises(Exception, match=r"Rank \d: AttributeError: .*no_such_method"):
         llm.llm_engine.executor.collective_rpc("no_such_method")
 
     # Ctrl-C in the midst of a step
+    before_it = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     is_over = threading.Event()
 
     def interrupt():
@@ -153,6 +157,7 @@ def test_a_step_that_fails_ends_its_requests_alone(tiny):
         finally:
             is_over.set()
     thread.join()
+    signal.signal(signal.SIGINT, before_it)
 
     assert llm.generate([[5, 6, 7]], ok, use_tqdm=False)[0].outputs[0].token_ids == before
     assert llm.llm_engine.executor.collective_rpc("check_health") == [None, None]
