@@ -116,7 +116,7 @@ def simulate(
         check_at_least("max_concurrency", max_concurrency, 1)
     if "clock" in engine_options:
         raise ConfigError("A simulation has its own clock, which starts with the first arrival: leave out clock.")
-    queue = _in_order(requests)
+    queue = in_order(requests)
     upcoming = next(queue, None)
     if upcoming is None:
         raise ConfigError("There are no requests to simulate.")
@@ -147,7 +147,7 @@ def simulate(
     return run
 
 
-def _in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+def in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
     """The same requests, checked to have finite, ascending arrival times."""
     last = -math.inf
     for number, request in enumerate(requests):

@@ -8,6 +8,7 @@ output token after the first. A request with several sequences (n > 1) has one T
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +51,36 @@ class Distribution(NamedTuple):
 
 
 NOT_MEASURED = Distribution.of(())
+
+
+class LatencyHistogram:
+    """The distribution of any number of times in little memory: percentiles are exact to 1 percent, the mean is exact."""
+
+    _BINS_PER_E = 1 / math.log(1.01)
+    _SHORTEST = 1e-6
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        """By bin: bin i ends at 1.01 to the power of i seconds."""
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a time."""
+        self._sum += seconds
+        self._counts[math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E)] += 1
+
+    def distribution(self) -> Distribution:
+        """The distribution of what was counted."""
+        total = self._counts.total()
+        if not total:
+            return NOT_MEASURED
+        ranks = [max(1, math.ceil(percent * total / 100)) for percent in (50, 95, 99)]
+        found, count = [], 0
+        for number in sorted(self._counts):
+            count += self._counts[number]
+            while len(found) < len(ranks) and count >= ranks[len(found)]:
+                found.append(math.exp((number - 0.5) / self._BINS_PER_E))
+        return Distribution(self._sum / total, *found)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,281 @@
+"""Many replicas on a virtual clock: real engine cores with `SimulatedExecutor`, and the router of the server in front of them.
+
+Things happen in the order of their time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinator` does. What a
+step brought is known to nobody before the step has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minivllm.bench.report import format_table, quantity
+from minivllm.bench.simulation import in_order, make_simulated_engine
+from minivllm.bench.summary import Distribution, Goals, LatencyHistogram, RequestLatency, RunSummary
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.config import check_at_least
+from minivllm.core.routing import ReplicaLoad, Router, make_router
+from minivllm.engine.core_messages import EngineCoreOutputs
+from minivllm.errors import ConfigError
+from minivllm.executor.simulated import VirtualClock
+from minivllm.outputs import RequestMetrics
+from minivllm.request import EngineCoreRequest
+from minivllm.sampling_params import SamplingParams
+
+PUBLISH_SECONDS = 0.1
+"""The coordinator publishes a change of loads so long after it last published."""
+
+
+@dataclass(kw_only=True)
+class ReplicaRun(RunSummary):
+    """What a run of several replicas adds up to. Percentiles are exact to 1 percent.
+
+    Attributes:
+        routing: The name of the router.
+        num_replicas: How many there were.
+        prefix_hit_rate: The part of the prompt tokens that was found in a prefix cache.
+        requests: Of each replica.
+        mean_in_flight: Of each replica: its unfinished requests, averaged over the run.
+        busy: Of each replica: the part of the run in which it computed.
+        num_preemptions: How often a sequence lost its blocks.
+    """
+
+    routing: str = ""
+    num_replicas: int = 0
+    prefix_hit_rate: float = 0.0
+    requests: list[int] = field(default_factory=list)
+    mean_in_flight: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """The load of the busiest replica, in requests in flight, over the mean load; 1 is even."""
+        mean = sum(self.mean_in_flight) / len(self.mean_in_flight)
+        return max(self.mean_in_flight) / mean if mean else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"imbalance": self.imbalance}
+
+
+def simulate_replicas(
+    requests: Iterable[WorkloadRequest],
+    num_replicas: int,
+    *,
+    routing: str = "least-loaded",
+    goals: Goals | None = None,
+    progress_total: int | None = None,
+    **engine_options: Any,
+) -> ReplicaRun:
+    """Route requests to replicas and run them to completion. What has finished takes no memory.
+
+    Args:
+        requests: In the order of arrival.
+        num_replicas: How many replicas.
+        routing: One of `minivllm.core.routing.ROUTERS`.
+        goals: What a request must meet to count for goodput.
+        progress_total: Show progress towards this many requests.
+        **engine_options: Of each replica, see `make_simulated_engine`.
+
+    Raises:
+        ConfigError: There are no requests, they are not in order, one does not fit, or an option is out of range.
+    """
+    check_at_least("num_replicas", num_replicas, 1)
+    queue = in_order(requests)
+    upcoming = next(queue, None)
+    if upcoming is None:
+        raise ConfigError("There are no requests to simulate.")
+    start = upcoming.arrival_time
+    replicas = [_Replica(start, engine_options) for _ in range(num_replicas)]
+    router = make_router(routing, cache_tokens=replicas[0].cache_tokens)
+    for index in range(num_replicas):
+        router.open(index)
+    coordinator = _Coordinator(router, replicas, start)
+    tally = _Tally(num_replicas, start, goals)
+    ends: list[tuple[float, int]] = []
+    """When the steps that run now end, each with its replica."""
+    num_added, now = 0, start
+    with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
+        while upcoming is not None or ends:
+            arrival = math.inf if upcoming is None else upcoming.arrival_time
+            step_end = ends[0][0] if ends else math.inf
+            now = min(arrival, step_end)
+            coordinator.advance_to(now)
+            if upcoming is not None and arrival <= step_end:
+                index = router.route(upcoming.prompt_token_ids)
+                replica = replicas[index]
+                was_idle = not replica.core.has_unfinished_requests() and replica.outputs is None
+                replica.add(num_added, upcoming)
+                tally.add(index, upcoming)
+                num_added += 1
+                upcoming = next(queue, None)
+                if was_idle:
+                    replica.clock.advance_to(now)
+                    heapq.heappush(ends, (now, index))  # as if a step ended now: the next one begins
+            else:
+                _, index = heapq.heappop(ends)
+                replica = replicas[index]
+                if replica.outputs is not None:
+                    replica.load = replica.outputs.stats.load
+                    num_finished = tally.take(index, replica.outputs)
+                    bar.update(num_finished)
+                    for _ in range(num_finished):
+                        router.finish(index)
+                    coordinator.report(now)
+                if replica.step():
+                    heapq.heappush(ends, (replica.clock.now, index))
+    run = tally.finish(now)
+    run.routing = routing
+    run.num_preemptions = sum(replica.core.num_preemptions for replica in replicas)
+    run.busy = [replica.busy_seconds / run.seconds if run.seconds else 0.0 for replica in replicas]
+    return run
+
+
+class _Replica:
+    """An engine core with a clock of its own, which is at the end of its latest step."""
+
+    def __init__(self, start: float, options: dict[str, Any]) -> None:
+        self.clock = VirtualClock(start)
+        engine = make_simulated_engine(clock=self.clock, trace=False, **options)
+        self.core, self.cache_tokens = engine.core, engine.cache_tokens
+        self.outputs: EngineCoreOutputs | None = None
+        """Of the step that ends at the clock's time; None if no step runs."""
+        self.load = ReplicaLoad()
+        """After the last step that has ended."""
+        self.busy_seconds = 0.0
+
+    def add(self, number: int, request: WorkloadRequest) -> None:
+        num_tokens = len(request.prompt_token_ids) + request.output_len
+        limit = min(self.cache_tokens + 1, self.core.model_config.max_model_len)  # the last token is not cached
+        if num_tokens > limit:
+            raise ConfigError(
+                f"Request {number} grows to {num_tokens} tokens, but {limit} fit: raise num_gpu_blocks and max_model_len, or make "
+                "requests shorter."
+            )
+        self.core.add_request(
+            EngineCoreRequest(
+                str(number), request.prompt_token_ids, _params(request.output_len), num_tokens, arrival_time=request.arrival_time
+            )
+        )
+
+    def step(self) -> bool:
+        """Begin the next step, if there is anything to do; the last one has ended."""
+        self.outputs = None
+        if not self.core.has_unfinished_requests():
+            return False
+        began = self.clock.now
+        self.outputs = self.core.step()
+        self.busy_seconds += self.clock.now - began
+        return True
+
+
+@lru_cache(maxsize=4096)
+def _params(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+
+
+class _Coordinator:
+    """Publishes the loads of all replicas to the router, a little later than they change."""
+
+    def __init__(self, router: Router, replicas: list[_Replica], now: float) -> None:
+        self._router, self._replicas = router, replicas
+        self._last, self._due = now - PUBLISH_SECONDS, math.inf
+
+    def report(self, now: float) -> None:
+        """A replica has reported."""
+        self._due = min(self._due, max(now, self._last + PUBLISH_SECONDS))
+
+    def advance_to(self, now: float) -> None:
+        """Publish if that is due before this time, when something else happens: nothing has been reported in between."""
+        if now > self._due:
+            self._last, self._due = self._due, math.inf
+            for index, replica in enumerate(self._replicas):
+                self._router.update(index, replica.load)
+
+
+class _Tally:
+    """Counts a run. Only what is unfinished takes memory."""
+
+    def __init__(self, num_replicas: int, start: float, goals: Goals | None) -> None:
+        self._run = ReplicaRun(num_replicas=num_replicas, requests=[0] * num_replicas)
+        self._start, self._goals = start, goals
+        self._ttft, self._itl, self._tpot, self._latency = (LatencyHistogram() for _ in range(4))
+        self._progress: dict[str, tuple[float, int]] = {}
+        """Of each request with tokens: when the latest came, and how many there are."""
+        self._num_cached_tokens = self._num_good = 0
+        self._request_seconds = [0.0] * num_replicas
+
+    def add(self, replica: int, request: WorkloadRequest) -> None:
+        """A request was sent to a replica."""
+        self._run.num_requests += 1
+        self._run.prompt_tokens += len(request.prompt_token_ids)
+        self._run.requests[replica] += 1
+
+    def take(self, replica: int, outputs: EngineCoreOutputs) -> int:
+        """Count what a step brought. Returns how many requests it finished."""
+        now, num_finished = outputs.timestamp, 0
+        for output in outputs.outputs:
+            if output.error is not None:
+                raise ConfigError(f"Request {output.request_id} failed. {output.error}")
+            latest, num_tokens = self._progress.get(output.request_id, (now, 0))
+            if num_tokens:
+                self._itl.add(now - latest)
+            self._progress[output.request_id] = now, num_tokens + len(output.sequences[0].token_ids)
+            if output.finished:
+                self._finish(replica, output.metrics, *self._progress.pop(output.request_id))
+                num_finished += 1
+        return num_finished
+
+    def _finish(self, replica: int, metrics: RequestMetrics, now: float, num_tokens: int) -> None:
+        assert metrics.time_to_first_token is not None
+        ttft, latency = metrics.time_to_first_token, now - metrics.arrival_time
+        request = RequestLatency("", ttft, latency, (), num_tokens, 0, num_tokens)
+        self._ttft.add(ttft)
+        self._latency.add(latency)
+        if request.tpot is not None:
+            self._tpot.add(request.tpot)
+        self._num_good += self._goals is not None and self._goals.are_met_by(request)
+        self._num_cached_tokens += metrics.num_cached_tokens
+        self._request_seconds[replica] += latency
+        self._run.completed += 1
+        self._run.output_tokens += num_tokens
+
+    def finish(self, now: float) -> ReplicaRun:
+        """The run, which ended now."""
+        run = self._run
+        run.seconds = now - self._start
+        run.ttft, run.itl, run.tpot, run.latency = (
+            histogram.distribution() for histogram in (self._ttft, self._itl, self._tpot, self._latency)
+        )
+        if self._goals not in (None, Goals()):
+            run.goodput = run.per_second(self._num_good)
+        run.prefix_hit_rate = self._num_cached_tokens / run.prompt_tokens
+        run.mean_in_flight = [run.per_second(seconds) for seconds in self._request_seconds]
+        return run
+
+
+def format_replicas(results: list[ReplicaRun]) -> str:
+    """A text table of runs."""
+    headers = (
+        "routing", "requests/s", "goodput", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "prefix hits", "imbalance", "preempted",
+    )  # fmt: skip
+    rows = [
+        (
+            run.routing,
+            f"{run.requests_per_second:.2f}",
+            "-" if run.goodput is None else f"{run.goodput:.2f}",
+            *(f"{seconds:.2f}s" for seconds in run.ttft[1:]),
+            *(quantity(seconds * 1e3, ".0f", "ms") for seconds in run.itl[1:]),
+            f"{run.prefix_hit_rate:.0%}",
+            f"{run.imbalance:.2f}",
+            run.num_preemptions,
+        )
+        for run in results
+    ]
+    return format_table(headers, rows)

@@ -1,0 +1,276 @@
+"""Which replica of the model gets a request. No sockets here, so that the server and the simulator decide alike.
+
+    RoundRobinRouter    one after the other
+    LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
+    PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from minivllm.config import check_choice
+from minivllm.errors import EngineDeadError
+
+
+class ReplicaLoad(NamedTuple):
+    """How busy a replica is.
+
+    Attributes:
+        waiting, running: Sequences.
+        kv_cache_usage: Fraction of its blocks in use, 0 to 1.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    kv_cache_usage: float = 0.0
+
+
+def load_score(load: ReplicaLoad, num_in_flight: int, client_count: int = 1) -> float:
+    """How busy a replica is, as one number.
+
+    What it reported is a little old. What this client has sent and not got back is exact, but there are `client_count` such clients: the
+    greater of the two counts. Where the cache is more than half full, a queue drains slowly, and those who wait count up to four times.
+
+    Args:
+        load: As it was last reported.
+        num_in_flight: This client's unfinished requests at the replica.
+        client_count: API servers that send requests.
+    """
+    score = float(max(client_count * num_in_flight, load.waiting + load.running))
+    if load.waiting:
+        score += load.waiting * 6 * max(0.0, load.kv_cache_usage - 0.5)
+    return score
+
+
+class Router(ABC):
+    """Chooses replicas, and counts what is in flight at each.
+
+    Args:
+        client_count: API servers, each with a router of its own, that send requests to the same replicas.
+        client_index: Which of them this is.
+
+    Attributes:
+        num_in_flight: Unfinished requests by replica, those of this client.
+    """
+
+    def __init__(self, client_count: int = 1, client_index: int = 0) -> None:
+        self.client_count, self.client_index = client_count, client_index
+        self.num_in_flight: list[int] = []
+        self._loads: list[ReplicaLoad] = []
+        self._scores: list[float] = []
+        """`load_score` of each; infinite for one that is closed."""
+        self._is_open: list[bool] = []
+        self._start = 0
+
+    def open(self, replica: int) -> None:
+        """From now on, a replica takes requests. Nothing is in flight there."""
+        while len(self._scores) <= replica:
+            self._loads.append(ReplicaLoad())
+            self._scores.append(math.inf)
+            self._is_open.append(False)
+            self.num_in_flight.append(0)
+        self._is_open[replica] = True
+        self.num_in_flight[replica] = 0
+        self.update(replica, ReplicaLoad())
+        self._start = self.client_index * len(self._scores) // self.client_count  # clients do not all begin with the same one
+
+    def close(self, replica: int) -> None:
+        """From now on, a replica takes no requests. What is in flight there goes on."""
+        self._is_open[replica] = False
+        self._scores[replica] = math.inf
+
+    def update(self, replica: int, load: ReplicaLoad) -> None:
+        """A replica has reported how busy it is."""
+        self._loads[replica] = load
+        if self._is_open[replica]:
+            self._scores[replica] = load_score(load, self.num_in_flight[replica], self.client_count)
+
+    def route(self, prompt_token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Choose a replica for a request, and count it there.
+
+        Args:
+            prompt_token_ids: The prompt.
+            cache_salt: The request's; nothing cached under another salt is of use to it.
+
+        Raises:
+            EngineDeadError: No replica takes requests.
+        """
+        if True not in self._is_open:
+            raise EngineDeadError("There is no replica of the model that takes requests.")
+        replica = self.choose(prompt_token_ids, cache_salt)
+        self.num_in_flight[replica] += 1
+        load = self._loads[replica]  # the next report may come only after the next request
+        self.update(replica, load._replace(waiting=load.waiting + self.client_count))
+        return replica
+
+    def finish(self, replica: int) -> None:
+        """A request that was routed to this replica has finished."""
+        self.num_in_flight[replica] -= 1
+        self.update(replica, self._loads[replica])
+
+    @abstractmethod
+    def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        """An open replica; there is at least one."""
+
+
+class RoundRobinRouter(Router):
+    """One replica after the other."""
+
+    def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        while not self._is_open[self._start]:
+            self._start = (self._start + 1) % len(self._is_open)
+        replica, self._start = self._start, (self._start + 1) % len(self._is_open)
+        return replica
+
+
+class LeastLoadedRouter(Router):
+    """The replica with the least `load_score`. Where several have it, the first one from a start that moves on with each request."""
+
+    def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        scores, start = self._scores, self._start
+        self._start = (start + 1) % len(scores)
+        least = min(scores)
+        try:
+            return scores.index(least, start)
+        except ValueError:
+            return scores.index(least)
+
+
+class PrefixAwareRouter(LeastLoadedRouter):
+    """The replica that has most of the prompt in its prefix cache, as far as this client knows from what it has sent.
+
+    Where too little is cached, or the loads are too uneven, the least loaded one.
+
+    Args:
+        client_count, client_index: As for `Router`.
+        cache_tokens: Tokens that the cache of a replica holds.
+        chunk_size: Prompts are compared in pieces of so many tokens.
+    """
+
+    MIN_MATCH = 0.3
+    """The part of a prompt that must be cached to be worth going there."""
+    MAX_DIFFERENCE, MAX_RATIO = 64, 1.5
+    """Loads are too uneven if the replica's score is by so much, and by this factor, above the least. (SGLang compares the greatest of all
+    scores with the least; but whether to go to a replica depends on how busy that one is.)"""
+    def __init__(self, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20, chunk_size: int = 64) -> None:
+        super().__init__(client_count, client_index)
+        self._tree = PrefixTree(max(1, cache_tokens // chunk_size))
+        self._chunk_size = chunk_size
+
+    def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        prefixes = hash_prefixes(prompt_token_ids, self._chunk_size, cache_salt)
+        replica = self._find_cached(prompt_token_ids, prefixes)
+        if replica is None:
+            replica = super().choose(prompt_token_ids, cache_salt)
+        self._tree.insert(prefixes, replica)
+        return replica
+
+    def open(self, replica: int) -> None:
+        super().open(replica)
+        self._tree.forget(replica)
+
+    def _find_cached(self, prompt_token_ids: Sequence[int], prefixes: list[int]) -> int | None:
+        length, holders = self._tree.find(prefixes, self._is_open)
+        if length * self._chunk_size <= self.MIN_MATCH * len(prompt_token_ids):
+            return None
+        replica = min(holders, key=self._scores.__getitem__)
+        score, least = self._scores[replica], min(self._scores)
+        is_uneven = score - least > self.MAX_DIFFERENCE and score > self.MAX_RATIO * least
+        return None if is_uneven else replica
+
+
+class PrefixTree:
+    """Which replicas have which beginnings of prompts cached: about, since they say nothing of what they evict.
+
+    A node is named by the hash of all tokens up to it, so that the way from the root needs no edges: it is the list of these hashes.
+
+    Args:
+        capacity: Nodes that a replica holds; beyond it forgets the one that was not used for longest.
+    """
+
+    MOST_FOUND = 64
+    """Replicas that `find` returns at most."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._holders: dict[int, OrderedDict[int, None]] = {}
+        """By node: the replicas that have it, those that used it last at the end."""
+        self._nodes: dict[int, OrderedDict[int, None]] = {}
+        """By replica: its nodes, the ones used last at the end."""
+
+    def insert(self, prefixes: list[int], replica: int) -> None:
+        """A replica computes a prompt."""
+        nodes = self._nodes.setdefault(replica, OrderedDict())
+        for node in reversed(prefixes):  # the beginning counts as used last, so that no node is forgotten before those behind it
+            nodes[node] = None
+            nodes.move_to_end(node)
+            holders = self._holders.setdefault(node, OrderedDict())
+            holders[replica] = None
+            holders.move_to_end(replica)
+        while len(nodes) > self._capacity:
+            node, _ = nodes.popitem(last=False)
+            self._drop(node, replica)
+
+    def find(self, prefixes: list[int], is_open: Sequence[bool]) -> tuple[int, list[int]]:
+        """The longest beginning of a prompt that open replicas have, in nodes, and which have it: those that used it last."""
+        for length in range(self._count_known(prefixes), 0, -1):
+            holders = self._holders[prefixes[length - 1]]
+            if found := list(islice((replica for replica in reversed(holders) if is_open[replica]), self.MOST_FOUND)):
+                return length, found
+        return 0, []
+
+    def forget(self, replica: int) -> None:
+        """A replica has nothing cached."""
+        for node in self._nodes.pop(replica, ()):
+            self._drop(node, replica)
+
+    def _count_known(self, prefixes: list[int]) -> int:
+        return next((i for i, node in enumerate(prefixes) if node not in self._holders), len(prefixes))
+
+    def _drop(self, node: int, replica: int) -> None:
+        holders = self._holders[node]
+        del holders[replica]
+        if not holders:
+            del self._holders[node]
+
+
+def hash_prefixes(token_ids: Sequence[int], chunk_size: int, cache_salt: str | None = None) -> list[int]:
+    """A hash of the first chunk, one of the first two, and so on: a hash stands for all tokens up to there.
+
+    Whoever finds two prompts with the same hash sends a request to the wrong replica, where it gets the right answer.
+    """
+    hashes, last = [], hash(cache_salt)
+    for end in range(chunk_size, len(token_ids) + 1, chunk_size):
+        last = hash((last, *token_ids[end - chunk_size : end]))
+        hashes.append(last)
+    return hashes
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "least-loaded": LeastLoadedRouter,
+    "prefix-aware": PrefixAwareRouter,
+    "round-robin": RoundRobinRouter,
+}
+
+
+def make_router(routing: str, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20) -> Router:
+    """The router of this name.
+
+    Args:
+        routing: A key of `ROUTERS`.
+        client_count, client_index: As for `Router`.
+        cache_tokens: As for `PrefixAwareRouter`.
+
+    Raises:
+        ConfigError: There is no such router.
+    """
+    check_choice("data_parallel_routing", routing, tuple(ROUTERS))
+    if routing == "prefix-aware":
+        return PrefixAwareRouter(client_count, client_index, cache_tokens=cache_tokens)
+    return ROUTERS[routing](client_count, client_index)
