@@ -217,4 +217,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether all its sequences have been forked and have finished."""
-        return all(seq.finished and seq.num_unforked_siblings == 0 for seq in self.sequences)
+        for seq in self.sequences:  # noqa: SIM110 - asked for each token, where all() takes three times as long
+            if seq.status in _UNFINISHED or seq.num_unforked_siblings:
+                return False
+        return True

@@ -11,10 +11,12 @@ import gzip
 import itertools
 import math
 import random
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.resources import files
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,17 +35,28 @@ class TracedRequest(NamedTuple):
 
 def load_conversation_trace() -> list[TracedRequest]:
     """The 19,366 requests of the trace, in the order of their arrival."""
-    rows = csv.DictReader(_lines_of("azure_2023_conversation.csv.gz"))
+    return _read_azure(_lines_of("azure_2023_conversation.csv.gz"))
+
+
+def _read_azure(lines: list[str]) -> list[TracedRequest]:
+    rows = csv.DictReader(lines)
     # fromisoformat takes six digits of a second in Python 3.10, and the file has seven.
-    lines = [
+    requests = [
         (datetime.fromisoformat(row["TIMESTAMP"][:26]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows
     ]
-    first = lines[0][0]
-    return [TracedRequest((time - first).total_seconds(), prompt, output) for time, prompt, output in lines]
+    first = requests[0][0]
+    return [TracedRequest((time - first).total_seconds(), prompt, output) for time, prompt, output in requests]
+
+
+HASHED_BLOCK_SIZE = 512
+"""Tokens for which Mooncake's trace has a hash."""
 
 
 class HashedRequest(NamedTuple):
-    """A request of which is known what its prompt has in common with others: a hash for each block of 512 tokens and all before them."""
+    """A request of which is known what its prompt has in common with others.
+
+    `hash_ids` has a number for each block of `HASHED_BLOCK_SIZE` tokens: equal numbers are equal blocks, and equal tokens before them.
+    """
 
     arrival_time: float
     prompt_len: int
@@ -53,10 +66,13 @@ class HashedRequest(NamedTuple):
 
 def load_mooncake_trace() -> list[HashedRequest]:
     """The 12,031 requests of the trace, in the order of their arrival."""
-    items = map(msgspec.json.decode, _lines_of("mooncake_conversation.jsonl.gz"))
+    return _read_mooncake(_lines_of("mooncake_conversation.jsonl.gz"))
+
+
+def _read_mooncake(lines: list[str]) -> list[HashedRequest]:
     return [
         HashedRequest(item["timestamp"] / 1000, item["input_length"], item["output_length"], tuple(item["hash_ids"]))
-        for item in items
+        for item in map(msgspec.json.decode, lines)
     ]
 
 
@@ -65,26 +81,66 @@ def _lines_of(name: str) -> list[str]:
     return gzip.decompress(files("minivllm.bench").joinpath("data", name).read_bytes()).decode().splitlines()
 
 
+def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
+    """A trace in the format of Azure's (CSV) or of Mooncake's (JSON lines).
+
+    Args:
+        name: A file, packed with gzip or not; or the name of one that comes with the package.
+
+    Raises:
+        ConfigError: There is no such file, or it has another format.
+    """
+    path = Path(name)
+    packaged = files("minivllm.bench").joinpath("data")
+    try:
+        data = path.read_bytes() if path.exists() else packaged.joinpath(path.name).read_bytes()
+    except OSError as error:
+        known = ", ".join(sorted(item.name for item in packaged.iterdir() if item.name.endswith(".gz")))
+        raise ConfigError(
+            f"There is no trace {name} that can be read ({error.strerror}): name a file, or one of {known}."
+        ) from None
+    try:
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+        trace = _read_azure(lines) if ".csv" in path.suffixes else _read_mooncake(lines)
+    except (OSError, EOFError, IndexError, KeyError, TypeError, ValueError, zlib.error, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{name} is not a trace ({type(error).__name__}: {error}): it must be CSV like Azure's, or JSON lines like Mooncake's "
+            "(minivllm/bench/data/README.md)."
+        ) from None
+    if not trace:
+        raise ConfigError(f"{name} is not a trace: it has no requests.")
+    return trace
+
+
 def replay_trace(
-    trace: Sequence[TracedRequest],
+    trace: Sequence[TracedRequest | HashedRequest], num_requests: int | None = None, **options: Any
+) -> list[WorkloadRequest]:
+    """The first requests of a trace as a workload; the arguments are those of `stream_trace`."""
+    return list(stream_trace(trace, num_requests, **options))
+
+
+def stream_trace(
+    trace: Sequence[TracedRequest | HashedRequest],
     num_requests: int | None = None,
     *,
     request_rate: float | None = None,
+    rate_factor: float = 1.0,
     length: float = 1.0,
     max_len: int = 8192,
     vocab_size: int = 50_000,
     seed: int = 0,
-) -> list[WorkloadRequest]:
-    """The first requests of a trace as a workload, faster or slower, longer or shorter than they were.
+) -> Iterator[WorkloadRequest]:
+    """The first requests of a trace as a workload, faster or slower, longer or shorter than they were. Prompts are made one by one.
 
     Args:
-        trace: Of `load_conversation_trace`.
+        trace: Of `load_trace`.
         num_requests: How many, from the beginning; all if None.
         request_rate: Requests per second on average. Gaps between arrivals keep their proportions. None keeps the trace's own, `math.inf`
             lets all arrive at once.
+        rate_factor: What that rate is multiplied by.
         length: What all lengths are multiplied by. No prompt and no output becomes shorter than 1 token.
         max_len: The longest prompt and output together; a prompt is cut to half of it, then the output to the rest.
-        vocab_size: Token ids are below this.
+        vocab_size: Token ids are below this, where prompts have nothing in common. Where they have, the token ids of a block are its hash.
         seed: Of the token ids.
 
     Raises:
@@ -101,17 +157,25 @@ def replay_trace(
         raise ConfigError(f"length is {length!r}, but must be a factor above 0.")
     if request_rate is not None and not request_rate > 1e-9:
         raise ConfigError(f"request_rate is {request_rate!r}, but must be above 0 requests per second (or inf).")
+    if not 1e-9 < rate_factor < math.inf:
+        raise ConfigError(f"rate_factor is {rate_factor!r}, but must be a factor above 0.")
     times = [request.arrival_time for request in chosen]
     if not all(earlier <= later for earlier, later in itertools.pairwise(times)) or not all(map(math.isfinite, times)):
         raise ConfigError("The trace is not in the order of arrival: sort it.")
     first, last = chosen[0].arrival_time, chosen[-1].arrival_time
     own_rate = (len(chosen) - 1) / (last - first) if last > first else 0.0
-    stretch = 1.0 if request_rate is None else own_rate / request_rate
+    stretch = (1.0 if request_rate is None else own_rate / request_rate) / rate_factor
     rng = random.Random(seed)
-    requests = []
-    for arrival_time, prompt_len, output_len in chosen:
-        prompt_len = min(max(1, round(prompt_len * length)), max_len // 2)
-        output_len = min(max(1, round(output_len * length)), max_len - prompt_len)
-        prompt = consecutive_tokens(rng.randrange(vocab_size), prompt_len, vocab_size)
-        requests.append(WorkloadRequest(prompt, output_len, (arrival_time - first) * stretch))
-    return requests
+
+    def make(request: TracedRequest | HashedRequest) -> WorkloadRequest:
+        prompt_len = min(max(1, round(request.prompt_len * length)), max_len // 2)
+        output_len = min(max(1, round(request.output_len * length)), max_len - prompt_len)
+        if isinstance(request, HashedRequest):
+            size = max(1, round(HASHED_BLOCK_SIZE * length))
+            prompt = list(itertools.chain.from_iterable([hash_id] * size for hash_id in request.hash_ids))[:prompt_len]
+            prompt += [prompt[-1]] * (prompt_len - len(prompt))  # lost by rounding
+        else:
+            prompt = consecutive_tokens(rng.randrange(vocab_size), prompt_len, vocab_size)
+        return WorkloadRequest(prompt, output_len, (request.arrival_time - first) * stretch)
+
+    return map(make, chosen)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, quantity
 from minivllm.bench.simulation import in_order, make_simulated_engine
-from minivllm.bench.summary import Distribution, Goals, LatencyHistogram, RequestLatency, RunSummary
+from minivllm.bench.summary import Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import check_at_least
 from minivllm.core.routing import ReplicaLoad, Router, make_router
@@ -61,6 +61,7 @@ class ReplicaRun(RunSummary):
         return max(self.mean_in_flight) / mean if mean else 1.0
 
     def to_json(self) -> dict[str, Any]:
+        """As for `RunSummary`."""
         return super().to_json() | {"imbalance": self.imbalance}
 
 

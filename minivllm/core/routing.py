@@ -1,8 +1,8 @@
 """Which replica of the model gets a request. No sockets here, so that the server and the simulator decide alike.
 
-    RoundRobinRouter    one after the other
-    LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
-    PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
+RoundRobinRouter    one after the other
+LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
+PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class RoundRobinRouter(Router):
     """One replica after the other."""
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        """The next open replica."""
         while not self._is_open[self._start]:
             self._start = (self._start + 1) % len(self._is_open)
         replica, self._start = self._start, (self._start + 1) % len(self._is_open)
@@ -133,6 +134,7 @@ class LeastLoadedRouter(Router):
     """The replica with the least `load_score`. Where several have it, the first one from a start that moves on with each request."""
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        """The least loaded replica."""
         scores, start = self._scores, self._start
         self._start = (start + 1) % len(scores)
         least = min(scores)
@@ -158,12 +160,14 @@ class PrefixAwareRouter(LeastLoadedRouter):
     MAX_DIFFERENCE, MAX_RATIO = 64, 1.5
     """Loads are too uneven if the replica's score is by so much, and by this factor, above the least. (SGLang compares the greatest of all
     scores with the least; but whether to go to a replica depends on how busy that one is.)"""
+
     def __init__(self, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20, chunk_size: int = 64) -> None:
         super().__init__(client_count, client_index)
         self._tree = PrefixTree(max(1, cache_tokens // chunk_size))
         self._chunk_size = chunk_size
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
+        """The replica with the best match, or the least loaded one."""
         prefixes = hash_prefixes(prompt_token_ids, self._chunk_size, cache_salt)
         replica = self._find_cached(prompt_token_ids, prefixes)
         if replica is None:
@@ -172,6 +176,7 @@ class PrefixAwareRouter(LeastLoadedRouter):
         return replica
 
     def open(self, replica: int) -> None:
+        """As for `Router`. Nothing is cached there."""
         super().open(replica)
         self._tree.forget(replica)
 

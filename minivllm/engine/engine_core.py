@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -264,7 +263,7 @@ class EngineCore:
             output.finished = request.finished
             if request.finished:
                 request.metrics.finished_time = now
-            output.metrics = replace(request.metrics)
+            output.metrics = request.metrics.copy()
         return list(outputs.values())
 
     def _fail_step(self, scheduled: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[EngineCoreOutput]:
@@ -277,7 +276,7 @@ class EngineCore:
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
             request.metrics.finished_time = now
             ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
-            metrics = replace(request.metrics)
+            metrics = request.metrics.copy()
             outputs.append(EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=message))
         if record is not None and self._recorder is not None:
             record.error = f"{type(error).__name__}: {error}"

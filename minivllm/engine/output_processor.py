@@ -171,7 +171,7 @@ class RequestState:
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[completion for completion in completions if completion is not None],
             finished=self.finished,
-            metrics=replace(self.metrics),
+            metrics=self.metrics.copy(),
             prompt_logprobs=prompt_logprobs,
             error=self.error,
         )

@@ -5,19 +5,29 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from minivllm.bench.offline import SCHEDULERS
-from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS
+from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS, WorkloadRequest
 from minivllm.config import PREEMPTION_MODES
+from minivllm.core.routing import ROUTERS
 from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_engine_options, add_option
+from minivllm.entrypoints.options import add_command, add_engine_options, add_option, check_writable, picture
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
 """Most requests whose trace can still be drawn."""
 PROGRESS_FROM = 2_000
 """From this many requests on, a run takes seconds and shows its progress."""
+WORKLOAD_OPTIONS = (
+    "arrivals", "arrival_rate", "burst_size", "distribution", "mean_prompt_len", "mean_output_len", "num_shared_prompt_tokens", "seed",
+)  # fmt: skip
+ENGINE_OPTIONS = (
+    "max_num_seqs", "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_model_len", "max_num_batched_tokens",
+    "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode",
+)  # fmt: skip
 
 
 def add_simulate(commands) -> None:  # noqa: ANN001
@@ -27,7 +37,7 @@ def add_simulate(commands) -> None:  # noqa: ANN001
         "minivllm simulate --max-num-seqs 8 --arrival-rate 2 --save-trace trace.json",
     )  # fmt: skip
     group = parser.add_argument_group("requests")
-    add_option(group, "--num-requests", 200, "number of requests")
+    add_option(group, "--num-requests N", int, "number of requests (default: 200, or all of a trace)")
     add_option(group, "--arrivals", "poisson", "arrival process", choices=ARRIVALS)
     add_option(group, "--arrival-rate", 2.0, "requests per second")
     add_option(group, "--burst-size", 8, "requests per burst")
@@ -37,6 +47,21 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     add_option(group, "--mean-output-len", 48, "tokens")
     add_option(group, "--num-shared-prompt-tokens", 0, "tokens in the shared prompt prefix")
     add_option(group, "--seed", 0, "seed of lengths and arrivals")
+    group = parser.add_argument_group("requests of a production service, instead")
+    add_option(
+        group,
+        "--trace FILE",
+        str,
+        "a trace of requests, such as azure_2023_conversation.csv.gz or mooncake_conversation.jsonl.gz",
+    )
+    add_option(group, "--rate-factor", 1.0, "how many times as fast they arrive")
+    add_option(group, "--length-factor", 1.0, "how many times as long prompts and outputs are")
+    group = parser.add_argument_group("replicas")
+    add_option(group, "--replicas N", int, "replicas of the model behind a router, each an engine as below")
+    add_option(group, "--routing", list(ROUTERS), "each runs the same requests", choices=list(ROUTERS))
+    for name, words in (("ttft", "its first token"), ("tpot", "each token after it"), ("e2e", "the whole answer")):
+        add_option(group, f"--{name}-goal MS", float, f"a request counts for goodput if {words} took at most MS milliseconds")
+    add_option(group, "--figure FILE", picture, "draw how the routers compare: .png, .pdf or .svg")
     group = parser.add_argument_group("engine")
     add_option(group, "--scheduler", list(SCHEDULERS), "each runs the same requests", choices=list(SCHEDULERS))
     add_option(group, "--max-num-seqs", 8, "most sequences per step")
@@ -60,32 +85,29 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from minivllm.bench.costs import DEFAULT_COSTS, load_costs
     from minivllm.bench.report import to_json
     from minivllm.bench.simulation import format_simulations, simulate
-    from minivllm.bench.workloads import generate_requests
 
-    if arguments.save_trace and arguments.num_requests > MOST_TRACED:
-        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
-    workload = (
-        "num_requests", "arrivals", "arrival_rate", "burst_size", "distribution", "mean_prompt_len", "mean_output_len",
-        "num_shared_prompt_tokens", "seed",
-    )  # fmt: skip
-    engine = (
-        "max_num_seqs", "block_size", "num_gpu_blocks", "num_cpu_blocks", "max_model_len", "max_num_batched_tokens",
-        "enable_chunked_prefill", "enable_prefix_caching", "preemption_mode", "max_concurrency",
-    )  # fmt: skip
-    given = vars(arguments)
+    options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS} | {"cost_model": costs}
+    if arguments.replicas is not None:
+        return _run_replicas(arguments, options)
+    for name in ("figure", "ttft_goal", "tpot_goal", "e2e_goal"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} compares routers: give --replicas too.")
+    num_requests, _ = _make_requests(arguments)
+    if arguments.save_trace and num_requests > MOST_TRACED:
+        raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
     results = [
         simulate(
-            generate_requests(**{name: given[name] for name in workload}, max_len=arguments.max_model_len),
+            _make_requests(arguments)[1],
             scheduler=scheduler,
-            cost_model=costs,
             trace=arguments.save_trace is not None,
-            progress_total=arguments.num_requests if arguments.num_requests >= PROGRESS_FROM else None,
-            **{name: given[name] for name in engine},
+            progress_total=num_requests if num_requests >= PROGRESS_FROM else None,
+            max_concurrency=arguments.max_concurrency,
+            **options,
         )
         for scheduler in dict.fromkeys(arguments.scheduler)
     ]
-    print(f"{arguments.num_requests} requests, {results[0].output_tokens} output tokens, simulated")
+    print(f"{num_requests} requests, {results[0].output_tokens} output tokens, simulated")
     print(f"\n{format_simulations(results)}")
     if arguments.json:
         content = {"command": arguments.command, "results": [result.to_json() for result in results]}
@@ -94,6 +116,74 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         results[-1].trace.save(arguments.save_trace)
         print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
         print(f"Draw it: minivllm trace show {shlex.quote(str(arguments.save_trace))}")
+    return 0
+
+
+def _make_requests(arguments: argparse.Namespace) -> tuple[int, Iterator[WorkloadRequest]]:
+    """How many requests there are, and an iterator over them."""
+    from minivllm.bench.production import load_trace, stream_trace
+    from minivllm.bench.workloads import generate_requests
+
+    given = vars(arguments)
+    if arguments.trace is None:
+        for name in ("rate_factor", "length_factor"):
+            if given[name] != 1.0:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a --trace: use --arrival-rate and --mean-prompt-len.")
+        num_requests = 200 if arguments.num_requests is None else arguments.num_requests
+        workload = {name: given[name] for name in WORKLOAD_OPTIONS}
+        return num_requests, generate_requests(num_requests, **workload, max_len=arguments.max_model_len)
+    trace = load_trace(arguments.trace)
+    requests = stream_trace(
+        trace,
+        arguments.num_requests,
+        rate_factor=arguments.rate_factor,
+        length=arguments.length_factor,
+        max_len=arguments.max_model_len,
+        seed=arguments.seed,
+    )
+    return arguments.num_requests or len(trace), requests
+
+
+def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Simulate the requests with each router and print a table."""
+    from minivllm.bench.replicas import format_replicas, simulate_replicas
+    from minivllm.bench.report import to_json
+    from minivllm.bench.summary import Goals
+
+    if arguments.save_trace or arguments.max_concurrency is not None:
+        raise ConfigError("--save-trace and --max-concurrency are for one engine: leave out --replicas.")
+    for path in (arguments.figure, arguments.json):
+        check_writable(path)
+    goals = Goals(ttft=arguments.ttft_goal, tpot=arguments.tpot_goal, e2e=arguments.e2e_goal)
+    scheduler = "continuous" if len(arguments.scheduler) > 1 else arguments.scheduler[0]
+    results = []
+    for routing in dict.fromkeys(arguments.routing):
+        num_requests, requests = _make_requests(arguments)
+        progress = num_requests if num_requests >= PROGRESS_FROM else None
+        results.append(
+            simulate_replicas(
+                requests,
+                arguments.replicas,
+                routing=routing,
+                goals=goals,
+                progress_total=progress,
+                scheduler=scheduler,
+                **options,
+            )
+        )
+    replicas = "1 replica" if arguments.replicas == 1 else f"{arguments.replicas} replicas"
+    print(f"{num_requests} requests, {results[0].output_tokens} output tokens, {replicas}, simulated")
+    if goals.describe():
+        print(f"goodput: requests per second with {goals.describe()}")
+    print(f"\n{format_replicas(results)}")
+    if arguments.json:
+        content = {"command": arguments.command, "results": [result.to_json() for result in results]}
+        arguments.json.write_text(to_json(content))
+    if arguments.figure:
+        from minivllm.viz.routing import draw_routing
+
+        draw_routing(results).savefig(arguments.figure, dpi=150)
+        print(f"\nFigure: {arguments.figure}")
     return 0
 
 
