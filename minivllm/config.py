@@ -16,6 +16,7 @@ POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
 QUANTIZATIONS = ("int8",)
 EXECUTOR_BACKENDS = ("uni", "mp")
+ROUTINGS = ("least-loaded", "prefix-aware", "round-robin")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -129,13 +130,17 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many workers share a model, and where they run; see `EngineArgs`."""
+    """How many workers share a model and where they run, and how many replicas of all that there are; see `EngineArgs`."""
 
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    data_parallel_size: int = 1
+    data_parallel_routing: str = "least-loaded"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
@@ -230,6 +235,13 @@ class EngineArgs:
     distributed_executor_backend: str | None = _arg(
         None,
         'Where workers run: "uni", one in the engine\'s process, or "mp", in processes of their own. None: "uni" if there is one.',
+    )
+    data_parallel_size: int = _arg(
+        1, "Number of replicas of the model, each in a process of its own with its own KV cache. On a CPU they share the cores."
+    )
+    data_parallel_routing: str = _arg(
+        "least-loaded",
+        'Which replica gets a request: "least-loaded", "prefix-aware" (where its beginning is cached), or "round-robin".',
     )
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 

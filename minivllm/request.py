@@ -43,6 +43,7 @@ class EngineCoreRequest:
         priority: With the "priority" policy, smaller goes first.
         number: Tells apart requests that use the same id one after the other. It comes back with every output.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; None is one too.
+        client_index: The API server that sent it, and gets its outputs.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class EngineCoreRequest:
     priority: int = 0
     number: int = 0
     cache_salt: str | None = None
+    client_index: int = 0
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
@@ -184,6 +186,7 @@ class Request:
         seed: int = 0,
         number: int = 0,
         cache_salt: str | None = None,
+        client_index: int = 0,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -205,6 +208,7 @@ class Request:
             priority,
             number,
             cache_salt,
+            client_index,
         )
         """What does not change while the request runs, for the workers."""
         self.stop_reasons = self.data.stop_reasons

@@ -20,16 +20,13 @@ from minivllm.bench.simulation import in_order, make_simulated_engine
 from minivllm.bench.summary import Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import check_at_least
-from minivllm.core.routing import ReplicaLoad, Router, make_router
+from minivllm.core.routing import LoadPublisher, make_router
 from minivllm.engine.core_messages import EngineCoreOutputs
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
-
-PUBLISH_SECONDS = 0.1
-"""The coordinator publishes a change of loads so long after it last published."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +94,7 @@ def simulate_replicas(
     router = make_router(routing, cache_tokens=replicas[0].cache_tokens)
     for index in range(num_replicas):
         router.open(index)
-    coordinator = _Coordinator(router, replicas, start)
+    coordinator = LoadPublisher(start)
     tally = _Tally(num_replicas, start, goals)
     ends: list[tuple[float, int]] = []
     """When the steps that run now end, each with its replica."""
@@ -107,7 +104,9 @@ def simulate_replicas(
             arrival = math.inf if upcoming is None else upcoming.arrival_time
             step_end = ends[0][0] if ends else math.inf
             now = min(arrival, step_end)
-            coordinator.advance_to(now)
+            while coordinator.due < now:  # nothing has been reported since it was due
+                for index, load in coordinator.publish(coordinator.due).items():
+                    router.update(index, load)
             if upcoming is not None and arrival <= step_end:
                 index = router.route(upcoming.prompt_token_ids)
                 replica = replicas[index]
@@ -123,12 +122,11 @@ def simulate_replicas(
                 _, index = heapq.heappop(ends)
                 replica = replicas[index]
                 if replica.outputs is not None:
-                    replica.load = replica.outputs.stats.load
+                    coordinator.report(index, replica.outputs.stats.load, now)
                     num_finished = tally.take(index, replica.outputs)
                     bar.update(num_finished)
                     for _ in range(num_finished):
                         router.finish(index)
-                    coordinator.report(now)
                 if replica.step():
                     heapq.heappush(ends, (replica.clock.now, index))
     run = tally.finish(now)
@@ -147,8 +145,6 @@ class _Replica:
         self.core, self.cache_tokens = engine.core, engine.cache_tokens
         self.outputs: EngineCoreOutputs | None = None
         """Of the step that ends at the clock's time; None if no step runs."""
-        self.load = ReplicaLoad()
-        """After the last step that has ended."""
         self.busy_seconds = 0.0
 
     def add(self, number: int, request: WorkloadRequest) -> None:
@@ -179,25 +175,6 @@ class _Replica:
 @lru_cache(maxsize=4096)
 def _params(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-
-
-class _Coordinator:
-    """Publishes the loads of all replicas to the router, a little later than they change."""
-
-    def __init__(self, router: Router, replicas: list[_Replica], now: float) -> None:
-        self._router, self._replicas = router, replicas
-        self._last, self._due = now - PUBLISH_SECONDS, math.inf
-
-    def report(self, now: float) -> None:
-        """A replica has reported."""
-        self._due = min(self._due, max(now, self._last + PUBLISH_SECONDS))
-
-    def advance_to(self, now: float) -> None:
-        """Publish if that is due before this time, when something else happens: nothing has been reported in between."""
-        if now > self._due:
-            self._last, self._due = self._due, math.inf
-            for index, replica in enumerate(self._replicas):
-                self._router.update(index, replica.load)
 
 
 class _Tally:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from minivllm.config import check_choice
+from minivllm.config import ROUTINGS, check_choice
 from minivllm.errors import EngineDeadError
 
 
@@ -257,11 +257,44 @@ def hash_prefixes(token_ids: Sequence[int], chunk_size: int, cache_salt: str | N
     return hashes
 
 
-ROUTERS: dict[str, type[Router]] = {
-    "least-loaded": LeastLoadedRouter,
-    "prefix-aware": PrefixAwareRouter,
-    "round-robin": RoundRobinRouter,
-}
+class LoadPublisher:
+    """When the coordinator tells routers the loads: soon after a change, but not more often than ten times a second.
+
+    Args:
+        now: The time, in seconds.
+
+    Attributes:
+        loads: The latest of each replica.
+        due: When to publish next.
+    """
+
+    PAUSE_SECONDS = 0.1
+    """After publishing, until a change is published."""
+    IDLE_SECONDS = 5.0
+    """After publishing, until the same is published again."""
+
+    def __init__(self, now: float) -> None:
+        self.loads: dict[int, ReplicaLoad] = {}
+        self._last = now
+        self.due = now + self.IDLE_SECONDS
+
+    def report(self, replica: int, load: ReplicaLoad, now: float) -> None:
+        """A replica says how busy it is."""
+        if self.loads.get(replica) != load:
+            self.loads[replica] = load
+            self.due = max(now, self._last + self.PAUSE_SECONDS)
+
+    def forget(self, replica: int) -> None:
+        """A replica is gone."""
+        self.loads.pop(replica, None)
+
+    def publish(self, now: float) -> dict[int, ReplicaLoad]:
+        """The loads, which are published now."""
+        self._last, self.due = now, now + self.IDLE_SECONDS
+        return dict(self.loads)
+
+
+ROUTERS: dict[str, type[Router]] = dict(zip(ROUTINGS, (LeastLoadedRouter, PrefixAwareRouter, RoundRobinRouter), strict=True))
 
 
 def make_router(routing: str, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20) -> Router:
@@ -275,7 +308,7 @@ def make_router(routing: str, client_count: int = 1, client_index: int = 0, *, c
     Raises:
         ConfigError: There is no such router.
     """
-    check_choice("data_parallel_routing", routing, tuple(ROUTERS))
+    check_choice("data_parallel_routing", routing, ROUTINGS)
     if routing == "prefix-aware":
         return PrefixAwareRouter(client_count, client_index, cache_tokens=cache_tokens)
     return ROUTERS[routing](client_count, client_index)

@@ -23,6 +23,7 @@ from minivllm.engine.core_client import AsyncMPClient, dead_error
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
 from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.dp_client import DPAsyncMPClient
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
@@ -55,7 +56,8 @@ class AsyncLLMEngine:
 
     Attributes:
         num_gpu_blocks: Blocks of the KV cache on the device.
-        stats: The scheduler's state after the latest step.
+        stats: The scheduler's state after the latest step; the sum over replicas if there are several.
+        stats_by_engine: That of each replica, by rank.
         metrics: For Prometheus.
         dead_error: Why the engine does nothing now; None while it is alive.
 
@@ -70,7 +72,7 @@ class AsyncLLMEngine:
 
     def __init__(
         self,
-        client: AsyncMPClient,
+        client: AsyncMPClient | DPAsyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
@@ -85,8 +87,9 @@ class AsyncLLMEngine:
         self.scheduler_config = scheduler_config
         self.tokenizer = tokenizer
         self.num_gpu_blocks = client.num_gpu_blocks
-        self.stats = SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)
-        self.metrics = Metrics(model_config.name)
+        self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
+        self.stats = SchedulerStats.sum(self.stats_by_engine.values())
+        self.metrics = Metrics(model_config.name, client.num_engines)
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
@@ -126,10 +129,18 @@ class AsyncLLMEngine:
         if in_process:
             if restart or num_threads is not None:
                 raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
+            if args.data_parallel_size > 1:
+                raise ConfigError("Replicas run in processes of their own: leave out in_process, or data_parallel_size.")
             return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
-        client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
+        client: AsyncMPClient | DPAsyncMPClient
+        if args.data_parallel_size > 1:
+            if num_threads is not None:
+                raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
+            client = DPAsyncMPClient(config, restart=restart)
+        else:
+            client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
         configs = (config.model_config, config.cache_config, config.scheduler_config)
         return cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
 
@@ -333,7 +344,8 @@ class AsyncLLMEngine:
 
     def _receive(self, message: FromCore) -> None:
         """Take a message from a thread of the client's to the event loop."""
-        if isinstance(message, CoreFailed) and (self.dead_error is None or self._is_restarting):
+        is_whole = isinstance(message, CoreFailed) and message.request_ids is None
+        if isinstance(message, CoreFailed) and is_whole and (self.dead_error is None or self._is_restarting):
             self._is_restarting = message.restarting
             again = " Another engine is being started: try again in some seconds." if message.restarting else ""
             self.dead_error = EngineDeadError(f"{dead_error(message)}{again}")  # known at once, whatever the event loop does
@@ -356,11 +368,13 @@ class AsyncLLMEngine:
             self.dead_error, self._is_restarting = None, False
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
+        elif isinstance(message, CoreFailed) and message.request_ids is not None:
+            self._lose_replica(message.engine_index, message.request_ids, dead_error(message))
         elif isinstance(message, CoreFailed):
             self._fail_streams(message)
 
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
-        self._set_stats(outputs.stats)
+        self._set_stats(outputs.engine_index, outputs.stats)
         processed = self.output_processor.process_outputs(outputs)
         self._client.stop_sequences(processed.stopped)
         now = time.perf_counter()
@@ -370,19 +384,30 @@ class AsyncLLMEngine:
             stream.notify()
             if state.finished:
                 del self._streams[state.request.request_id]
-        if outputs.record is not None:
+        if outputs.record is not None and outputs.engine_index == 0:  # those of several replicas do not make one run
             for watcher in self._watchers:
                 watcher.put(outputs.record)
 
+    def _lose_replica(self, engine_index: int, request_ids: list[str], error: EngineDeadError) -> None:
+        """One of several replicas is gone: tell those whose requests were there."""
+        self._set_stats(engine_index, SchedulerStats())
+        for request_id in request_ids:
+            if request_id in self._streams:
+                self._fail_stream(self._streams.pop(request_id), error)
+
+    def _fail_stream(self, stream: RequestStream, error: EngineDeadError) -> None:
+        self.output_processor.abort_request(stream.state.request.request_id)
+        self.metrics.record_finish(stream.state, "error", time.perf_counter())
+        stream.fail(error)
+
     def _fail_streams(self, failure: CoreFailed) -> None:
-        """The core is gone: tell everybody who waits."""
+        """The core is gone, or the last of several: tell everybody who waits."""
         error = dead_error(failure)
-        self._set_stats(SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))
+        for engine_index in list(self.stats_by_engine):
+            self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            self.output_processor.abort_request(stream.state.request.request_id)
-            self.metrics.record_finish(stream.state, "error", time.perf_counter())
-            stream.fail(error)
+            self._fail_stream(stream, error)
         watchers, self._watchers = self._watchers, set()
         for watcher in watchers:
             watcher.fail(error)
@@ -392,9 +417,10 @@ class AsyncLLMEngine:
                 if not future.done():
                     future.set_result(None)
 
-    def _set_stats(self, stats: SchedulerStats) -> None:
-        self.stats = stats
-        self.metrics.set_stats(stats)
+    def _set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        self.stats_by_engine[engine_index] = stats
+        self.stats = SchedulerStats.sum(self.stats_by_engine.values())
+        self.metrics.set_stats(engine_index, stats)
 
 
 class _StepQueue:

@@ -46,9 +46,11 @@ class EngineCoreClient(ABC):
 
     Attributes:
         num_gpu_blocks: Blocks of the core's KV cache on the device.
+        num_engines: How many replicas there are.
     """
 
     num_gpu_blocks: int
+    num_engines: int = 1
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:

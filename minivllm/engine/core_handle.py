@@ -40,7 +40,7 @@ from minivllm.executor.processes import describe_exit, start_python
 
 _POLL_MS = 100
 """How long a process may be gone before it is noticed."""
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 """How long the core may take to finish its last step when told to stop."""
 
 
@@ -101,7 +101,7 @@ class CoreThread:
         self._shut_down.set()
         self._stop()
         if self._thread is not threading.current_thread():
-            self._thread.join(_GRACE_SECONDS)
+            self._thread.join(GRACE_SECONDS)
         if self._owned is not None:
             self._owned.shutdown()
 
@@ -122,7 +122,7 @@ class CoreProcess:
 
     def __init__(self, config: EngineConfig, num_threads: int | None = None, *, heartbeats: bool = True) -> None:
         packed = config.to_bytes()
-        folder = _make_socket_folder()
+        folder = make_socket_folder()
         input_address, output_address = f"ipc://{folder}/to_core", f"ipc://{folder}/from_core"
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
@@ -144,7 +144,7 @@ class CoreProcess:
         self.process_id = self._process.pid
         self.last_heard: float | None = time.monotonic() if heartbeats else None
         self._shut_down = threading.Event()
-        self._end = weakref.finalize(self, _end_process, self._process, self._shut_down, folder)
+        self._end = weakref.finalize(self, _end_core, self._process, self._shut_down, folder)
         """Also called when this object is garbage, or Python exits."""
         log_level = logging.getLogger().getEffectiveLevel()
         setup = CoreSetup(packed, heartbeats, folder, input_address, output_address, sys.path, log_level)
@@ -158,7 +158,7 @@ class CoreProcess:
             self.shutdown()
             raise
         # Both sockets are connected now, so nobody needs their names: whatever kills this process leaves nothing behind.
-        self._input.poll(int(_GRACE_SECONDS * 1000), zmq.POLLOUT)
+        self._input.poll(int(GRACE_SECONDS * 1000), zmq.POLLOUT)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_until_ready(self) -> CoreReady:
@@ -200,7 +200,7 @@ class CoreProcess:
         if self._end.alive:
             self.send(Shutdown())
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_SECONDS)
+                self._process.wait(GRACE_SECONDS)
             self._end()
         with self._receiving, self._lock:
             self._context.destroy(linger=0)
@@ -213,7 +213,8 @@ class CoreProcess:
             return CoreFailed(type(error).__name__, str(error))
 
 
-def _make_socket_folder() -> str:
+def make_socket_folder() -> str:
+    """A new folder that only this user may enter."""
     folder = tempfile.mkdtemp(prefix="minivllm-")
     if len(folder) > 80:  # the path of a socket may have about 100 characters
         Path(folder).rmdir()
@@ -221,15 +222,20 @@ def _make_socket_folder() -> str:
     return folder
 
 
-def _end_process(process: subprocess.Popen[bytes], shut_down: threading.Event, folder: str) -> None:
-    """End a process, if it has not ended, and remove its sockets. It exits by itself when its standard input closes."""
-    shut_down.set()
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process, if it has not ended. It exits by itself when its standard input closes."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
     try:
-        process.wait(_GRACE_SECONDS)
+        process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def _end_core(process: subprocess.Popen[bytes], shut_down: threading.Event, folder: str) -> None:
+    """End a core's process, and remove its sockets."""
+    shut_down.set()
+    end_process(process)
     shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,8 @@ can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from minivllm.core.routing import ReplicaLoad
@@ -36,6 +38,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cache_usage(self) -> float:
         """Fraction of the device blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
+
+    @classmethod
+    def sum(cls, stats: Iterable[SchedulerStats]) -> SchedulerStats:
+        """The state of several replicas together."""
+        return cls(*map(sum, zip(*map(msgspec.structs.astuple, stats), strict=True)))
 
     @property
     def load(self) -> ReplicaLoad:
@@ -79,11 +86,15 @@ class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     on: bool
 
 
+class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """To a replica that leaves: this API server sends it no more requests."""
+
+
 class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Shutdown
+ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Farewell | Shutdown
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------
@@ -93,6 +104,7 @@ class CoreReady(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The model is loaded and the KV cache is allocated."""
 
     num_gpu_blocks: int
+    engine_index: int = 0
 
 
 class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,6 +127,7 @@ class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
         metrics: So far.
         prompt_logprobs: By position in the prompt, those that this step computed.
         error: Why the request failed.
+        client_index: The API server that sent it.
     """
 
     request_id: str
@@ -124,6 +137,7 @@ class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
     metrics: RequestMetrics
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     error: str | None = None
+    client_index: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -134,12 +148,14 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         timestamp: When the model had computed, in seconds of the core's clock.
         stats: The scheduler's state.
         record: The step's trace, if it is being watched.
+        engine_index: The rank of the replica.
     """
 
     outputs: list[EngineCoreOutput]
     timestamp: float
     stats: SchedulerStats
     record: StepRecord | None = None
+    engine_index: int = 0
 
 
 class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -149,11 +165,21 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         error_type: Name of an exception's class, or "".
         message: Why.
         restarting: Whether another core is being started in its place.
+        engine_index: The rank of the replica.
+        request_ids: If other replicas go on: the requests that were at this one.
     """
 
     error_type: str
     message: str
     restarting: bool = False
+    engine_index: int = 0
+    request_ids: list[str] | None = None
+
+
+class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`."""
+
+    engine_index: int = 0
 
 
 class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -162,13 +188,16 @@ class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     level: int
     logger: str
     text: str
+    engine_index: int = 0
 
 
 class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """The core's process is still responding."""
 
+    engine_index: int = 0
 
-FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLog | Heartbeat
+
+FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLeaving | CoreLog | Heartbeat
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)

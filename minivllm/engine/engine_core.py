@@ -260,7 +260,7 @@ class EngineCore:
                 outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
             outputs[request].prompt_logprobs = result.prompt_logprobs
         for request, output in outputs.items():
-            output.finished = request.finished
+            output.finished, output.client_index = request.finished, request.data.client_index
             if request.finished:
                 request.metrics.finished_time = now
             output.metrics = request.metrics.copy()
@@ -277,7 +277,10 @@ class EngineCore:
             request.metrics.finished_time = now
             ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
             metrics = request.metrics.copy()
-            outputs.append(EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=message))
+            client = request.data.client_index
+            outputs.append(
+                EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=message, client_index=client)
+            )
         if record is not None and self._recorder is not None:
             record.error = f"{type(error).__name__}: {error}"
             self._recorder.end_step(record, scheduled, [], requests, now)

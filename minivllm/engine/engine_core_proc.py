@@ -27,10 +27,12 @@ from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
     CoreFailed,
+    CoreLeaving,
     CoreLog,
     CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
+    Farewell,
     FromCore,
     Heartbeat,
     SetTracing,
@@ -57,6 +59,10 @@ class ExecutorFailed:
     """A worker is gone: said by the executor, in the queue of messages to the core, so that one who waits there hears it."""
 
 
+class Leave:
+    """Finish what there is, and end: said in the same queue when the process is told to."""
+
+
 class EngineCoreLoop:
     """Steps an engine core while it has work, and waits for messages when it has none.
 
@@ -66,13 +72,16 @@ class EngineCoreLoop:
     Attributes:
         input_queue: Messages to the core, from any thread.
         output_queue: Messages from the core; None after the last one.
+        num_clients: API servers, each of which must say `Farewell` before the loop leaves.
     """
+
+    num_clients = 1
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed] = queue.SimpleQueue()
+        self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed | Leave] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
-        self._num_failed_steps = 0
+        self._num_failed_steps = self._num_farewells = 0
         self._refused: list[EngineCoreOutput] = []
         """Errors of requests that could not be added; the next message carries them."""
         self.output_queue.put(CoreReady(core.num_gpu_blocks))
@@ -88,6 +97,8 @@ class EngineCoreLoop:
             while self._handle_messages():
                 if core.has_unfinished_requests():
                     self._step()
+                if self._num_farewells == self.num_clients and not core.has_unfinished_requests():
+                    break
             return True
         except EngineDeadError as error:  # the message says all that is known
             self.output_queue.put(CoreFailed("", str(error)))
@@ -117,20 +128,26 @@ class EngineCoreLoop:
             self._send(self.core.make_outputs([]))
         return True
 
-    def _handle(self, message: ToCore | ExecutorFailed) -> None:
+    def _handle(self, message: ToCore | ExecutorFailed | Leave) -> None:
         if isinstance(message, AddRequest):
             try:
                 self.core.add_request(message.request)
             except RequestError as error:  # the frontend has validated it: only a faulty frontend gets here
                 request_id, number = message.request.request_id, message.request.number
-                metrics = RequestMetrics(message.request.arrival_time)
-                self._refused.append(EngineCoreOutput(request_id, number, [], True, metrics, error=str(error)))
+                metrics, client = RequestMetrics(message.request.arrival_time), message.request.client_index
+                self._refused.append(
+                    EngineCoreOutput(request_id, number, [], True, metrics, error=str(error), client_index=client)
+                )
         elif isinstance(message, AbortRequests):
             self.core.abort_requests(message.request_ids)
         elif isinstance(message, StopSequences):
             self.core.stop_sequences(message.sequences)
         elif isinstance(message, ExecutorFailed):
             self.core.executor.check_health()
+        elif isinstance(message, Leave):
+            self.output_queue.put(CoreLeaving())
+        elif isinstance(message, Farewell):
+            self._num_farewells += 1
         elif isinstance(message, SetTracing):
             if message.on:
                 self.core.start_trace()
@@ -182,23 +199,26 @@ class EngineCoreProc:
         self._output = self._context.socket(zmq.PUSH)
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
-        self._config = setup.config
-        self._heartbeat_seconds = HEARTBEAT_SECONDS if setup.heartbeats else None
-        self._log = ForwardLog(lambda *record: self._output.send(encode(CoreLog(*record))))
-        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
+        self._start(setup.config, setup.heartbeats, setup.log_level)
+
+    def _start(self, config: bytes, heartbeats: bool, log_level: int) -> None:
+        self._config = config
+        self._heartbeat_seconds = HEARTBEAT_SECONDS if heartbeats else None
+        self._log = ForwardLog(lambda *record: self._send(CoreLog(*record)))
+        logging.basicConfig(level=log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
         """Load the model and serve until told to stop. Returns the exit status."""
         try:
             core = EngineCore.from_config(pickle.loads(self._config))
         except Exception as error:
-            self._output.send(encode(CoreFailed(type(error).__name__, str(error))))
+            self._send(CoreFailed(type(error).__name__, str(error)))
             self._context.destroy(linger=1000)
             return 1
-        loop = EngineCoreLoop(core)
+        loop = self._make_loop(core)
         self._log.put = lambda *record: loop.output_queue.put(CoreLog(*record))  # from here on, the socket is the output thread's
-        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
-        sender = threading.Thread(target=self._send, args=(loop,))
+        threading.Thread(target=self._run_input, args=(loop,), daemon=True).start()
+        sender = threading.Thread(target=self._run_output, args=(loop,))
         sender.start()
         was_told = loop.run_busy_loop()
         core.shutdown()
@@ -206,26 +226,29 @@ class EngineCoreProc:
         self._context.term()  # returns when the last message has gone out
         return 0 if was_told else 1
 
-    def _receive(self, loop: EngineCoreLoop) -> None:
+    def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
+        return EngineCoreLoop(core)
+
+    def _run_input(self, loop: EngineCoreLoop) -> None:
         """The input thread."""
         try:
             while True:
-                data = self._input.recv()
+                data = self._receive()
                 try:
                     loop.input_queue.put(decode_to_core(data))
                 except (msgspec.ValidationError, msgspec.DecodeError) as error:
                     logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:
-            self._input.close(linger=0)
+            self._close_input()
         except Exception:
             _exit_at_once()
 
-    def _send(self, loop: EngineCoreLoop) -> None:
+    def _run_output(self, loop: EngineCoreLoop) -> None:
         """The output thread: it ends after the core's last message."""
         try:
             while (message := self._next_message(loop)) is not None:
-                self._output.send(encode(message))
-            self._output.close(linger=1000)
+                self._send(message)
+            self._close_output()
         except Exception:
             _exit_at_once()
 
@@ -235,6 +258,18 @@ class EngineCoreProc:
         except queue.Empty:
             return Heartbeat()
 
+    def _receive(self) -> bytes:
+        return self._input.recv()
+
+    def _send(self, message: FromCore) -> None:
+        self._output.send(encode(message))
+
+    def _close_input(self) -> None:
+        self._input.close(linger=0)
+
+    def _close_output(self) -> None:
+        self._output.close(linger=1000)
+
 
 def _exit_at_once() -> None:
     """A thread has failed: the frontend sees the process exit, but would wait forever for one that only steps."""
@@ -242,7 +277,7 @@ def _exit_at_once() -> None:
     os._exit(1)
 
 
-def _exit_with_the_frontend(socket_folder: str) -> None:
+def exit_with_the_frontend(socket_folder: str) -> None:
     """Wait until standard input closes: only the frontend holds its other end. It may have had no time to clean up."""
     while os.read(0, 1024):
         pass
@@ -250,17 +285,25 @@ def _exit_with_the_frontend(socket_folder: str) -> None:
     os._exit(1)
 
 
-def main() -> int:
-    """Read the setup from standard input and run."""
+def read_line() -> bytes:
+    """The line that the frontend writes to standard input; empty if it is gone."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 65536)
         if not part:
-            return 1
+            return b""
         line += part
+    return line
+
+
+def main() -> int:
+    """Read the setup from standard input and run."""
+    line = read_line()
+    if not line:
+        return 1
     setup = msgspec.json.decode(line, type=CoreSetup)
     sys.path[:] = setup.sys_path
-    threading.Thread(target=_exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
+    threading.Thread(target=exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
     return EngineCoreProc(setup).run()
 
 

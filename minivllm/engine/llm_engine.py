@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
@@ -27,6 +27,9 @@ from minivllm.outputs import RequestOutput
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
+if TYPE_CHECKING:
+    from minivllm.engine.dp_client import DPSyncMPClient
+
 
 class LLMEngine:
     """Runs requests, one step at a time. Usually made by `LLMEngine.from_engine_args`.
@@ -42,7 +45,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        engine_core: InprocClient | SyncMPClient,
+        engine_core: InprocClient | SyncMPClient | DPSyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
@@ -77,8 +80,15 @@ class LLMEngine:
         from minivllm.engine.engine_config import EngineConfig
 
         config = EngineConfig.from_engine_args(args)
-        client: InprocClient | SyncMPClient
-        if in_process:
+        client: InprocClient | SyncMPClient | DPSyncMPClient
+        if args.data_parallel_size > 1:
+            if args.trace:
+                raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
+            from minivllm.engine.dp_client import DPSyncMPClient
+
+            tokenizer = config.load_tokenizer()
+            client = DPSyncMPClient(config)
+        elif in_process:
             executor = make_executor(config)  # first, because workers in other processes load the model meanwhile
             try:
                 tokenizer = config.load_tokenizer()

@@ -21,6 +21,8 @@ _REQUEST_S = (
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
+_LABELS = ("model_name", "engine")
+
 _Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
 
 
@@ -45,49 +47,53 @@ class Metrics:
     """Counts requests and tokens, and measures latencies.
 
     Args:
-        model_name: The label `model_name` of every metric.
+        model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
+        num_engines: How many replicas there are.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, num_engines: int = 1) -> None:
         self.registry = CollectorRegistry()
         """Of its own, so that two engines in one process do not share metrics."""
 
-        def label(metric: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
-            return metric(f"minivllm:{name}", text, ["model_name"], registry=self.registry, **options).labels(model_name)
+        def make(metric: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
+            made = metric(f"minivllm:{name}", text, _LABELS, registry=self.registry, **options)
+            for engine in range(num_engines):
+                made.labels(model_name, str(engine))  # is 0 from the beginning
+            return made
 
-        self._running = label(Gauge, "num_requests_running", "Sequences in the batch.")
-        self._waiting = label(Gauge, "num_requests_waiting", "Sequences that wait to be scheduled or swapped in.")
-        self._cache_usage = label(Gauge, "kv_cache_usage_perc", "Fraction of the KV-cache blocks in use; 1 is all.")
-        self._prefix_queries = label(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self._prefix_hits = label(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._preemptions = label(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
-        self._prompt_tokens = label(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
-        self._generation_tokens = label(Counter, "generation_tokens", "Generated tokens.")
-        self._ttft = label(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
-        self._itl = label(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
-        self._tpot = label(
+        self._running = make(Gauge, "num_requests_running", "Sequences in the batch.")
+        self._waiting = make(Gauge, "num_requests_waiting", "Sequences that wait to be scheduled or swapped in.")
+        self._cache_usage = make(Gauge, "kv_cache_usage_perc", "Fraction of the KV-cache blocks in use; 1 is all.")
+        self._prefix_queries = make(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self._prefix_hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._preemptions = make(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
+        self._prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
+        self._generation_tokens = make(Counter, "generation_tokens", "Generated tokens.")
+        self._ttft = make(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
+        self._itl = make(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
+        self._tpot = make(
             Histogram,
             "request_time_per_output_token_seconds",
             "Of an answer: from its first token to its last, by token.",
             buckets=_ITL_S,
         )
-        self._e2e = label(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
-        self._queue = label(Histogram, "request_queue_time_seconds", "From arrival to the first step.", buckets=_REQUEST_S)
-        self._request_prompt = label(Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
-        self._request_output = label(
+        self._e2e = make(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
+        self._queue = make(Histogram, "request_queue_time_seconds", "From arrival to the first step.", buckets=_REQUEST_S)
+        self._request_prompt = make(Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
+        self._request_output = make(
             Histogram, "request_generation_tokens", "Tokens of an answer; each of n has its own.", buckets=_TOKENS
         )
         self._finished = Counter(
             "minivllm:request_success",
             "Finished requests, by reason.",
-            ["model_name", "finished_reason"],
+            [*_LABELS, "finished_reason"],
             registry=self.registry,
         )
         self._model_name = model_name
-        self._num_preemptions = 0
-        """In the latest stats."""
+        self._num_preemptions: dict[int, int] = {}
+        """By engine, in its latest stats."""
         self._times: dict[RequestState, RequestTimes] = {}
         """Of requests that have tokens and have not finished."""
 
@@ -95,13 +101,14 @@ class Metrics:
         """All metrics, in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def set_stats(self, stats: SchedulerStats) -> None:
-        """The scheduler's state has changed."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting + stats.num_swapped)
-        self._cache_usage.set(stats.cache_usage)
-        self._preemptions.inc(max(0, stats.num_preemptions - self._num_preemptions))
-        self._num_preemptions = stats.num_preemptions
+    def set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        """The state of an engine's scheduler has changed."""
+        labels = (self._model_name, str(engine_index))
+        self._running.labels(*labels).set(stats.num_running)
+        self._waiting.labels(*labels).set(stats.num_waiting + stats.num_swapped)
+        self._cache_usage.labels(*labels).set(stats.cache_usage)
+        self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - self._num_preemptions.get(engine_index, 0)))
+        self._num_preemptions[engine_index] = stats.num_preemptions
 
     def record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
         """A step added something to a request.
@@ -111,7 +118,7 @@ class Metrics:
             now: Seconds of `time.perf_counter`.
             has_prefix_cache: Whether prompts are looked up.
         """
-        times = self._times.setdefault(state, RequestTimes())
+        times, labels = self._times.setdefault(state, RequestTimes()), self._labels(state)
         num_new = 0
         for index, text in state.texts.items():
             sequence = times.sequences.setdefault(index, SequenceTimes(0, now, now))
@@ -122,32 +129,36 @@ class Metrics:
             if times.latest is None:
                 self._record_first_token(state, now, has_prefix_cache)
             else:
-                self._itl.observe(now - times.latest)
-            self._generation_tokens.inc(num_new)
+                self._itl.labels(*labels).observe(now - times.latest)
+            self._generation_tokens.labels(*labels).inc(num_new)
             times.latest = now
         if state.finished:
             reasons = [text.output.finish_reason for text in state.texts.values()]
             self.record_finish(state, "error" if state.error or not reasons else str(reasons[-1]), now)
 
     def _record_first_token(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
-        metrics, num_prompt_tokens = state.metrics, len(state.request.prompt_token_ids)
-        self._ttft.observe(now - metrics.arrival_time)
-        self._prompt_tokens.inc(num_prompt_tokens)
+        metrics, num_prompt_tokens, labels = state.metrics, len(state.request.prompt_token_ids), self._labels(state)
+        self._ttft.labels(*labels).observe(now - metrics.arrival_time)
+        self._prompt_tokens.labels(*labels).inc(num_prompt_tokens)
         if metrics.first_scheduled_time is not None:
-            self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
+            self._queue.labels(*labels).observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
         if has_prefix_cache:
-            self._prefix_queries.inc(num_prompt_tokens)
-            self._prefix_hits.inc(metrics.num_cached_tokens)
+            self._prefix_queries.labels(*labels).inc(num_prompt_tokens)
+            self._prefix_hits.labels(*labels).inc(metrics.num_cached_tokens)
 
     def record_finish(self, state: RequestState, reason: str, now: float) -> None:
         """A request has finished: "stop", "length", "abort" or "error"."""
-        self._finished.labels(self._model_name, reason).inc()
+        labels = self._labels(state)
+        self._finished.labels(*labels, reason).inc()
         times = self._times.pop(state, RequestTimes())
         if reason not in ("stop", "length"):
             return
-        self._e2e.observe(now - state.metrics.arrival_time)
-        self._request_prompt.observe(len(state.request.prompt_token_ids))
+        self._e2e.labels(*labels).observe(now - state.metrics.arrival_time)
+        self._request_prompt.labels(*labels).observe(len(state.request.prompt_token_ids))
         for sequence in times.sequences.values():
-            self._request_output.observe(sequence.num_tokens)
+            self._request_output.labels(*labels).observe(sequence.num_tokens)
             if sequence.num_tokens > 1:
-                self._tpot.observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))
+                self._tpot.labels(*labels).observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))
+
+    def _labels(self, state: RequestState) -> tuple[str, str]:
+        return self._model_name, str(state.engine_index)

@@ -97,6 +97,7 @@ class RequestState:
 
     Attributes:
         finished: Whether it gets no more tokens. The frontend can know that before the core does.
+        engine_index: The replica that it was last heard of from.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RequestState:
         self.metrics = RequestMetrics(request.arrival_time)
         self.error: str | None = None
         self.finished = False
+        self.engine_index = 0
         self.texts: dict[int, SequenceText] = {}
         self._tokenizer, self._detokenizer_cls = tokenizer, detokenizer_cls
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -241,6 +243,7 @@ class OutputProcessor:
             state = self.states.get(output.request_id)
             if state is None or state.request.number != output.number:
                 continue  # aborted meanwhile
+            state.engine_index = outputs.engine_index
             has_new, stopped = state.add(output, outputs.timestamp)
             processed.stopped += stopped
             if state.finished:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import DTYPES, EXECUTOR_BACKENDS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, EngineArgs
+from minivllm.config import DTYPES, EXECUTOR_BACKENDS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, ROUTINGS, EngineArgs
 from minivllm.errors import ConfigError
 
 _CHOICES = {
@@ -19,6 +19,7 @@ _CHOICES = {
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
     "distributed_executor_backend": EXECUTOR_BACKENDS,
+    "data_parallel_routing": ROUTINGS,
 }
 _NOT_ON_THE_COMMAND_LINE = {
     "scheduler_cls",

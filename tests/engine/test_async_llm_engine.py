@@ -553,7 +553,9 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
         name: (value("sum"), value("count"))
         for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
         for value in [
-            lambda what, name=name: metrics.registry.get_sample_value(f"minivllm:{name}_{what}", {"model_name": "model"})
+            lambda what, name=name: metrics.registry.get_sample_value(
+                f"minivllm:{name}_{what}", {"model_name": "model", "engine": "0"}
+            )
         ]
     }
     assert sums["request_generation_tokens"] == (2 + 4, 2)
@@ -564,8 +566,8 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
 def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
     metrics = Metrics("model")
     for total in (2, 2, 5, 0, 1):  # then another engine, which begins anew
-        metrics.set_stats(SchedulerStats(num_preemptions=total))
-    assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model"}) == 5 + 1
+        metrics.set_stats(0, SchedulerStats(num_preemptions=total))
+    assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model", "engine": "0"}) == 5 + 1
 
 
 # -- the process ----------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_a_reader_that_stops_in_the_middle_frees_its_blocks(served, client):
     ) as stream:
         next(iter(stream))
     deadline = time.monotonic() + 10
-    while "minivllm:kv_cache_usage_perc" + '{model_name="smollm2-135m"} 0.0' not in served.http.get("/metrics").text:
+    while "minivllm:kv_cache_usage_perc" + '{engine="0",model_name="smollm2-135m"} 0.0' not in served.http.get("/metrics").text:
         assert time.monotonic() < deadline, "the blocks are still taken"
         time.sleep(0.05)
     while not any(record.get("end") == "client disconnected" for record in served.records()):

@@ -1,0 +1,479 @@
+"""The frontend's way to several replicas of the model, each an engine core in a process of its own.
+
+    add_request ─► Router ─► ROUTER ─► the replica's DEALER
+    on_message  ◄─ PULL ◄─ outputs of all replicas           loads ─► SUB ─► Router
+
+    DPAsyncMPClient    for `AsyncLLMEngine`: messages arrive by themselves
+    DPSyncMPClient     for `LLMEngine`: waits for each output
+
+Mirrors `DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from weakref import WeakMethod
+
+import msgspec
+import zmq
+
+from minivllm.core.routing import make_router
+from minivllm.engine import dp_messages
+from minivllm.engine.core_client import NOT_RESPONDING_SECONDS, MPClient, OnMessage, dead_error
+from minivllm.engine.core_handle import GRACE_SECONDS, make_socket_folder
+from minivllm.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreFailed,
+    CoreLeaving,
+    CoreLog,
+    CoreReady,
+    EngineCoreOutputs,
+    Farewell,
+    FromCore,
+    Heartbeat,
+    SetTracing,
+    Shutdown,
+    StoppedSequence,
+    StopSequences,
+    ToCore,
+    decode_from_core,
+    encode,
+)
+from minivllm.engine.dp_coordinator import CoordinatorSetup
+from minivllm.engine.dp_engine_core_proc import identity_of
+from minivllm.engine.dp_messages import FromHandshake, HelloFrontend, HelloNode, NodeWelcome, Refused, hash_config
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.replica_processes import CoordinatorProcess, ReplicaProcess, threads_per_replica
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from minivllm.request import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 100
+"""How long a process may be gone before it is noticed."""
+
+
+class Replicas:
+    """All that a frontend has to do with its replicas: their processes, its sockets, its router, and which request is where.
+
+    A thread forwards messages. It holds this object, and not the client, so that a client that nobody uses is garbage.
+
+    Args:
+        config: The engine's.
+        restart: Start another replica when one dies.
+
+    Attributes:
+        num_gpu_blocks: Those of the replica that has fewest.
+
+    Raises:
+        ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
+    """
+
+    MAX_FAILED_STARTS = 3
+    """Failed starts of a replica in a row before it is given up."""
+
+    def __init__(self, config: EngineConfig, restart: bool) -> None:
+        self._config, self._packed = config, config.to_bytes()
+        parallel = config.parallel_config
+        self._size = parallel.data_parallel_size
+        self._num_threads = threads_per_replica(self._size)
+        self._restart = restart
+        self._lock = threading.RLock()
+        """Held while the router, the table of requests or the sending socket is used."""
+        self._router = make_router(parallel.data_parallel_routing)
+        self._where: dict[str, tuple[int, int]] = {}
+        """By unfinished request: its number, and the replica that has it."""
+        self._num_gpu_blocks: dict[int, int] = {}
+        """Of each replica that takes requests."""
+        self._leaving: set[int] = set()
+        self._failed_starts = [0] * self._size
+        self._last_heard = [time.monotonic()] * self._size
+        self._is_tracing = False
+        self._on_message: Callable[[], OnMessage | None] = lambda: None
+        self._stopped, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._processes: dict[int, ReplicaProcess] = {}
+        self._folder = make_socket_folder()
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.ROUTER)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1)):
+            self._requests.setsockopt(option, value)
+        self._requests.bind(f"ipc://{self._folder}/requests")
+        self._outputs = self._context.socket(zmq.PULL)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.bind(f"ipc://{self._folder}/outputs")
+        self._loads = self._context.socket(zmq.SUB)
+        self._loads.setsockopt(zmq.SUBSCRIBE, b"")
+        try:
+            self._coordinator = self._start_coordinator()
+            self._addresses = self._shake_hands()
+            for index in range(self._size):
+                self._start_replica(index)
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _start_coordinator(self) -> CoordinatorProcess:
+        address, level = f"ipc://{self._folder}", logging.getLogger().getEffectiveLevel()
+        setup = CoordinatorSetup(
+            f"{address}/handshake", f"{address}/reports", f"{address}/loads", 1, self._size, hash_config(self._config), level
+        )
+        return CoordinatorProcess(setup)
+
+    def _shake_hands(self) -> NodeWelcome:
+        address = f"ipc://{self._folder}"
+        with self._context.socket(zmq.DEALER) as handshake:
+            handshake.setsockopt(zmq.LINGER, 0)
+            handshake.connect(f"{address}/handshake")
+            handshake.send(dp_messages.encode(HelloFrontend(0, f"{address}/requests", f"{address}/outputs")))
+            welcome = self._receive_welcome(handshake)
+            assert isinstance(welcome, dp_messages.FrontendWelcome)
+            self._loads.connect(welcome.publish_address)
+            hello = HelloNode(dp_messages.VERSION, hash_config(self._config), list(range(self._size)))
+            handshake.send(dp_messages.encode(hello))
+            answer = self._receive_welcome(handshake)
+        if isinstance(answer, Refused):
+            raise ConfigError(answer.message)
+        assert isinstance(answer, NodeWelcome)
+        return answer
+
+    def _receive_welcome(self, handshake: zmq.Socket[bytes]) -> FromHandshake:
+        while not handshake.poll(_POLL_MS):
+            if end := self._coordinator.poll():
+                raise EngineDeadError(f"The coordinator of the replicas {end}.")
+        return dp_messages.decode_from_handshake(handshake.recv())
+
+    def _start_replica(self, index: int) -> None:
+        self._last_heard[index] = time.monotonic()
+        self._processes[index] = ReplicaProcess(self._packed, index, self._addresses, self._num_threads, self._folder)
+
+    def _wait_until_ready(self) -> None:
+        """Until all replicas are. Those of this machine load the model at the same time."""
+        while len(self._num_gpu_blocks) < self._size:
+            message = self._next_message()
+            if isinstance(message, CoreFailed):
+                if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
+                    raise kind(message.message)
+                cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
+                raise EngineDeadError(f"Replica {message.engine_index} could not start: {cause}")
+            if isinstance(message, CoreReady):
+                self._take_in(message)
+
+    # -- to the replicas, from any thread ------------------------------------------------------------------------
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Those of the replica that has fewest."""
+        return min(self._num_gpu_blocks.values())
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The replicas' processes, by rank."""
+        return [self._processes[index].process_id for index in sorted(self._processes)]
+
+    @property
+    def coordinator_process_id(self) -> int:
+        """The coordinator's process."""
+        return self._coordinator.process_id
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request to the replica that the router chooses.
+
+        Raises:
+            EngineDeadError: No replica takes requests.
+        """
+        with self._lock:
+            index = self._router.route(request.prompt_token_ids, request.cache_salt)
+            self._where[request.request_id] = request.number, index
+            self._send(index, AddRequest(request))
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Abort requests where they are."""
+        with self._lock:
+            for request_id in request_ids:
+                if found := self._where.pop(request_id, None):
+                    self._router.finish(found[1])
+                    self._send(found[1], AbortRequests([request_id]))
+
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        """Stop sequences where they are."""
+        with self._lock:
+            for sequence in sequences:
+                if found := self._where.get(sequence.request_id):
+                    self._send(found[1], StopSequences([sequence]))
+
+    def send(self, message: ToCore) -> None:
+        """Send a message to all replicas."""
+        with self._lock:
+            if isinstance(message, SetTracing):
+                self._is_tracing = message.on
+            for index in self._num_gpu_blocks:
+                self._send(index, message)
+
+    def _send(self, index: int, message: ToCore) -> None:
+        if not self._requests.closed:
+            with contextlib.suppress(zmq.Again, zmq.ZMQError):  # it is gone, which is noticed soon
+                self._requests.send_multipart([identity_of(index), encode(message)], zmq.NOBLOCK)
+
+    # -- from the replicas ---------------------------------------------------------------------------------------
+
+    def start(self, on_message: Callable[[], OnMessage | None]) -> None:
+        """Begin to forward, for as long as the weak reference gives a method to forward to."""
+        self._on_message = on_message
+        self._thread = threading.Thread(target=self._run, name="minivllm outputs", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                message = self._next_message()
+                if message is not None and not self._take(message):
+                    return
+        finally:
+            self._closed.set()
+
+    def _next_message(self) -> FromCore | None:
+        """The next message of a replica, also that a process has ended; None if there is none for a while."""
+        poller = zmq.Poller()
+        poller.register(self._outputs, zmq.POLLIN)
+        poller.register(self._loads, zmq.POLLIN)
+        events = dict(poller.poll(_POLL_MS))
+        if self._loads in events:
+            self._update_loads(self._loads.recv())
+        if self._outputs in events:
+            try:
+                message = decode_from_core(self._outputs.recv())
+            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
+                return None
+            if not isinstance(message, EngineCoreOutputs | CoreReady | CoreFailed | CoreLeaving | CoreLog | Heartbeat):
+                return None
+            if 0 <= message.engine_index < self._size:
+                self._last_heard[message.engine_index] = time.monotonic()
+                return message
+            return None
+        for index, process in list(self._processes.items()):
+            if end := process.poll():
+                if self._outputs.poll(0):  # its last words
+                    return None
+                del self._processes[index]
+                return CoreFailed("", f"its process {end}", engine_index=index)
+        return None
+
+    def _update_loads(self, data: bytes) -> None:
+        loads = dp_messages.decode_loads(data).loads
+        with self._lock:
+            for index in self._num_gpu_blocks.keys() & loads.keys():
+                self._router.update(index, loads[index])
+
+    def _take(self, message: FromCore) -> bool:
+        """Handle a message, and forward it if it concerns the engine. False if nobody wants messages any more."""
+        index = message.engine_index
+        if isinstance(message, CoreLog):
+            if index == 0 or message.level >= logging.WARNING:
+                text = message.text if index == 0 else f"Replica {index}: {message.text}"
+                logging.getLogger(message.logger).log(message.level, "%s", text)
+            return True
+        if isinstance(message, Heartbeat):
+            return True
+        if isinstance(message, CoreLeaving):
+            self._let_leave(index)
+            return True
+        if isinstance(message, CoreReady):
+            self._take_in(message)
+            message.num_gpu_blocks = self.num_gpu_blocks
+        elif isinstance(message, CoreFailed):
+            if index in self._leaving and not self._requests_at(index):
+                self._leaving.discard(index)
+                logger.warning("Replica %d has left.", index)
+                return True
+            message = self._give_up(message)
+        elif isinstance(message, EngineCoreOutputs):
+            with self._lock:
+                for output in message.outputs:
+                    if output.finished and self._where.get(output.request_id) == (output.number, index):
+                        del self._where[output.request_id]
+                        self._router.finish(index)
+        return self._tell(message)
+
+    def _take_in(self, ready: CoreReady) -> None:
+        """A replica takes requests from now on."""
+        index = ready.engine_index
+        with self._lock:
+            while True:  # it has said hello on this socket before it loaded the model
+                identity, _ = self._requests.recv_multipart()
+                if identity == identity_of(index):
+                    break
+            self._num_gpu_blocks[index] = ready.num_gpu_blocks
+            self._failed_starts[index] = 0
+            self._router.open(index)
+            if self._is_tracing:
+                self._send(index, SetTracing(True))
+
+    def _let_leave(self, index: int) -> None:
+        with self._lock:
+            self._router.close(index)
+            self._num_gpu_blocks.pop(index, None)
+            self._leaving.add(index)
+            self._send(index, Farewell())
+        logger.warning("Replica %d leaves: it finishes %d requests and gets no more.", index, len(self._requests_at(index)))
+
+    def _requests_at(self, index: int) -> list[str]:
+        with self._lock:
+            return [request_id for request_id, (_, replica) in self._where.items() if replica == index]
+
+    def _give_up(self, failure: CoreFailed) -> CoreFailed:
+        """A replica is dead. Its requests fail; the others' go on, if there are others."""
+        index = failure.engine_index
+        if (process := self._processes.pop(index, None)) is not None:
+            process.kill()
+        with self._lock:
+            lost = self._requests_at(index)
+            for request_id in lost:
+                del self._where[request_id]
+            self._num_gpu_blocks.pop(index, None)
+            self._leaving.discard(index)
+            if index < len(self._router.num_in_flight):
+                self._router.close(index)
+        cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+        failure = CoreFailed("", f"replica {index} of {self._size}: {cause}", engine_index=index)
+        logger.error("%s", dead_error(failure))
+        if self._restart and self._failed_starts[index] < self.MAX_FAILED_STARTS:
+            self._failed_starts[index] += 1
+            self._start_replica(index)
+        if self._num_gpu_blocks:
+            failure.request_ids = lost
+        else:
+            failure.restarting = bool(self._processes)
+        return failure
+
+    def _tell(self, message: FromCore) -> bool:
+        on_message = self._on_message()
+        if on_message is not None:
+            on_message(message)
+        return on_message is not None
+
+    # -- health and end ------------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if no replica is responding."""
+        now = time.monotonic()
+        silent = [now - self._last_heard[index] for index in self._num_gpu_blocks]
+        if silent and min(silent) > NOT_RESPONDING_SECONDS:
+            raise EngineDeadError(f"The replicas are not responding: nothing heard from them for {min(silent):.0f} seconds.")
+
+    def let_go(self) -> None:
+        """Tell the replicas to end, without waiting for it: called by the garbage collector, in any thread."""
+        self._stopped.set()
+        threading.Thread(target=self.stop).start()
+
+    def stop(self) -> None:
+        """End all processes. Safe to call again, from any thread."""
+        self._stopped.set()
+        self.send(Shutdown())
+        for process in list(self._processes.values()):
+            if process.engine_index in self._num_gpu_blocks:
+                process.shutdown()
+            else:
+                process.kill()  # it loads the model and reads nothing
+        if hasattr(self, "_coordinator"):
+            self._coordinator.shutdown()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._closed.wait(GRACE_SECONDS)
+        with self._lock:
+            self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class DPAsyncMPClient(MPClient):
+    """For a frontend that is told of each message, in a thread of the client's.
+
+    Messages are those of `AsyncMPClient`. A `CoreFailed` with `request_ids` is the end of one replica, and the others go on.
+
+    Args:
+        config: The engine's.
+        restart: Start another replica when one dies.
+
+    Raises:
+        ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, *, restart: bool = False) -> None:
+        self.replicas = Replicas(config, restart)
+        self._finalizer = weakref.finalize(self, self.replicas.let_go)
+        self.num_gpu_blocks = self.replicas.num_gpu_blocks
+        self.num_engines = config.parallel_config.data_parallel_size
+
+    @property
+    def process_id(self) -> int:
+        """The process of the first replica."""
+        return self.replicas.process_ids[0]
+
+    def start(self, on_message: OnMessage) -> None:
+        """From now on, call a method with each message."""
+        self.replicas.start(WeakMethod(on_message))
+
+    def send(self, message: ToCore) -> None:
+        self.replicas.send(message)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.replicas.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.replicas.abort_requests(request_ids)
+
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        self.replicas.stop_sequences(sequences)
+
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if no replica is responding."""
+        self.replicas.check_health()
+
+    def shutdown(self) -> None:
+        self._finalizer.detach()
+        self.replicas.stop()
+
+
+class DPSyncMPClient(DPAsyncMPClient):
+    """For a frontend that waits for each output.
+
+    Args:
+        config: The engine's.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._messages: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        self.start(self._put)
+
+    def _put(self, message: FromCore) -> None:
+        self._messages.put(message)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the result of a step of any replica.
+
+        Raises:
+            EngineDeadError: A replica has failed, or all were shut down.
+        """
+        while True:
+            message = self._messages.get()
+            if isinstance(message, EngineCoreOutputs):
+                return message
+            if isinstance(message, CoreFailed):
+                self.shutdown()
+                raise dead_error(message)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._messages.put(CoreFailed("", "it was shut down"))

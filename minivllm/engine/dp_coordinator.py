@@ -1,0 +1,164 @@
+"""The coordinator of data-parallel replicas: a process that tells API servers how busy each replica is, and who belongs together.
+
+    replicas ─► PULL: reports ─► LoadPublisher ─► PUB: loads, 100 ms after a change ─► API servers
+    nodes, API servers ─► ROUTER: handshake
+
+Mirrors `vllm/v1/engine/coordinator.py`, without the waves of mixture-of-experts models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from minivllm.core.routing import LoadPublisher
+from minivllm.engine.dp_messages import (
+    VERSION,
+    FromHandshake,
+    FrontendWelcome,
+    HelloFrontend,
+    HelloNode,
+    Loads,
+    NodeWelcome,
+    Refused,
+    decode_report,
+    decode_to_handshake,
+    encode,
+)
+from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
+
+logger = logging.getLogger(__name__)
+
+
+class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
+    """What the process is told at its start.
+
+    Attributes:
+        handshake_address, report_address, publish_address: Where it listens.
+        client_count: How many API servers there are.
+        size: How many replicas there may be.
+        config_hash: Of the configuration that they must have.
+        log_level: As in `logging`.
+    """
+
+    handshake_address: str
+    report_address: str
+    publish_address: str
+    client_count: int
+    size: int
+    config_hash: str
+    log_level: int
+
+
+class DPCoordinatorProc:
+    """The process.
+
+    Args:
+        setup: What the API server that starts it wrote.
+    """
+
+    def __init__(self, setup: CoordinatorSetup) -> None:
+        self._setup = setup
+        self._context = zmq.Context()
+        self._handshake = self._bind(zmq.ROUTER, setup.handshake_address)
+        self._reports = self._bind(zmq.PULL, setup.report_address)
+        self._publish = self._bind(zmq.PUB, setup.publish_address)
+        self._frontends: dict[int, HelloFrontend] = {}
+        self._nodes: list[tuple[bytes, HelloNode]] = []
+        """Nodes that wait until all API servers are there."""
+        self._publisher = LoadPublisher(time.monotonic())
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        poller = zmq.Poller()
+        poller.register(self._handshake, zmq.POLLIN)
+        poller.register(self._reports, zmq.POLLIN)
+        while True:
+            wait = max(0.0, self._publisher.due - time.monotonic())
+            events = dict(poller.poll(1 + int(1000 * wait)))
+            if self._reports in events:
+                self._take_reports()
+            if self._handshake in events:
+                self._shake_hands(*self._handshake.recv_multipart()[:2])
+            if time.monotonic() >= self._publisher.due:
+                self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()))))
+
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.bind(address)
+        return socket
+
+    def _take_reports(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                data = self._reports.recv(zmq.NOBLOCK)
+                try:
+                    report = decode_report(data)
+                except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                    logger.error("Dropped a report that cannot be decoded: %s", error)
+                    continue
+                if report.load is None:
+                    self._publisher.forget(report.engine_index)
+                else:
+                    self._publisher.report(report.engine_index, report.load, time.monotonic())
+
+    def _shake_hands(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = decode_to_handshake(data)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            logger.warning("Refused a handshake that cannot be decoded: %s", error)
+            return
+        if isinstance(message, HelloFrontend):
+            self._frontends[message.client_index] = message
+            self._answer(identity, FrontendWelcome(self._setup.publish_address))
+        elif reason := self._find_fault(message):
+            logger.warning("Refused replicas %s: %s", message.ranks, reason)
+            self._answer(identity, Refused(reason))
+        else:
+            self._nodes.append((identity, message))
+        if len(self._frontends) == self._setup.client_count:
+            frontends = [self._frontends[index] for index in sorted(self._frontends)]
+            inputs, outputs = [item.input_address for item in frontends], [item.output_address for item in frontends]
+            for waiting, _ in self._nodes:
+                self._answer(waiting, NodeWelcome(inputs, outputs, self._setup.report_address))
+            self._nodes.clear()
+
+    def _find_fault(self, hello: HelloNode) -> str | None:
+        size = self._setup.size
+        if hello.version != VERSION:
+            return f"It runs minivllm {hello.version}, but the others run {VERSION}: install the same version."
+        if any(not 0 <= rank < size for rank in hello.ranks):
+            return f"There are {size} replicas, with the ranks 0 to {size - 1}: check --data-parallel-size and --data-parallel-start-rank."
+        if hello.config_hash != self._setup.config_hash:
+            return "Its model or its options differ from those of the API server: start it with the same."
+        return None
+
+    def _answer(self, identity: bytes, message: FromHandshake) -> None:
+        self._handshake.send_multipart([identity, encode(message)])
+
+
+def main() -> int:
+    """Read the setup from standard input and run."""
+    line = read_line()
+    if not line:
+        return 1
+    setup = msgspec.json.decode(line, type=CoordinatorSetup)
+    threading.Thread(target=exit_with_the_frontend, args=("",), daemon=True).start()
+    logging.basicConfig(level=setup.log_level, format="%(message)s")
+    try:
+        coordinator = DPCoordinatorProc(setup)
+    except zmq.ZMQError as error:
+        print(f"minivllm: the coordinator cannot listen on {setup.handshake_address}: {error}", file=sys.stderr)
+        return 2
+    coordinator.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What replicas, the coordinator and API servers say to each other besides requests and outputs, as strict MessagePack.
+
+At the start, on the coordinator's handshake socket (DEALER to ROUTER):
+
+    API server   HelloFrontend  ─►  FrontendWelcome                       where loads are published
+    node         HelloNode      ─►  NodeWelcome, or Refused               where its replicas connect to
+
+From then on, replicas report (PUSH to PULL), and the coordinator publishes (PUB to SUB). Mirrors the handshake of
+`vllm/v1/engine/utils.py`, where each engine makes it for itself; here the command that starts a node's replicas does, and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from minivllm import __version__
+from minivllm.core.routing import ReplicaLoad
+from minivllm.engine.engine_config import EngineConfig
+
+VERSION = __version__
+"""Replicas and API servers must have the same."""
+
+
+class HelloFrontend(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """An API server, and where it listens: for replicas to take requests from, and to send outputs to."""
+
+    client_index: int
+    input_address: str
+    output_address: str
+
+
+class FrontendWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Where an API server gets the loads."""
+
+    publish_address: str
+
+
+class HelloNode(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Somebody wants to start replicas of these ranks, which are made with a configuration of this hash."""
+
+    version: str
+    config_hash: str
+    ranks: list[int]
+
+
+class NodeWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Where replicas connect to: two sockets of each API server, in their order, and one of the coordinator."""
+
+    input_addresses: list[str]
+    output_addresses: list[str]
+    report_address: str
+
+
+class Refused(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Why a node cannot take part."""
+
+    message: str
+
+
+class LoadReport(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """How busy a replica is; None when it ends."""
+
+    engine_index: int
+    load: ReplicaLoad | None
+
+
+class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """How busy all replicas are, by rank."""
+
+    loads: dict[int, ReplicaLoad]
+
+
+ToHandshake = HelloFrontend | HelloNode
+FromHandshake = FrontendWelcome | NodeWelcome | Refused
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_HANDSHAKE: msgspec.msgpack.Decoder[ToHandshake] = msgspec.msgpack.Decoder(ToHandshake)
+_FROM_HANDSHAKE: msgspec.msgpack.Decoder[FromHandshake] = msgspec.msgpack.Decoder(FromHandshake)
+_REPORT: msgspec.msgpack.Decoder[LoadReport] = msgspec.msgpack.Decoder(LoadReport)
+_LOADS: msgspec.msgpack.Decoder[Loads] = msgspec.msgpack.Decoder(Loads)
+
+
+def encode(message: ToHandshake | FromHandshake | LoadReport | Loads) -> bytes:
+    """A message as MessagePack."""
+    return _ENCODER.encode(message)
+
+
+def decode_to_handshake(data: bytes) -> ToHandshake:
+    """A message to the handshake socket. Like the others, raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else."""
+    return _TO_HANDSHAKE.decode(data)
+
+
+def decode_from_handshake(data: bytes) -> FromHandshake:
+    """A message from the handshake socket."""
+    return _FROM_HANDSHAKE.decode(data)
+
+
+def decode_report(data: bytes) -> LoadReport:
+    """A replica's report."""
+    return _REPORT.decode(data)
+
+
+def decode_loads(data: bytes) -> Loads:
+    """What the coordinator publishes."""
+    return _LOADS.decode(data)
+
+
+def hash_config(config: EngineConfig) -> str:
+    """The same for configurations whose replicas give the same answers to the same requests, and have caches of the same layout.
+
+    Paths, devices and the number of workers may differ from node to node.
+    """
+    model = config.model_config
+    relevant = {
+        "version": __version__,
+        "model": model.name,
+        "architecture": model.architecture,
+        "hf_config": model.hf_config,
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": model.eos_token_ids,
+        "block_size": config.cache_config.block_size,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "dtype": config.worker_config.dtype,
+        "quantization": config.worker_config.quantization,
+        "scheduler": msgspec.to_builtins(config.scheduler_config),
+    }
+    return hashlib.sha256(msgspec.json.encode(relevant, order="sorted", enc_hook=str)).hexdigest()
