@@ -23,7 +23,7 @@ from minivllm.engine.core_client import AsyncMPClient, dead_error
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.dp_client import DPAsyncMPClient
+from minivllm.engine.dp_client import DPAsyncMPClient, replica_error
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
@@ -369,7 +369,7 @@ class AsyncLLMEngine:
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
         elif isinstance(message, CoreFailed) and message.request_ids is not None:
-            self._lose_replica(message.engine_index, message.request_ids, dead_error(message))
+            self._lose_replica(message.engine_index, message.request_ids, replica_error(message))
         elif isinstance(message, CoreFailed):
             self._fail_streams(message)
 

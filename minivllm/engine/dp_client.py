@@ -52,6 +52,7 @@ from minivllm.engine.dp_engine_core_proc import identity_of
 from minivllm.engine.dp_messages import FromHandshake, HelloFrontend, HelloNode, NodeWelcome, Refused, hash_config
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_processes import CoordinatorProcess, ReplicaProcess, threads_per_replica
+from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.request import EngineCoreRequest
 
@@ -87,13 +88,8 @@ class Replicas:
         self._num_threads = threads_per_replica(self._size)
         self._restart = restart
         self._lock = threading.RLock()
-        """Held while the router, the table of requests or the sending socket is used."""
-        self._router = make_router(parallel.data_parallel_routing)
-        self._where: dict[str, tuple[int, int]] = {}
-        """By unfinished request: its number, and the replica that has it."""
-        self._num_gpu_blocks: dict[int, int] = {}
-        """Of each replica that takes requests."""
-        self._leaving: set[int] = set()
+        """Held while the table or the sending socket is used."""
+        self._table = ReplicaTable(make_router(parallel.data_parallel_routing))
         self._failed_starts = [0] * self._size
         self._last_heard = [time.monotonic()] * self._size
         self._is_tracing = False
@@ -160,7 +156,7 @@ class Replicas:
 
     def _wait_until_ready(self) -> None:
         """Until all replicas are. Those of this machine load the model at the same time."""
-        while len(self._num_gpu_blocks) < self._size:
+        while len(self._table.open) < self._size:
             message = self._next_message()
             if isinstance(message, CoreFailed):
                 if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
@@ -175,7 +171,7 @@ class Replicas:
     @property
     def num_gpu_blocks(self) -> int:
         """Those of the replica that has fewest."""
-        return min(self._num_gpu_blocks.values())
+        return self._table.num_gpu_blocks
 
     @property
     def process_ids(self) -> list[int]:
@@ -194,31 +190,28 @@ class Replicas:
             EngineDeadError: No replica takes requests.
         """
         with self._lock:
-            index = self._router.route(request.prompt_token_ids, request.cache_salt)
-            self._where[request.request_id] = request.number, index
-            self._send(index, AddRequest(request))
+            self._send(self._table.add(request), AddRequest(request))
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests where they are."""
         with self._lock:
             for request_id in request_ids:
-                if found := self._where.pop(request_id, None):
-                    self._router.finish(found[1])
-                    self._send(found[1], AbortRequests([request_id]))
+                if (index := self._table.abort(request_id)) is not None:
+                    self._send(index, AbortRequests([request_id]))
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
         """Stop sequences where they are."""
         with self._lock:
             for sequence in sequences:
-                if found := self._where.get(sequence.request_id):
-                    self._send(found[1], StopSequences([sequence]))
+                if (index := self._table.stop(sequence)) is not None:
+                    self._send(index, StopSequences([sequence]))
 
     def send(self, message: ToCore) -> None:
         """Send a message to all replicas."""
         with self._lock:
             if isinstance(message, SetTracing):
                 self._is_tracing = message.on
-            for index in self._num_gpu_blocks:
+            for index in self._table.open:
                 self._send(index, message)
 
     def _send(self, index: int, message: ToCore) -> None:
@@ -274,8 +267,7 @@ class Replicas:
     def _update_loads(self, data: bytes) -> None:
         loads = dp_messages.decode_loads(data).loads
         with self._lock:
-            for index in self._num_gpu_blocks.keys() & loads.keys():
-                self._router.update(index, loads[index])
+            self._table.update_loads(loads)
 
     def _take(self, message: FromCore) -> bool:
         """Handle a message, and forward it if it concerns the engine. False if nobody wants messages any more."""
@@ -294,68 +286,49 @@ class Replicas:
             self._take_in(message)
             message.num_gpu_blocks = self.num_gpu_blocks
         elif isinstance(message, CoreFailed):
-            if index in self._leaving and not self._requests_at(index):
-                self._leaving.discard(index)
-                logger.warning("Replica %d has left.", index)
-                return True
             message = self._give_up(message)
         elif isinstance(message, EngineCoreOutputs):
             with self._lock:
-                for output in message.outputs:
-                    if output.finished and self._where.get(output.request_id) == (output.number, index):
-                        del self._where[output.request_id]
-                        self._router.finish(index)
+                message.outputs = [output for output in message.outputs if self._table.take_output(index, output)]
         return self._tell(message)
 
     def _take_in(self, ready: CoreReady) -> None:
         """A replica takes requests from now on."""
         index = ready.engine_index
         with self._lock:
-            while True:  # it has said hello on this socket before it loaded the model
-                identity, _ = self._requests.recv_multipart()
-                if identity == identity_of(index):
+            while self._requests.poll(int(1000 * GRACE_SECONDS)):  # it has said hello on this socket before it loaded the model
+                if self._requests.recv_multipart()[0] == identity_of(index):
                     break
-            self._num_gpu_blocks[index] = ready.num_gpu_blocks
             self._failed_starts[index] = 0
-            self._router.open(index)
+            self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
                 self._send(index, SetTracing(True))
 
     def _let_leave(self, index: int) -> None:
         with self._lock:
-            self._router.close(index)
-            self._num_gpu_blocks.pop(index, None)
-            self._leaving.add(index)
+            self._table.let_leave(index)
             self._send(index, Farewell())
-        logger.warning("Replica %d leaves: it finishes %d requests and gets no more.", index, len(self._requests_at(index)))
-
-    def _requests_at(self, index: int) -> list[str]:
-        with self._lock:
-            return [request_id for request_id, (_, replica) in self._where.items() if replica == index]
+            num_requests = len(self._table.requests_at(index))
+        logger.warning("Replica %d leaves: it finishes what it has (requests: %d) and gets no more.", index, num_requests)
 
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
-        """A replica is dead. Its requests fail; the others' go on, if there are others."""
+        """A replica has ended, in order or not. If it had requests, they fail; those of other replicas go on, if there are others."""
         index = failure.engine_index
         if (process := self._processes.pop(index, None)) is not None:
             process.kill()
         with self._lock:
-            lost = self._requests_at(index)
-            for request_id in lost:
-                del self._where[request_id]
-            self._num_gpu_blocks.pop(index, None)
-            self._leaving.discard(index)
-            if index < len(self._router.num_in_flight):
-                self._router.close(index)
-        cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
-        failure = CoreFailed("", f"replica {index} of {self._size}: {cause}", engine_index=index)
-        logger.error("%s", dead_error(failure))
-        if self._restart and self._failed_starts[index] < self.MAX_FAILED_STARTS:
-            self._failed_starts[index] += 1
-            self._start_replica(index)
-        if self._num_gpu_blocks:
-            failure.request_ids = lost
+            is_expected = self._table.is_leaving(index)
+            failure.request_ids = self._table.remove(index)
+        if is_expected and not failure.request_ids:
+            logger.warning("Replica %d has left.", index)
         else:
-            failure.restarting = bool(self._processes)
+            logger.error("%s", replica_error(failure))
+            if self._restart and self._failed_starts[index] < self.MAX_FAILED_STARTS:
+                self._failed_starts[index] += 1
+                self._start_replica(index)
+        if self._table.is_empty:
+            message = f"all replicas have. The last one was {index}: {failure.message}"
+            return CoreFailed(failure.error_type, message, restarting=bool(self._processes), engine_index=index)
         return failure
 
     def _tell(self, message: FromCore) -> bool:
@@ -369,7 +342,7 @@ class Replicas:
     def check_health(self) -> None:
         """Raise an EngineDeadError if no replica is responding."""
         now = time.monotonic()
-        silent = [now - self._last_heard[index] for index in self._num_gpu_blocks]
+        silent = [now - self._last_heard[index] for index in self._table.open]
         if silent and min(silent) > NOT_RESPONDING_SECONDS:
             raise EngineDeadError(f"The replicas are not responding: nothing heard from them for {min(silent):.0f} seconds.")
 
@@ -383,7 +356,7 @@ class Replicas:
         self._stopped.set()
         self.send(Shutdown())
         for process in list(self._processes.values()):
-            if process.engine_index in self._num_gpu_blocks:
+            if process.engine_index in self._table.open:
                 process.shutdown()
             else:
                 process.kill()  # it loads the model and reads nothing
@@ -394,6 +367,12 @@ class Replicas:
         with self._lock:
             self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def replica_error(failure: CoreFailed) -> EngineDeadError:
+    """What users are told when a replica is gone, and others are not."""
+    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+    return EngineDeadError(f"Replica {failure.engine_index} of the model has ended: {cause.rstrip('.')}.")
 
 
 class DPAsyncMPClient(MPClient):
@@ -472,7 +451,7 @@ class DPSyncMPClient(DPAsyncMPClient):
                 return message
             if isinstance(message, CoreFailed):
                 self.shutdown()
-                raise dead_error(message)
+                raise dead_error(message) if message.request_ids is None else replica_error(message)
 
     def shutdown(self) -> None:
         super().shutdown()

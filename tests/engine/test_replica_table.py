@@ -1,0 +1,156 @@
+"""What a frontend knows of its replicas, after any interleaving of what can happen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minivllm import SamplingParams
+from minivllm.core.routing import ROUTERS, LoadPublisher, ReplicaLoad, make_router
+from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, StoppedSequence
+from minivllm.engine.replica_table import ReplicaTable
+from minivllm.errors import EngineDeadError
+from minivllm.outputs import RequestMetrics
+from minivllm.request import EngineCoreRequest
+
+REPLICAS = st.integers(0, 3)
+
+
+class World(RuleBasedStateMachine):
+    """Replicas that start late, leave and die; requests that come, end, are aborted and stopped; outputs and loads that come late, or never.
+
+    The model: for each replica, what was sent to it and not taken back, in order.
+    """
+
+    @initialize(routing=st.sampled_from(sorted(ROUTERS)))
+    def begin(self, routing):
+        self.router = make_router(routing)
+        self.table = ReplicaTable(self.router)
+        self.publisher, self.now = LoadPublisher(0.0), 0.0
+        self.state = {}
+        """By replica: "open" or "leaving"."""
+        self.at = {}
+        """By request: its number, its replica, and its unfinished sequences."""
+        self.running = []
+        """What replicas compute: (replica, request id, number, unfinished sequences), also what the frontend has given up."""
+        self.num_requests = 0
+
+    @rule(replica=REPLICAS, num_blocks=st.integers(1, 100))
+    def a_replica_is_ready(self, replica, num_blocks):
+        if replica not in self.state:
+            self.table.take_in(replica, num_blocks)
+            self.state[replica] = "open"
+
+    @rule(replica=REPLICAS)
+    def a_replica_leaves(self, replica):
+        self.table.let_leave(replica)
+        if self.state.get(replica) == "open":
+            self.state[replica] = "leaving"
+
+    @rule(replica=REPLICAS)
+    def a_replica_dies(self, replica):
+        lost = self.table.remove(replica)
+        assert sorted(lost) == sorted(name for name, (_, where, _) in self.at.items() if where == replica)
+        for name in lost:
+            del self.at[name]
+        self.running = [item for item in self.running if item[0] != replica]
+        self.state.pop(replica, None)
+        self.publisher.forget(replica)
+
+    @rule(name=st.integers(0, 4), n=st.integers(1, 3), token=st.integers(0, 2))
+    def a_request_comes(self, name, n, token):
+        if str(name) in self.at:
+            return
+        request = EngineCoreRequest(str(name), [token] * 70, SamplingParams(n=n), 100, number=self.num_requests)
+        if "open" not in self.state.values():
+            with pytest.raises(EngineDeadError):
+                self.table.add(request)
+            return
+        replica = self.table.add(request)
+        assert self.state[replica] == "open"
+        self.at[str(name)] = (self.num_requests, replica, set(range(n)))
+        self.running.append((replica, str(name), self.num_requests, set(range(n))))
+        self.num_requests += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_replica_sends_tokens(self, data):
+        item = data.draw(st.sampled_from(self.running))
+        replica, name, number, unfinished = item
+        ended = data.draw(st.sets(st.sampled_from(sorted(unfinished))))
+        sequences = [NewTokens(index, [1], finish_reason="length" if index in ended else None) for index in sorted(unfinished)]
+        unfinished -= ended
+        output = EngineCoreOutput(name, number, sequences, not unfinished, RequestMetrics(0.0))
+        if not unfinished:
+            self.running.remove(item)
+        is_there = self.table.take_output(replica, output)
+        assert is_there == (name in self.at and self.at[name][:2] == (number, replica))
+        if is_there:
+            self.at[name][2].difference_update(ended)
+            if not self.at[name][2] or not unfinished:
+                del self.at[name]
+
+    @precondition(lambda self: self.at)
+    @rule(data=st.data(), is_stale=st.booleans())
+    def a_stop_string_is_found(self, data, is_stale):
+        name = data.draw(st.sampled_from(sorted(self.at)))
+        number, replica, unfinished = self.at[name]
+        index = data.draw(st.sampled_from(sorted(unfinished)))
+        found = self.table.stop(StoppedSequence(name, number - is_stale, index, "stop"))
+        assert found == (None if is_stale else replica)
+        if not is_stale:
+            unfinished.discard(index)
+            if not unfinished:
+                del self.at[name]
+
+    @rule(name=st.integers(0, 4))
+    def a_request_is_aborted(self, name):
+        placed = self.at.pop(str(name), None)
+        assert self.table.abort(str(name)) == (placed and placed[1])
+
+    @rule(replica=REPLICAS, load=st.builds(ReplicaLoad, st.integers(0, 9), st.integers(0, 9), st.floats(0, 1)))
+    def a_replica_reports(self, replica, load):
+        self.publisher.report(replica, load, self.now)
+
+    @rule(seconds=st.floats(0, 7))
+    def time_passes(self, seconds):
+        self.now += seconds
+        if self.now >= self.publisher.due:
+            self.table.update_loads(self.publisher.publish(self.now))
+
+    @invariant()
+    def each_request_is_at_one_replica_that_is_there(self):
+        at = {replica: sorted(self.table.requests_at(replica)) for replica in range(4)}
+        for replica, names in at.items():
+            assert names == sorted(name for name, (_, where, _) in self.at.items() if where == replica)
+            assert not names or replica in self.state
+        assert sum(map(len, at.values())) == len(self.at)
+
+    @invariant()
+    def counts_are_right(self):
+        assert sorted(self.table.open) == sorted(replica for replica, state in self.state.items() if state == "open")
+        assert self.table.is_empty == (not self.state)
+        for replica, count in enumerate(self.router.num_in_flight):
+            if replica in self.state:
+                assert count == len(self.table.requests_at(replica))
+
+
+TestWorld = World.TestCase
+
+
+def test_loads_are_published_soon_after_a_change_and_now_and_then_without():
+    publisher = LoadPublisher(0.0)
+    assert publisher.due == 5.0
+    publisher.report(0, ReplicaLoad(1, 2, 0.5), 3.0)
+    assert publisher.due == 3.0
+    assert publisher.publish(3.0) == {0: ReplicaLoad(1, 2, 0.5)}
+    assert publisher.due == 8.0
+    publisher.report(0, ReplicaLoad(1, 2, 0.5), 3.01)  # no change
+    assert publisher.due == 8.0
+    publisher.report(1, ReplicaLoad(), 3.02)
+    publisher.report(0, ReplicaLoad(), 3.05)
+    assert publisher.due == pytest.approx(3.1)
+    assert publisher.publish(3.1) == {0: ReplicaLoad(), 1: ReplicaLoad()}
+    publisher.forget(0)
+    assert publisher.publish(8.1) == {1: ReplicaLoad()}
