@@ -1,0 +1,257 @@
+"""Replicas in processes: the tokens of one engine, whichever of them a request goes to, and what becomes of those that end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EngineArgs
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+
+LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=4096, eos_token_id=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def args_for(tiny, **options):
+    defaults = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 300, "max_num_seqs": 8, "data_parallel_size": 2}
+    return EngineArgs(tiny, **defaults | options)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny))
+    yield engine
+    replicas = engine._client.replicas
+    processes = [psutil.Process(number) for number in (*replicas.process_ids, replicas.coordinator_process_id)]
+    engine.shutdown()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    return LLM(tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300)
+
+
+def workload(size, seed=0):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 60))] for _ in range(size)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randint(1, 20))
+        if i % 2
+        else SamplingParams(temperature=1.0, seed=i, max_tokens=rng.randint(1, 20), n=1 + i % 3, top_p=0.9)
+        for i in range(size)
+    ]
+    return prompts, params
+
+
+async def collect(engine, prompt, params):
+    return [output async for output in engine.generate(prompt, params)][-1]
+
+
+async def becomes(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not become so"
+        await asyncio.sleep(0.01)
+
+
+def tokens_of(outputs):
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def in_flight(engine):
+    return engine._client.replicas._table._router.num_in_flight
+
+
+def test_two_replicas_generate_what_one_engine_does_and_both_work(engine, alone):
+    prompts, params = workload(60)
+    expected = alone.generate(prompts, params, use_tqdm=False)
+
+    async def run():
+        return await asyncio.gather(*[collect(engine, *item) for item in zip(prompts, params, strict=True)])
+
+    outputs = asyncio.run(run())
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert in_flight(engine) == [0, 0]
+    finished = [
+        engine.metrics.registry.get_sample_value(
+            "minivllm:generation_tokens_total", {"model_name": engine.model_config.name, "engine": rank}
+        )
+        for rank in "01"
+    ]
+    assert sum(finished) == sum(len(tokens) for output in tokens_of(outputs) for tokens in output)
+    assert min(finished) > 0.3 * max(finished)
+
+
+def test_offline_prompts_are_spread_over_replicas(tiny, alone):
+    prompts, params = workload(40, seed=1)
+    llm = LLM(
+        tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2, data_parallel_routing="round-robin"
+    )
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert tokens_of(outputs) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
+    with pytest.raises(ConfigError, match="in another process, out of reach"):
+        llm.llm_engine.start_trace()
+    os.kill(llm.llm_engine.engine_core.replicas.process_ids[1], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"Replica 1 of the model has ended: its process was killed by SIGKILL\."):
+        llm.generate([[5, 6]] * 4, LONG, use_tqdm=False)
+
+
+def test_who_gives_up_frees_the_replica_that_computes_for_them(engine):
+    async def run():
+        async with aclosing(engine.generate([5] * 4, LONG)) as first, aclosing(engine.generate([6] * 4, LONG)) as second:
+            await anext(first), await anext(second)
+            assert in_flight(engine) == [1, 1]
+        await becomes(lambda: engine.stats.num_running == 0)
+        assert in_flight(engine) == [0, 0]
+        assert [stats.num_used_blocks for _, stats in sorted(engine.stats_by_engine.items())] == [0, 0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_own(tiny, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3))
+    first, second, third = engine._client.replicas.process_ids
+
+    async def run():
+        streams = [asyncio.create_task(collect(engine, [5 + i] * 4, LONG)) for i in range(3)]
+        await becomes(
+            lambda: all(stats.num_running for stats in engine.stats_by_engine.values()) and len(engine.stats_by_engine) == 3
+        )
+        os.kill(first, signal.SIGTERM)
+        await becomes(lambda: "Replica 0 leaves" in caplog.text)
+        await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(6)])
+        os.kill(third, signal.SIGKILL)
+        await asyncio.wait(streams, return_when=asyncio.FIRST_EXCEPTION, timeout=30)
+        failed = [task for task in streams if task.done() and task.exception()]
+        assert [str(task.exception()) for task in failed] == [
+            "Replica 2 of the model has ended: its process was killed by SIGKILL."
+        ]
+        finished = await asyncio.gather(*(task for task in streams if task not in failed))
+        assert [len(output.outputs[0].token_ids) for output in finished] == [1500, 1500]
+        await becomes(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
+        await becomes(lambda: "Replica 0 has left." in caplog.text)
+        engine.check_health()
+        assert len((await collect(engine, [5], SHORT)).outputs[0].token_ids) == 5
+        os.kill(second, signal.SIGTERM)
+        assert "all replicas have" in str(await asyncio.wait_for(engine.wait_dead(), 10))
+        with pytest.raises(EngineDeadError):
+            await collect(engine, [5], SHORT)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    engine.shutdown()
+
+
+@pytest.mark.slow
+def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny), restart=True)
+    replicas = engine._client.replicas
+
+    async def run():
+        before = replicas.process_ids
+        os.kill(before[0], signal.SIGKILL)
+        await becomes(lambda: sorted(replicas._table.open) == [0, 1] and replicas.process_ids[0] != before[0], 30)
+        assert replicas.process_ids[1] == before[1]
+        outputs = await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(4)])
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+        os.kill(replicas.process_ids[1], signal.SIGTERM)
+        await becomes(lambda: "Replica 1 has left." in caplog.text)
+        assert replicas._table.open == [0]
+        # and now the only one that is left: until it is back, requests are refused
+        os.kill(replicas.process_ids[0], signal.SIGKILL)
+        await becomes(lambda: engine.dead_error is not None)
+        with pytest.raises(EngineDeadError, match="Another engine is being started"):
+            await collect(engine, [5], SHORT)
+        await becomes(lambda: engine.dead_error is None, 30)
+        assert len((await collect(engine, [5], SHORT)).outputs[0].token_ids) == 5
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    engine.shutdown()
+
+
+def test_what_keeps_replicas_from_starting_is_told_in_its_words(tiny, tmp_path):
+    with pytest.raises(ModelLoadError, match="There is no model"):
+        AsyncLLMEngine.from_engine_args(args_for(str(tmp_path / "nothing")))
+    with pytest.raises(ConfigError, match="data_parallel_size is 0"):
+        args_for(tiny, data_parallel_size=0)
+    with pytest.raises(ConfigError, match="data_parallel_routing is 'best'"):
+        args_for(tiny, data_parallel_routing="best")
+    with pytest.raises(ConfigError, match="leave out in_process"):
+        AsyncLLMEngine.from_engine_args(args_for(tiny), in_process=True)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        AsyncLLMEngine.from_engine_args(args_for(tiny, num_gpu_blocks_override=None, kv_cache_memory_bytes=10))
+
+
+@pytest.mark.slow
+def test_replicas_end_with_their_frontend_and_leave_no_socket(tiny, tmp_path):
+    program = f"""
+        import time
+        from minivllm.config import EngineArgs
+        from minivllm.engine.async_llm_engine import AsyncLLMEngine
+        args = EngineArgs({tiny!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2)
+        engine = AsyncLLMEngine.from_engine_args(args)
+        print(*engine._client.replicas.process_ids, engine._client.replicas.coordinator_process_id, flush=True)
+        time.sleep(100)
+    """
+    frontend = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    processes = [psutil.Process(int(number)) for number in frontend.stdout.readline().split()]
+    assert len(processes) == 3
+    assert any(path.name.startswith("minivllm-") for path in tmp_path.iterdir())
+    frontend.kill()
+    frontend.wait()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert not any(path.name.startswith("minivllm-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_engine_that_nobody_has_any_more_ends(tiny):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny))
+    processes = [psutil.Process(number) for number in engine._client.replicas.process_ids]
+    del engine
+    gc.collect()
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def test_replicas_of_several_workers_each(tiny, alone):
+    """Two replicas of two ranks."""
+    prompts, params = workload(12, seed=2)
+    llm = LLM(**replace(args_for(tiny), tensor_parallel_size=2).__dict__)
+    assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
+    llm.llm_engine.shutdown()
