@@ -135,11 +135,27 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     data_parallel_size: int = 1
+    data_parallel_size_local: int | None = None
+    data_parallel_start_rank: int = 0
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: int = 29550
+    data_parallel_key_file: str | None = None
     data_parallel_routing: str = "least-loaded"
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
+        check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
+        check_at_least("data_parallel_rpc_port", self.data_parallel_rpc_port, 1)
+        if self.data_parallel_size > 65_535 or self.data_parallel_rpc_port > 65_535:
+            raise ConfigError("data_parallel_size and data_parallel_rpc_port must be at most 65535.")
+        if self.data_parallel_size_local is not None:
+            check_at_least("data_parallel_size_local", self.data_parallel_size_local, 0)
+        if self.data_parallel_start_rank + len(self.local_ranks) > self.data_parallel_size:
+            raise ConfigError(
+                f"There are replicas {self.local_ranks.start} to {self.local_ranks.stop - 1} on this machine, but data_parallel_size is "
+                f"{self.data_parallel_size}: raise it, or lower data_parallel_start_rank or data_parallel_size_local."
+            )
         check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
@@ -148,6 +164,23 @@ class ParallelConfig:
                 f"distributed_executor_backend is 'uni', one worker in the engine's process, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size}: use 'mp', or leave it out."
             )
+
+    @property
+    def local_ranks(self) -> range:
+        """The replicas on this machine."""
+        num_others = self.data_parallel_start_rank
+        size = self.data_parallel_size - num_others if self.data_parallel_size_local is None else self.data_parallel_size_local
+        return range(num_others, num_others + max(0, size))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether requests are routed to replicas, here or elsewhere."""
+        return self.data_parallel_size > 1 or not self.is_on_one_machine
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all replicas are on this machine."""
+        return len(self.local_ranks) == self.data_parallel_size
 
     @property
     def uses_processes(self) -> bool:
@@ -238,6 +271,16 @@ class EngineArgs:
     )
     data_parallel_size: int = _arg(
         1, "Number of replicas of the model, each in a process of its own with its own KV cache. On a CPU they share the cores."
+    )
+    data_parallel_size_local: int | None = _arg(
+        None,
+        "Number of replicas on this machine; others are started elsewhere with `minivllm serve --headless`. None: all are here.",
+    )
+    data_parallel_start_rank: int = _arg(0, "Rank of the first replica on this machine; 0 where the API server is.")
+    data_parallel_address: str = _arg("127.0.0.1", "Address of the API server's machine, at which replicas elsewhere reach it.")
+    data_parallel_rpc_port: int = _arg(29550, "Port at that address, where replicas elsewhere introduce themselves.")
+    data_parallel_key_file: str | None = _arg(
+        None, "Key that all machines share (`minivllm make-key FILE`); needed for any address but this machine's own."
     )
     data_parallel_routing: str = _arg(
         "least-loaded",

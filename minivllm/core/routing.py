@@ -161,7 +161,7 @@ class PrefixAwareRouter(LeastLoadedRouter):
     """Loads are too uneven if the replica's score is by so much, and by this factor, above the least. (SGLang compares the greatest of all
     scores with the least; but whether to go to a replica depends on how busy that one is.)"""
 
-    def __init__(self, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20, chunk_size: int = 64) -> None:
+    def __init__(self, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20, chunk_size: int = 128) -> None:
         super().__init__(client_count, client_index)
         self._tree = PrefixTree(max(1, cache_tokens // chunk_size))
         self._chunk_size = chunk_size
@@ -215,7 +215,8 @@ class PrefixTree:
         for node in reversed(prefixes):  # the beginning counts as used last, so that no node is forgotten before those behind it
             nodes[node] = None
             nodes.move_to_end(node)
-            holders = self._holders.setdefault(node, OrderedDict())
+            if (holders := self._holders.get(node)) is None:
+                holders = self._holders[node] = OrderedDict()
             holders[replica] = None
             holders.move_to_end(replica)
         while len(nodes) > self._capacity:
@@ -250,9 +251,9 @@ def hash_prefixes(token_ids: Sequence[int], chunk_size: int, cache_salt: str | N
 
     Whoever finds two prompts with the same hash sends a request to the wrong replica, where it gets the right answer.
     """
-    hashes, last = [], hash(cache_salt)
-    for end in range(chunk_size, len(token_ids) + 1, chunk_size):
-        last = hash((last, *token_ids[end - chunk_size : end]))
+    tokens, hashes, last = tuple(token_ids), [], hash(cache_salt)
+    for end in range(chunk_size, len(tokens) + 1, chunk_size):
+        last = hash((last, tokens[end - chunk_size : end]))
         hashes.append(last)
     return hashes
 

@@ -129,13 +129,13 @@ class AsyncLLMEngine:
         if in_process:
             if restart or num_threads is not None:
                 raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
-            if args.data_parallel_size > 1:
+            if args.parallel_config().has_replicas:
                 raise ConfigError("Replicas run in processes of their own: leave out in_process, or data_parallel_size.")
             return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
         client: AsyncMPClient | DPAsyncMPClient
-        if args.data_parallel_size > 1:
+        if args.parallel_config().has_replicas:
             if num_threads is not None:
                 raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
             client = DPAsyncMPClient(config, restart=restart)

@@ -11,7 +11,6 @@ Mirrors `DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import shutil
@@ -19,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from weakref import WeakMethod
 
 import msgspec
@@ -49,9 +49,19 @@ from minivllm.engine.core_messages import (
 )
 from minivllm.engine.dp_coordinator import CoordinatorSetup
 from minivllm.engine.dp_engine_core_proc import identity_of
-from minivllm.engine.dp_messages import FromHandshake, HelloFrontend, HelloNode, NodeWelcome, Refused, hash_config
+from minivllm.engine.dp_messages import (
+    VERSION,
+    FromHandshake,
+    FrontendWelcome,
+    HelloFrontend,
+    HelloNode,
+    NodeWelcome,
+    Refused,
+    hash_config,
+)
+from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_processes import CoordinatorProcess, ReplicaProcess, threads_per_replica
+from minivllm.engine.replica_processes import CoordinatorProcess, LocalReplicas
 from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.request import EngineCoreRequest
@@ -69,50 +79,35 @@ class Replicas:
 
     Args:
         config: The engine's.
-        restart: Start another replica when one dies.
-
-    Attributes:
-        num_gpu_blocks: Those of the replica that has fewest.
+        restart: Start another replica of this machine when one dies.
 
     Raises:
         ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
     """
 
-    MAX_FAILED_STARTS = 3
-    """Failed starts of a replica in a row before it is given up."""
-
     def __init__(self, config: EngineConfig, restart: bool) -> None:
-        self._config, self._packed = config, config.to_bytes()
+        self._config = config
         parallel = config.parallel_config
         self._size = parallel.data_parallel_size
-        self._num_threads = threads_per_replica(self._size)
-        self._restart = restart
+        key = load_key_file(Path(parallel.data_parallel_key_file)) if parallel.data_parallel_key_file else None
+        if not parallel.is_on_one_machine:
+            check_may_listen(parallel.data_parallel_address, key)
         self._lock = threading.RLock()
         """Held while the table or the sending socket is used."""
         self._table = ReplicaTable(make_router(parallel.data_parallel_routing))
-        self._failed_starts = [0] * self._size
-        self._last_heard = [time.monotonic()] * self._size
+        self._last_heard: dict[int, float] = {}
+        self._ready: dict[int, CoreReady] = {}
+        """What each replica said when it was ready."""
         self._is_tracing = False
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._processes: dict[int, ReplicaProcess] = {}
+        self._coordinator: CoordinatorProcess | None = None
+        self._local: LocalReplicas | None = None
         self._folder = make_socket_folder()
-        self._context = zmq.Context()
-        self._requests = self._context.socket(zmq.ROUTER)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1)):
-            self._requests.setsockopt(option, value)
-        self._requests.bind(f"ipc://{self._folder}/requests")
-        self._outputs = self._context.socket(zmq.PULL)
-        self._outputs.setsockopt(zmq.RCVHWM, 0)
-        self._outputs.bind(f"ipc://{self._folder}/outputs")
-        self._loads = self._context.socket(zmq.SUB)
-        self._loads.setsockopt(zmq.SUBSCRIBE, b"")
+        self._sockets = Sockets(key)
         try:
-            self._coordinator = self._start_coordinator()
-            self._addresses = self._shake_hands()
-            for index in range(self._size):
-                self._start_replica(index)
+            self._connect(key, restart)
             self._wait_until_ready()
         except BaseException:
             self.stop()
@@ -120,43 +115,48 @@ class Replicas:
 
     # -- starting ------------------------------------------------------------------------------------------------
 
-    def _start_coordinator(self) -> CoordinatorProcess:
-        address, level = f"ipc://{self._folder}", logging.getLogger().getEffectiveLevel()
-        setup = CoordinatorSetup(
-            f"{address}/handshake", f"{address}/reports", f"{address}/loads", 1, self._size, hash_config(self._config), level
+    def _connect(self, key: KeyPair | None, restart: bool) -> None:
+        """Listen; start the coordinator, and the replicas of this machine."""
+        parallel, folder = self._config.parallel_config, f"ipc://{self._folder}"
+        handshake_address = f"{folder}/handshake"
+        listen = [f"{folder}/{name}" for name in ("requests", "outputs", "reports")]
+        if not parallel.is_on_one_machine:
+            handshake_address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+            listen = [tcp_address(parallel.data_parallel_address, 0)] * 3
+        options = {"SNDHWM": 0, "ROUTER_MANDATORY": 1, "ROUTER_HANDOVER": 1}
+        self._requests, input_address = self._sockets.bind(zmq.ROUTER, listen[0], **options)
+        self._outputs, output_address = self._sockets.bind(zmq.PULL, listen[1], RCVHWM=0)
+        config_hash, log_level = hash_config(self._config), logging.getLogger().getEffectiveLevel()
+        self._coordinator = CoordinatorProcess(
+            CoordinatorSetup(handshake_address, listen[2], f"{folder}/loads", key, 1, self._size, config_hash, log_level)
         )
-        return CoordinatorProcess(setup)
+        with self._sockets.connect(zmq.DEALER, handshake_address, LINGER=0) as handshake:
+            welcome = self._ask(handshake, HelloFrontend(0, input_address, output_address))
+            assert isinstance(welcome, FrontendWelcome)
+            self._loads = self._sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
+            addresses = self._ask(handshake, HelloNode(VERSION, config_hash, list(parallel.local_ranks)))
+        if isinstance(addresses, Refused):
+            raise ConfigError(addresses.message)
+        assert isinstance(addresses, NodeWelcome)
+        self._local = LocalReplicas(self._config, addresses, key, restart=restart, socket_folder=self._folder)
 
-    def _shake_hands(self) -> NodeWelcome:
-        address = f"ipc://{self._folder}"
-        with self._context.socket(zmq.DEALER) as handshake:
-            handshake.setsockopt(zmq.LINGER, 0)
-            handshake.connect(f"{address}/handshake")
-            handshake.send(dp_messages.encode(HelloFrontend(0, f"{address}/requests", f"{address}/outputs")))
-            welcome = self._receive_welcome(handshake)
-            assert isinstance(welcome, dp_messages.FrontendWelcome)
-            self._loads.connect(welcome.publish_address)
-            hello = HelloNode(dp_messages.VERSION, hash_config(self._config), list(range(self._size)))
-            handshake.send(dp_messages.encode(hello))
-            answer = self._receive_welcome(handshake)
-        if isinstance(answer, Refused):
-            raise ConfigError(answer.message)
-        assert isinstance(answer, NodeWelcome)
-        return answer
-
-    def _receive_welcome(self, handshake: zmq.Socket[bytes]) -> FromHandshake:
+    def _ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
+        assert self._coordinator is not None
+        handshake.send(dp_messages.encode(message))
         while not handshake.poll(_POLL_MS):
             if end := self._coordinator.poll():
-                raise EngineDeadError(f"The coordinator of the replicas {end}.")
+                port = self._config.parallel_config.data_parallel_rpc_port
+                raise ConfigError(
+                    f"The coordinator of the replicas {end}: perhaps data_parallel_rpc_port {port} is in use; choose another."
+                )
         return dp_messages.decode_from_handshake(handshake.recv())
 
-    def _start_replica(self, index: int) -> None:
-        self._last_heard[index] = time.monotonic()
-        self._processes[index] = ReplicaProcess(self._packed, index, self._addresses, self._num_threads, self._folder)
-
     def _wait_until_ready(self) -> None:
-        """Until all replicas are. Those of this machine load the model at the same time."""
-        while len(self._table.open) < self._size:
+        """Until the replicas of this machine are, which load the model at the same time; or one elsewhere, if there are none here."""
+        ranks = set(self._config.parallel_config.local_ranks)
+        if not ranks:
+            logger.warning("Waiting for a replica on another machine.")
+        while not (ranks <= set(self._table.open) and self._table.open):
             message = self._next_message()
             if isinstance(message, CoreFailed):
                 if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
@@ -175,12 +175,14 @@ class Replicas:
 
     @property
     def process_ids(self) -> list[int]:
-        """The replicas' processes, by rank."""
-        return [self._processes[index].process_id for index in sorted(self._processes)]
+        """The processes of this machine's replicas, by rank."""
+        assert self._local is not None
+        return self._local.process_ids
 
     @property
     def coordinator_process_id(self) -> int:
         """The coordinator's process."""
+        assert self._coordinator is not None
         return self._coordinator.process_id
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -190,7 +192,9 @@ class Replicas:
             EngineDeadError: No replica takes requests.
         """
         with self._lock:
-            self._send(self._table.add(request), AddRequest(request))
+            while not self._send(index := self._table.add(request), AddRequest(request)):
+                self._table.abort(request.request_id)  # no way leads there, which is noticed soon
+                self._table.let_leave(index)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests where they are."""
@@ -214,10 +218,13 @@ class Replicas:
             for index in self._table.open:
                 self._send(index, message)
 
-    def _send(self, index: int, message: ToCore) -> None:
-        if not self._requests.closed:
-            with contextlib.suppress(zmq.Again, zmq.ZMQError):  # it is gone, which is noticed soon
-                self._requests.send_multipart([identity_of(index), encode(message)], zmq.NOBLOCK)
+    def _send(self, index: int, message: ToCore) -> bool:
+        """Send a message to a replica. False if it is gone."""
+        try:
+            self._requests.send_multipart([identity_of(index), encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
 
     # -- from the replicas ---------------------------------------------------------------------------------------
 
@@ -252,16 +259,23 @@ class Replicas:
                 return None
             if not isinstance(message, EngineCoreOutputs | CoreReady | CoreFailed | CoreLeaving | CoreLog | Heartbeat):
                 return None
-            if 0 <= message.engine_index < self._size:
-                self._last_heard[message.engine_index] = time.monotonic()
-                return message
-            return None
-        for index, process in list(self._processes.items()):
-            if end := process.poll():
-                if self._outputs.poll(0):  # its last words
-                    return None
-                del self._processes[index]
-                return CoreFailed("", f"its process {end}", engine_index=index)
+            if not 0 <= message.engine_index < self._size:
+                return None
+            self._last_heard[message.engine_index] = time.monotonic()
+            return message
+        if not events:
+            return self._find_gone()
+        return None
+
+    def _find_gone(self) -> CoreFailed | None:
+        """A replica of this machine whose process has ended, or one elsewhere that is silent."""
+        assert self._local is not None
+        if ended := self._local.find_ended():
+            return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
+        now = time.monotonic()
+        for index in self._table.open:
+            if index not in self._local.processes and now - self._last_heard[index] > NOT_RESPONDING_SECONDS:
+                return CoreFailed("", f"nothing heard from it for {NOT_RESPONDING_SECONDS:.0f} seconds", engine_index=index)
         return None
 
     def _update_loads(self, data: bytes) -> None:
@@ -278,13 +292,15 @@ class Replicas:
                 logging.getLogger(message.logger).log(message.level, "%s", text)
             return True
         if isinstance(message, Heartbeat):
-            return True
+            if index in self._table.open or index not in self._ready or self._table.is_leaving(index):
+                return True
+            message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
             self._let_leave(index)
             return True
         if isinstance(message, CoreReady):
             self._take_in(message)
-            message.num_gpu_blocks = self.num_gpu_blocks
+            message = CoreReady(self.num_gpu_blocks, index)
         elif isinstance(message, CoreFailed):
             message = self._give_up(message)
         elif isinstance(message, EngineCoreOutputs):
@@ -294,15 +310,19 @@ class Replicas:
 
     def _take_in(self, ready: CoreReady) -> None:
         """A replica takes requests from now on."""
+        assert self._local is not None
         index = ready.engine_index
         with self._lock:
-            while self._requests.poll(int(1000 * GRACE_SECONDS)):  # it has said hello on this socket before it loaded the model
+            while ready is not self._ready.get(index) and self._requests.poll(int(1000 * GRACE_SECONDS)):
                 if self._requests.recv_multipart()[0] == identity_of(index):
-                    break
-            self._failed_starts[index] = 0
+                    break  # it said hello on this socket before it loaded the model
+            self._ready[index] = ready
+            self._local.note_ready(index)
             self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
                 self._send(index, SetTracing(True))
+        if self._thread is not None:
+            logger.warning("Replica %d takes requests.", index)
 
     def _let_leave(self, index: int) -> None:
         with self._lock:
@@ -314,21 +334,21 @@ class Replicas:
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
         """A replica has ended, in order or not. If it had requests, they fail; those of other replicas go on, if there are others."""
         index = failure.engine_index
-        if (process := self._processes.pop(index, None)) is not None:
-            process.kill()
+        assert self._local is not None
+        self._local.remove(index)
         with self._lock:
             is_expected = self._table.is_leaving(index)
             failure.request_ids = self._table.remove(index)
+            self._send(index, AbortRequests(failure.request_ids))  # if it is there after all
         if is_expected and not failure.request_ids:
             logger.warning("Replica %d has left.", index)
+            self._ready.pop(index, None)
         else:
             logger.error("%s", replica_error(failure))
-            if self._restart and self._failed_starts[index] < self.MAX_FAILED_STARTS:
-                self._failed_starts[index] += 1
-                self._start_replica(index)
+            self._local.start_another(index)
         if self._table.is_empty:
             message = f"all replicas have. The last one was {index}: {failure.message}"
-            return CoreFailed(failure.error_type, message, restarting=bool(self._processes), engine_index=index)
+            return CoreFailed(failure.error_type, message, restarting=bool(self._local.processes), engine_index=index)
         return failure
 
     def _tell(self, message: FromCore) -> bool:
@@ -354,18 +374,15 @@ class Replicas:
     def stop(self) -> None:
         """End all processes. Safe to call again, from any thread."""
         self._stopped.set()
-        self.send(Shutdown())
-        for process in list(self._processes.values()):
-            if process.engine_index in self._table.open:
-                process.shutdown()
-            else:
-                process.kill()  # it loads the model and reads nothing
-        if hasattr(self, "_coordinator"):
+        if self._local is not None:
+            self.send(Shutdown())
+            self._local.shutdown(told=self._table.open)
+        if self._coordinator is not None:
             self._coordinator.shutdown()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._closed.wait(GRACE_SECONDS)
         with self._lock:
-            self._context.destroy(linger=0)
+            self._sockets.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

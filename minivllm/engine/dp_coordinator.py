@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -31,16 +32,21 @@ from minivllm.engine.dp_messages import (
     decode_to_handshake,
     encode,
 )
+from minivllm.engine.dp_sockets import KeyPair, RefusalLog, Sockets
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 
 logger = logging.getLogger(__name__)
+
+TAKEN_SECONDS = 3.0
+"""A replica that has reported within this time is running."""
 
 
 class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     """What the process is told at its start.
 
     Attributes:
-        handshake_address, report_address, publish_address: Where it listens.
+        handshake_address, report_address, publish_address: Where it listens; port 0 is any free one.
+        key: For the sockets.
         client_count: How many API servers there are.
         size: How many replicas there may be.
         config_hash: Of the configuration that they must have.
@@ -50,6 +56,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     handshake_address: str
     report_address: str
     publish_address: str
+    key: KeyPair | None
     client_count: int
     size: int
     config_hash: str
@@ -65,10 +72,12 @@ class DPCoordinatorProc:
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
-        self._context = zmq.Context()
-        self._handshake = self._bind(zmq.ROUTER, setup.handshake_address)
-        self._reports = self._bind(zmq.PULL, setup.report_address)
-        self._publish = self._bind(zmq.PUB, setup.publish_address)
+        sockets = Sockets(setup.key)
+        self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address)
+        self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address)
+        self._publish, self._publish_address = sockets.bind(zmq.PUB, setup.publish_address)
+        self._refusals = RefusalLog(self._handshake)
+        self._last_report: dict[int, float] = {}
         self._frontends: dict[int, HelloFrontend] = {}
         self._nodes: list[tuple[bytes, HelloNode]] = []
         """Nodes that wait until all API servers are there."""
@@ -79,20 +88,18 @@ class DPCoordinatorProc:
         poller = zmq.Poller()
         poller.register(self._handshake, zmq.POLLIN)
         poller.register(self._reports, zmq.POLLIN)
+        poller.register(self._refusals.monitor, zmq.POLLIN)
         while True:
             wait = max(0.0, self._publisher.due - time.monotonic())
             events = dict(poller.poll(1 + int(1000 * wait)))
             if self._reports in events:
                 self._take_reports()
+            if self._refusals.monitor in events:
+                self._refusals.take()
             if self._handshake in events:
-                self._shake_hands(*self._handshake.recv_multipart()[:2])
+                self._shake_hands(self._handshake.recv_multipart())
             if time.monotonic() >= self._publisher.due:
                 self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()))))
-
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.bind(address)
-        return socket
 
     def _take_reports(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -105,10 +112,13 @@ class DPCoordinatorProc:
                     continue
                 if report.load is None:
                     self._publisher.forget(report.engine_index)
-                else:
+                    self._last_report.pop(report.engine_index, None)
+                elif 0 <= report.engine_index < self._setup.size:
+                    self._last_report[report.engine_index] = time.monotonic()
                     self._publisher.report(report.engine_index, report.load, time.monotonic())
 
-    def _shake_hands(self, identity: bytes, data: bytes) -> None:
+    def _shake_hands(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
         try:
             message = decode_to_handshake(data)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -116,7 +126,7 @@ class DPCoordinatorProc:
             return
         if isinstance(message, HelloFrontend):
             self._frontends[message.client_index] = message
-            self._answer(identity, FrontendWelcome(self._setup.publish_address))
+            self._answer(identity, FrontendWelcome(self._publish_address))
         elif reason := self._find_fault(message):
             logger.warning("Refused replicas %s: %s", message.ranks, reason)
             self._answer(identity, Refused(reason))
@@ -126,7 +136,7 @@ class DPCoordinatorProc:
             frontends = [self._frontends[index] for index in sorted(self._frontends)]
             inputs, outputs = [item.input_address for item in frontends], [item.output_address for item in frontends]
             for waiting, _ in self._nodes:
-                self._answer(waiting, NodeWelcome(inputs, outputs, self._setup.report_address))
+                self._answer(waiting, NodeWelcome(inputs, outputs, self._report_address))
             self._nodes.clear()
 
     def _find_fault(self, hello: HelloNode) -> str | None:
@@ -137,6 +147,9 @@ class DPCoordinatorProc:
             return f"There are {size} replicas, with the ranks 0 to {size - 1}: check --data-parallel-size and --data-parallel-start-rank."
         if hello.config_hash != self._setup.config_hash:
             return "Its model or its options differ from those of the API server: start it with the same."
+        for rank in hello.ranks:
+            if time.monotonic() - self._last_report.get(rank, -math.inf) < TAKEN_SECONDS:
+                return f"There is a replica {rank} already, which is running: choose another --data-parallel-start-rank."
         return None
 
     def _answer(self, identity: bytes, message: FromHandshake) -> None:

@@ -20,6 +20,7 @@ from minivllm.core.routing import ReplicaLoad
 from minivllm.engine import core_messages, dp_messages
 from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore, Heartbeat
 from minivllm.engine.dp_messages import LoadReport, NodeWelcome
+from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, Leave, exit_with_the_frontend, read_line
 
@@ -31,6 +32,7 @@ class ReplicaSetup(msgspec.Struct, forbid_unknown_fields=True):
         config: Pickled.
         engine_index: Its rank.
         addresses: Where it connects to.
+        key: For the sockets.
         socket_folder: To be removed if the frontend has had no time to; "" if there is none.
         sys_path, log_level: As in `CoreSetup`.
     """
@@ -38,6 +40,7 @@ class ReplicaSetup(msgspec.Struct, forbid_unknown_fields=True):
     config: bytes
     engine_index: int
     addresses: NodeWelcome
+    key: KeyPair | None
     socket_folder: str
     sys_path: list[str]
     log_level: int
@@ -51,26 +54,19 @@ class DPEngineCoreProc(EngineCoreProc):
     """
 
     def __init__(self, setup: ReplicaSetup) -> None:
-        self._context = zmq.Context()
+        sockets = Sockets(setup.key)
+        self._context = sockets.context
         self._engine_index = setup.engine_index
         self._inputs, self._poller = [], zmq.Poller()
         for address in setup.addresses.input_addresses:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, identity_of(setup.engine_index))
-            socket.connect(address)
+            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity_of(setup.engine_index), RCVHWM=0)
             socket.send(b"")  # now the frontend can send to this identity
             self._inputs.append(socket)
             self._poller.register(socket, zmq.POLLIN)
-        self._outputs = [self._connect(address) for address in setup.addresses.output_addresses]
-        self._reports = self._connect(setup.addresses.report_address)
+        self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=0) for address in setup.addresses.output_addresses]
+        self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, SNDHWM=0)
         self._reported: ReplicaLoad | None = None
         self._start(setup.config, True, setup.log_level)
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.connect(address)
-        return socket
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
         loop = EngineCoreLoop(core)

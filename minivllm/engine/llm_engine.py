@@ -81,7 +81,7 @@ class LLMEngine:
 
         config = EngineConfig.from_engine_args(args)
         client: InprocClient | SyncMPClient | DPSyncMPClient
-        if args.data_parallel_size > 1:
+        if config.parallel_config.has_replicas:
             if args.trace:
                 raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
             from minivllm.engine.dp_client import DPSyncMPClient

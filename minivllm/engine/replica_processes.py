@@ -7,6 +7,8 @@ import logging
 import subprocess
 import sys
 import weakref
+from collections.abc import Collection
+from functools import partial
 
 import msgspec
 import torch
@@ -15,6 +17,8 @@ from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.dp_coordinator import CoordinatorSetup
 from minivllm.engine.dp_engine_core_proc import ReplicaSetup
 from minivllm.engine.dp_messages import NodeWelcome
+from minivllm.engine.dp_sockets import KeyPair
+from minivllm.engine.engine_config import EngineConfig
 from minivllm.executor.processes import describe_exit, start_python
 
 
@@ -25,17 +29,24 @@ class ReplicaProcess:
         config: Pickled.
         engine_index: Its rank.
         addresses: Where it connects to.
+        key: For the sockets.
         num_threads: Threads that it computes with.
         socket_folder: As for `ReplicaSetup`.
     """
 
     def __init__(
-        self, config: bytes, engine_index: int, addresses: NodeWelcome, num_threads: int, socket_folder: str = ""
+        self,
+        config: bytes,
+        engine_index: int,
+        addresses: NodeWelcome,
+        key: KeyPair | None,
+        num_threads: int,
+        socket_folder: str = "",
     ) -> None:
         self.engine_index = engine_index
         self._process = start_python("minivllm.engine.dp_engine_core_proc", num_threads)
         log_level = logging.getLogger().getEffectiveLevel()
-        _write(self._process, ReplicaSetup(config, engine_index, addresses, socket_folder, sys.path, log_level))
+        _write(self._process, ReplicaSetup(config, engine_index, addresses, key, socket_folder, sys.path, log_level))
         self._end = weakref.finalize(self, end_process, self._process)
 
     @property
@@ -92,9 +103,73 @@ class CoordinatorProcess:
         self._end()
 
 
-def threads_per_replica(num_replicas: int) -> int:
-    """This node's processors, or the threads that the user has set, divided among its replicas; one at least."""
-    return max(1, torch.get_num_threads() // num_replicas)
+class LocalReplicas:
+    """The replicas on this machine.
+
+    Args:
+        config: The engine's.
+        addresses: Where they connect to.
+        key: For their sockets.
+        restart: Start another when one dies.
+        socket_folder: As for `ReplicaSetup`.
+    """
+
+    MAX_FAILED_STARTS = 3
+    """Failed starts of a replica in a row before it is given up."""
+
+    def __init__(
+        self, config: EngineConfig, addresses: NodeWelcome, key: KeyPair | None, *, restart: bool, socket_folder: str = ""
+    ) -> None:
+        ranks = config.parallel_config.local_ranks
+        num_threads = max(1, torch.get_num_threads() // max(1, len(ranks)))  # so that no two replicas need the same processor
+        self._start = partial(
+            ReplicaProcess, config.to_bytes(), addresses=addresses, key=key, num_threads=num_threads, socket_folder=socket_folder
+        )
+        self._restart = restart
+        self._failed_starts = dict.fromkeys(ranks, 0)
+        self.processes: dict[int, ReplicaProcess] = {}
+        """Those that run, by rank."""
+        for index in ranks:
+            self.processes[index] = self._start(index)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes, by rank."""
+        return [process.process_id for _, process in sorted(self.processes.items())]
+
+    def find_ended(self) -> tuple[int, str] | None:
+        """A replica that has ended, and how. It is forgotten."""
+        for index, process in self.processes.items():
+            if end := process.poll():
+                del self.processes[index]
+                return index, end
+        return None
+
+    def note_ready(self, index: int) -> None:
+        """A replica has started."""
+        if index in self._failed_starts:
+            self._failed_starts[index] = 0
+
+    def remove(self, index: int) -> None:
+        """A replica has failed: end its process, if that has not ended."""
+        if (process := self.processes.pop(index, None)) is not None:
+            process.kill()
+
+    def start_another(self, index: int) -> bool:
+        """Start another in place of one that has died. False if that is not wanted, or has failed too often."""
+        if not self._restart or self._failed_starts.get(index, self.MAX_FAILED_STARTS) == self.MAX_FAILED_STARTS:
+            return False
+        self._failed_starts[index] += 1
+        self.processes[index] = self._start(index)
+        return True
+
+    def shutdown(self, told: Collection[int]) -> None:
+        """End all: those that have been told to end get a little time for it."""
+        for index, process in list(self.processes.items()):
+            if index in told:
+                process.shutdown()
+            else:
+                process.kill()  # it loads the model and reads nothing
 
 
 def _write(process: subprocess.Popen[bytes], setup: msgspec.Struct) -> None:

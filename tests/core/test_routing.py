@@ -119,8 +119,10 @@ def test_a_prompt_goes_where_its_beginning_is():
 
 def test_a_short_match_or_another_salt_is_no_reason_to_go_there():
     router = opened("prefix-aware", 2)
-    home = router.route([1] * 64)
-    assert router.route([1] * 64 + [2] * 192) == 1 - home  # a quarter of the prompt
+    home = router.route([1] * 128)
+    router.update(home, ReplicaLoad(1, 0, 0.0))
+    router.update(1 - home, ReplicaLoad())
+    assert router.route([1] * 128 + [2] * 384) == 1 - home  # a quarter of the prompt
     router = opened("prefix-aware", 2)
     home = router.route([1] * 256, "mine")
     assert router.route([1] * 256, "yours") == 1 - home

@@ -1,0 +1,181 @@
+"""The sockets between API servers, the coordinator and replicas: files on one machine, TCP between several.
+
+Over TCP they are encrypted with CURVE, and both ends must have the same key file. Without one, nothing listens on an address that another
+machine can reach.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from minivllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS, LOST_SECONDS = 1.0, 10.0
+"""A connection on which nothing comes is pinged, and is lost if nothing comes for so long; then it is made again."""
+
+
+class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A CURVE key pair, as text. All ends use the same."""
+
+    public: str
+    secret: str
+
+
+def make_key_file(path: Path) -> None:
+    """Write a new key pair that only this user may read.
+
+    Raises:
+        ConfigError: The file exists, or cannot be written.
+    """
+    public, secret = zmq.curve_keypair()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): name a new file.") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(KeyPair(public.decode(), secret.decode()))) + b"\n")
+
+
+def load_key_file(path: Path) -> KeyPair:
+    """The key pair in a file.
+
+    Raises:
+        ConfigError: There is none, or others may read it.
+    """
+    try:
+        mode, content = path.stat().st_mode, path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"There is no key file {path} that can be read ({error.strerror}): `minivllm make-key {path}` makes one."
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(f"Other users may read the key in {path}: `chmod 600 {path}`, or make another.")
+    try:
+        key = msgspec.json.decode(content, type=KeyPair)
+        if zmq.curve_public(key.secret.encode()).decode() != key.public:
+            raise ValueError("its two halves do not belong together")
+    except (ValueError, zmq.ZMQError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} is not a key file ({error}): `minivllm make-key {path}` makes one.") from None
+    return key
+
+
+def check_may_listen(host: str, key: KeyPair | None) -> None:
+    """Raise a ConfigError if another machine could connect without a key, or none could."""
+    try:
+        found = {str(item[4][0]).partition("%")[0] for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigError(f"data_parallel_address is {host!r}, which is no address ({error.strerror}).") from None
+    addresses = [ipaddress.ip_address(address) for address in found]
+    if any(address.is_unspecified for address in addresses):
+        raise ConfigError(f"data_parallel_address is {host}, to which nobody can connect: use this machine's address.")
+    if key is None and not all(address.is_loopback for address in addresses):
+        raise ConfigError(
+            f"data_parallel_address is {host}, where other machines can connect, and there is no data_parallel_key_file: anyone could use "
+            "the replicas. `minivllm make-key FILE` makes one; copy it to all machines."
+        )
+
+
+def tcp_address(host: str, port: int) -> str:
+    """A TCP address as ZeroMQ writes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class Sockets:
+    """Makes sockets of one ZeroMQ context.
+
+    Args:
+        key: For CURVE; None for sockets that only this user, or this machine, can reach.
+    """
+
+    def __init__(self, key: KeyPair | None = None) -> None:
+        self.context = zmq.Context()
+        self._key = key
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def bind(self, kind: int, address: str, **options: int) -> tuple[zmq.Socket[bytes], str]:
+        """A socket that listens, and its address, in which port 0 has become a free one."""
+        made = self._make(kind, options)
+        if self._key is not None:
+            self._start_authenticator()
+            made.setsockopt(zmq.CURVE_SERVER, 1)
+            made.setsockopt(zmq.ZAP_DOMAIN, b"minivllm")
+        made.bind(address)
+        endpoint = made.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return made, endpoint.rstrip(b"\0").decode()
+
+    def connect(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
+        """A socket that connects, now or as soon as somebody listens there."""
+        made = self._make(kind, options)
+        if self._key is not None:
+            made.setsockopt(zmq.CURVE_SERVERKEY, self._key.public.encode())
+        made.connect(address)
+        return made
+
+    def close(self, linger: int = 0) -> None:
+        """Close all sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.context.destroy(linger=linger)
+
+    def _make(self, kind: int, options: dict[str, Any]) -> zmq.Socket[bytes]:
+        made = self.context.socket(kind)
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LOST_SECONDS))
+        if self._key is not None:
+            made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
+            made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
+        for name, value in options.items():
+            made.setsockopt(getattr(zmq, name), value)
+        return made
+
+    def _start_authenticator(self) -> None:
+        """Only who has our key may connect: who knows the public half alone may not."""
+        if self._authenticator is None:
+            assert self._key is not None
+            self._authenticator = ThreadAuthenticator(self.context, log=logger)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self._key))
+
+
+class _OnlyThisKey:
+    def __init__(self, key: KeyPair) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._key.public.encode())
+
+
+class RefusalLog:
+    """Logs connections to a listening socket that were refused: with another key, or that speak another protocol.
+
+    Args:
+        watched: The socket.
+    """
+
+    EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        self.monitor = watched.get_monitor_socket(self.EVENTS)
+
+    def take(self) -> None:
+        """Log what there is."""
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            logger.warning(
+                "Refused a connection to %s: it has another key, or none, or is no replica.", event["endpoint"].decode()
+            )
