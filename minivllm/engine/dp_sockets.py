@@ -107,7 +107,7 @@ class Sockets:
 
     def bind(self, kind: int, address: str, **options: int) -> tuple[zmq.Socket[bytes], str]:
         """A socket that listens, and its address, in which port 0 has become a free one."""
-        made = self._make(kind, options)
+        made = self.make(kind, **options)
         if self._key is not None:
             self._start_authenticator()
             made.setsockopt(zmq.CURVE_SERVER, 1)
@@ -119,11 +119,15 @@ class Sockets:
 
     def connect(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
         """A socket that connects, now or as soon as somebody listens there."""
-        made = self._make(kind, options)
+        made = self.make(kind, **options)
+        self.connect_to(made, address)
+        return made
+
+    def connect_to(self, made: zmq.Socket[bytes], address: str) -> None:
+        """Connect a socket of `make`."""
         if self._key is not None:
             made.setsockopt(zmq.CURVE_SERVERKEY, self._key.public.encode())
         made.connect(address)
-        return made
 
     def close(self, linger: int = 0) -> None:
         """Close all sockets."""
@@ -131,7 +135,8 @@ class Sockets:
             self._authenticator.stop()
         self.context.destroy(linger=linger)
 
-    def _make(self, kind: int, options: dict[str, Any]) -> zmq.Socket[bytes]:
+    def make(self, kind: int, **options: Any) -> zmq.Socket[bytes]:
+        """A socket that is not connected yet, with options by their names in `zmq`."""
         made = self.context.socket(kind)
         made.setsockopt(zmq.IPV6, 1)
         made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))

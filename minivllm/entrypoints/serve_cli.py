@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
 from minivllm.entrypoints.options import add_command, add_engine_options, add_option, engine_args
 from minivllm.entrypoints.request_log import LOG_LEVELS
+from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
@@ -40,9 +42,38 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_option(group, "--request-timeout SECONDS", float, "abort requests that take longer")
     add_option(group, "--shutdown-timeout SECONDS", 30.0, "grace period of running requests after Ctrl-C or SIGTERM")
     add_option(group, "--restart-engine", False, "restart the engine when it dies, instead of exiting with status 1")
+    add_option(
+        group,
+        "--headless",
+        False,
+        "serve no HTTP here: run --data-parallel-size-local replicas for the API server at --data-parallel-address",
+    )
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser, enable_chunked_prefill=True)
+
+
+def add_make_key_command(commands) -> None:  # noqa: ANN001
+    """Register `minivllm make-key`."""
+    parser = add_command(
+        commands,
+        "make-key",
+        run_make_key,
+        "make the key that machines with replicas of a model share",
+        "minivllm make-key replicas.key",
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a new file; copy it to all machines, and give it as --data-parallel-key-file"
+    )
+
+
+def run_make_key(arguments: argparse.Namespace) -> int:
+    """Write the file."""
+    from minivllm.engine.dp_sockets import make_key_file
+
+    make_key_file(arguments.file)
+    print(f"{arguments.file} has a new key. Copy it to all machines, readable for their user alone.")
+    return 0
 
 
 def limit_steps(args: EngineArgs) -> EngineArgs:
@@ -83,4 +114,10 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
+    if arguments.headless:
+        from minivllm.entrypoints.headless import run_headless
+
+        return run_headless(limit_steps(args), restart=arguments.restart_engine)
+    if args.data_parallel_start_rank:
+        raise ConfigError("The API server's machine has the replicas from 0 on: --data-parallel-start-rank is for --headless.")
     return run_server(lambda: start_engine(limit_steps(args)), settings, host=arguments.host, port=arguments.port)

@@ -1,0 +1,145 @@
+"""`minivllm serve --headless`: replicas on a machine without an API server, for one that is elsewhere.
+
+Ctrl-C or SIGTERM   the replicas get no more requests, finish what they have, and end
+a second            they end now
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from minivllm.config import EngineArgs
+from minivllm.engine import dp_messages
+from minivllm.engine.dp_messages import VERSION, HelloNode, NodeWelcome, Refused, hash_config
+from minivllm.engine.dp_sockets import Sockets, load_key_file, tcp_address
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.replica_processes import LocalReplicas
+from minivllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 200
+NOTICE_SECONDS = 10.0
+"""How often to say that the API server does not answer."""
+GONE_SECONDS = 30.0
+"""The replicas end when the API server has been gone for so long."""
+
+
+def run_headless(args: EngineArgs, *, restart: bool) -> int:
+    """Run this machine's replicas until a signal, or until the API server or all of them are gone.
+
+    Args:
+        args: The same as the API server's, except for what this machine has of its own.
+        restart: Start another replica when one dies.
+
+    Returns:
+        The exit status: 0 after a signal, 1 otherwise.
+
+    Raises:
+        ConfigError: The API server refuses them, or the arguments cannot work.
+        ModelLoadError: There is no such model here.
+    """
+    parallel = args.parallel_config()
+    if not parallel.local_ranks:
+        raise ConfigError("There is nothing to run without replicas on this machine: raise --data-parallel-size-local.")
+    key = load_key_file(Path(parallel.data_parallel_key_file)) if parallel.data_parallel_key_file else None
+    config = EngineConfig.from_engine_args(args)
+    stop = _Signals()
+    sockets = Sockets(key)
+    try:
+        address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+        connection = _Connection(sockets, address)
+        welcome = connection.introduce(HelloNode(VERSION, hash_config(config), list(parallel.local_ranks)), stop)
+        if welcome is None:
+            return 0
+        names = ", ".join(map(str, parallel.local_ranks))
+        print(f"minivllm: replicas {names} start, for the API server at {address}, until Ctrl-C.", file=sys.stderr, flush=True)
+        return _supervise(LocalReplicas(config, welcome, key, restart=restart), connection, stop)
+    finally:
+        sockets.close()
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._add)
+
+    def _add(self, number: int, frame: object) -> None:
+        self.count += 1
+
+
+class _Connection:
+    """To the API server's machine, watched."""
+
+    EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+    def __init__(self, sockets: Sockets, address: str) -> None:
+        self._address = address
+        self._socket = sockets.make(zmq.DEALER, LINGER=0)
+        self._monitor = self._socket.get_monitor_socket(self.EVENTS)
+        sockets.connect_to(self._socket, address)
+        self.lost_since: float | None = time.monotonic()
+
+    def introduce(self, hello: HelloNode, stop: _Signals) -> NodeWelcome | None:
+        """Wait until the API server is there and welcomes the replicas. None after a signal."""
+        self._socket.send(dp_messages.encode(hello))
+        notice = time.monotonic() + NOTICE_SECONDS
+        while not self._socket.poll(POLL_MS):
+            if stop.count:
+                return None
+            if time.monotonic() > notice:
+                notice += NOTICE_SECONDS
+                print(
+                    f"minivllm: waiting for the API server at {self._address}. If it runs, check the address, the port and the key.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        answer = dp_messages.decode_from_handshake(self._socket.recv())
+        if isinstance(answer, Refused):
+            raise ConfigError(f"The API server at {self._address} refuses the replicas of this machine. {answer.message}")
+        assert isinstance(answer, NodeWelcome)
+        return answer
+
+    def check(self) -> None:
+        """Note whether the connection is there."""
+        while self._monitor.poll(0):
+            is_there = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.lost_since = None if is_there else (self.lost_since or time.monotonic())
+
+
+def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals) -> int:
+    is_leaving = False
+    try:
+        while replicas.processes:
+            time.sleep(POLL_MS / 1000)
+            connection.check()
+            if stop.count and not is_leaving:
+                is_leaving = True
+                print("minivllm: the replicas finish what they have; Ctrl-C again ends them now.", file=sys.stderr, flush=True)
+                for process in replicas.processes.values():
+                    process.leave()
+            if stop.count > 1:
+                return 1
+            if connection.lost_since is not None and time.monotonic() - connection.lost_since > GONE_SECONDS:
+                print(f"minivllm: the API server has been gone for {GONE_SECONDS:.0f} seconds.", file=sys.stderr)
+                return 1
+            if ended := replicas.find_ended():
+                index, end = ended
+                print(f"minivllm: replica {index} {end}.", file=sys.stderr, flush=True)
+                if not is_leaving:
+                    replicas.start_another(index)
+        return 0 if is_leaving else 1
+    finally:
+        replicas.shutdown(told=())
