@@ -177,9 +177,10 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`."""
+    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`. When it `has_left`, it has."""
 
     engine_index: int = 0
+    has_left: bool = False
 
 
 class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):

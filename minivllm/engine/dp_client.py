@@ -55,6 +55,7 @@ from minivllm.engine.dp_messages import (
     FrontendWelcome,
     HelloFrontend,
     HelloNode,
+    Loads,
     NodeWelcome,
     Refused,
     hash_config,
@@ -98,6 +99,8 @@ class Replicas:
         self._last_heard: dict[int, float] = {}
         self._ready: dict[int, CoreReady] = {}
         """What each replica said when it was ready."""
+        self._left: set[int] = set()
+        """Those that have left, as they were told to, while their processes end."""
         self._is_tracing = False
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
@@ -250,7 +253,7 @@ class Replicas:
         poller.register(self._loads, zmq.POLLIN)
         events = dict(poller.poll(_POLL_MS))
         if self._loads in events:
-            self._update_loads(self._loads.recv())
+            self._take_published(self._loads.recv())
         if self._outputs in events:
             try:
                 message = decode_from_core(self._outputs.recv())
@@ -278,10 +281,13 @@ class Replicas:
                 return CoreFailed("", f"nothing heard from it for {NOT_RESPONDING_SECONDS:.0f} seconds", engine_index=index)
         return None
 
-    def _update_loads(self, data: bytes) -> None:
-        loads = dp_messages.decode_loads(data).loads
-        with self._lock:
-            self._table.update_loads(loads)
+    def _take_published(self, data: bytes) -> None:
+        message = dp_messages.decode_published(data)
+        if isinstance(message, Loads):
+            with self._lock:
+                self._table.update_loads(message.loads)
+        else:
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
 
     def _take(self, message: FromCore) -> bool:
         """Handle a message, and forward it if it concerns the engine. False if nobody wants messages any more."""
@@ -292,16 +298,21 @@ class Replicas:
                 logging.getLogger(message.logger).log(message.level, "%s", text)
             return True
         if isinstance(message, Heartbeat):
-            if index in self._table.open or index not in self._ready or self._table.is_leaving(index):
+            if index in self._table.open or index not in self._ready or index in self._left or self._table.is_leaving(index):
                 return True
             message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
+            if message.has_left:
+                return self._tell(self._note_left(index))
             self._let_leave(index)
             return True
         if isinstance(message, CoreReady):
             self._take_in(message)
             message = CoreReady(self.num_gpu_blocks, index)
         elif isinstance(message, CoreFailed):
+            if index in self._left:  # its process has ended, too
+                self._left.discard(index)
+                return True
             message = self._give_up(message)
         elif isinstance(message, EngineCoreOutputs):
             with self._lock:
@@ -317,6 +328,7 @@ class Replicas:
                 if self._requests.recv_multipart()[0] == identity_of(index):
                     break  # it said hello on this socket before it loaded the model
             self._ready[index] = ready
+            self._left.discard(index)
             self._local.note_ready(index)
             self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
@@ -331,25 +343,32 @@ class Replicas:
             num_requests = len(self._table.requests_at(index))
         logger.warning("Replica %d leaves: it finishes what it has (requests: %d) and gets no more.", index, num_requests)
 
+    def _note_left(self, index: int) -> CoreFailed:
+        """A replica has finished what it had."""
+        logger.warning("Replica %d has left.", index)
+        self._left.add(index)
+        return self._remove(CoreFailed("", "it left", engine_index=index))
+
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
-        """A replica has ended, in order or not. If it had requests, they fail; those of other replicas go on, if there are others."""
-        index = failure.engine_index
+        """A replica has died: its requests fail."""
         assert self._local is not None
-        self._local.remove(index)
+        self._local.remove(failure.engine_index)
+        logger.error("%s", replica_error(failure))
+        self._local.start_another(failure.engine_index)
+        return self._remove(failure)
+
+    def _remove(self, failure: CoreFailed) -> CoreFailed:
+        """A replica is gone. What that means for the engine: the end of some requests, if there are other replicas, or of all."""
+        assert self._local is not None
+        index = failure.engine_index
         with self._lock:
-            is_expected = self._table.is_leaving(index)
             failure.request_ids = self._table.remove(index)
             self._send(index, AbortRequests(failure.request_ids))  # if it is there after all
-        if is_expected and not failure.request_ids:
-            logger.warning("Replica %d has left.", index)
-            self._ready.pop(index, None)
-        else:
-            logger.error("%s", replica_error(failure))
-            self._local.start_another(index)
-        if self._table.is_empty:
-            message = f"all replicas have. The last one was {index}: {failure.message}"
-            return CoreFailed(failure.error_type, message, restarting=bool(self._local.processes), engine_index=index)
-        return failure
+        if not self._table.is_empty:
+            return failure
+        message = f"all replicas have. The last one was {index}: {failure.message}"
+        starting = self._local.processes.keys() - self._left
+        return CoreFailed(failure.error_type, message, restarting=bool(starting), engine_index=index)
 
     def _tell(self, message: FromCore) -> bool:
         on_message = self._on_message()

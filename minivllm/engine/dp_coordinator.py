@@ -1,6 +1,6 @@
 """The coordinator of data-parallel replicas: a process that tells API servers how busy each replica is, and who belongs together.
 
-    replicas ─► PULL: reports ─► LoadPublisher ─► PUB: loads, 100 ms after a change ─► API servers
+    replicas ─► PULL: reports ─► LoadPublisher ─► XPUB: loads, 100 ms after a change ─► API servers
     nodes, API servers ─► ROUTER: handshake
 
 Mirrors `vllm/v1/engine/coordinator.py`, without the waves of mixture-of-experts models.
@@ -21,6 +21,7 @@ import zmq
 from minivllm.core.routing import LoadPublisher
 from minivllm.engine.dp_messages import (
     VERSION,
+    CoordinatorLog,
     FromHandshake,
     FrontendWelcome,
     HelloFrontend,
@@ -34,8 +35,9 @@ from minivllm.engine.dp_messages import (
 )
 from minivllm.engine.dp_sockets import KeyPair, RefusalLog, Sockets
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
+from minivllm.executor.processes import ForwardLog
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("minivllm.engine.dp_coordinator")  # also as the main module of its process
 
 TAKEN_SECONDS = 3.0
 """A replica that has reported within this time is running."""
@@ -75,13 +77,15 @@ class DPCoordinatorProc:
         sockets = Sockets(setup.key)
         self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address)
         self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address)
-        self._publish, self._publish_address = sockets.bind(zmq.PUB, setup.publish_address)
+        self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
         self._refusals = RefusalLog(self._handshake)
         self._last_report: dict[int, float] = {}
         self._frontends: dict[int, HelloFrontend] = {}
         self._nodes: list[tuple[bytes, HelloNode]] = []
         """Nodes that wait until all API servers are there."""
         self._publisher = LoadPublisher(time.monotonic())
+        log = ForwardLog(lambda *record: self._publish.send(encode(CoordinatorLog(*record))))
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[log])
 
     def run(self) -> None:
         """Serve until the process ends."""
@@ -89,6 +93,7 @@ class DPCoordinatorProc:
         poller.register(self._handshake, zmq.POLLIN)
         poller.register(self._reports, zmq.POLLIN)
         poller.register(self._refusals.monitor, zmq.POLLIN)
+        poller.register(self._publish, zmq.POLLIN)
         while True:
             wait = max(0.0, self._publisher.due - time.monotonic())
             events = dict(poller.poll(1 + int(1000 * wait)))
@@ -98,7 +103,8 @@ class DPCoordinatorProc:
                 self._refusals.take()
             if self._handshake in events:
                 self._shake_hands(self._handshake.recv_multipart())
-            if time.monotonic() >= self._publisher.due:
+            is_new = self._publish in events and self._publish.recv() == b"\x01"  # an API server subscribes
+            if is_new or time.monotonic() >= self._publisher.due:
                 self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()))))
 
     def _take_reports(self) -> None:
@@ -163,7 +169,6 @@ def main() -> int:
         return 1
     setup = msgspec.json.decode(line, type=CoordinatorSetup)
     threading.Thread(target=exit_with_the_frontend, args=("",), daemon=True).start()
-    logging.basicConfig(level=setup.log_level, format="%(message)s")
     try:
         coordinator = DPCoordinatorProc(setup)
     except zmq.ZMQError as error:

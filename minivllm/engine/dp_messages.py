@@ -5,7 +5,7 @@ At the start, on the coordinator's handshake socket (DEALER to ROUTER):
     API server   HelloFrontend  ─►  FrontendWelcome                       where loads are published
     node         HelloNode      ─►  NodeWelcome, or Refused               where its replicas connect to
 
-From then on, replicas report (PUSH to PULL), and the coordinator publishes (PUB to SUB). Mirrors the handshake of
+From then on, replicas report (PUSH to PULL), and the coordinator publishes (XPUB to SUB). Mirrors the handshake of
 `vllm/v1/engine/utils.py`, where each engine makes it for itself; here the command that starts a node's replicas does, and says what is wrong.
 """
 
@@ -72,6 +72,15 @@ class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     loads: dict[int, ReplicaLoad]
 
 
+class CoordinatorLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A log record for the API servers' log."""
+
+    level: int
+    logger: str
+    text: str
+
+
+Published = Loads | CoordinatorLog
 ToHandshake = HelloFrontend | HelloNode
 FromHandshake = FrontendWelcome | NodeWelcome | Refused
 
@@ -79,10 +88,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 _TO_HANDSHAKE: msgspec.msgpack.Decoder[ToHandshake] = msgspec.msgpack.Decoder(ToHandshake)
 _FROM_HANDSHAKE: msgspec.msgpack.Decoder[FromHandshake] = msgspec.msgpack.Decoder(FromHandshake)
 _REPORT: msgspec.msgpack.Decoder[LoadReport] = msgspec.msgpack.Decoder(LoadReport)
-_LOADS: msgspec.msgpack.Decoder[Loads] = msgspec.msgpack.Decoder(Loads)
+_PUBLISHED: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
 
 
-def encode(message: ToHandshake | FromHandshake | LoadReport | Loads) -> bytes:
+def encode(message: ToHandshake | FromHandshake | LoadReport | Published) -> bytes:
     """A message as MessagePack."""
     return _ENCODER.encode(message)
 
@@ -102,9 +111,9 @@ def decode_report(data: bytes) -> LoadReport:
     return _REPORT.decode(data)
 
 
-def decode_loads(data: bytes) -> Loads:
+def decode_published(data: bytes) -> Published:
     """What the coordinator publishes."""
-    return _LOADS.decode(data)
+    return _PUBLISHED.decode(data)
 
 
 def hash_config(config: EngineConfig) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import math
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,7 @@ class Sockets:
         made.setsockopt(zmq.IPV6, 1)
         made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LOST_SECONDS))
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * LOST_SECONDS / 2))
         if self._key is not None:
             made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
             made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
@@ -173,14 +176,19 @@ class RefusalLog:
     """
 
     EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    PAUSE_SECONDS = 10.0
+    """Not more than one line in this time: who is refused tries again."""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self.monitor = watched.get_monitor_socket(self.EVENTS)
+        self._count, self._said = 0, -math.inf
 
     def take(self) -> None:
-        """Log what there is."""
+        """Count what there is, and log it now and then."""
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)
-            logger.warning(
-                "Refused a connection to %s: it has another key, or none, or is no replica.", event["endpoint"].decode()
-            )
+            endpoint = recv_monitor_message(self.monitor)["endpoint"].decode()
+            self._count += 1
+            if time.monotonic() - self._said > self.PAUSE_SECONDS:
+                times = "once" if self._count == 1 else f"{self._count} times"
+                logger.warning("Refused a connection to %s, %s: it has another key, or none, or is no replica.", endpoint, times)
+                self._count, self._said = 0, time.monotonic()

@@ -98,6 +98,7 @@ class EngineCoreLoop:
                 if core.has_unfinished_requests():
                     self._step()
                 if self._num_farewells == self.num_clients and not core.has_unfinished_requests():
+                    self.output_queue.put(CoreLeaving(has_left=True))
                     break
             return True
         except EngineDeadError as error:  # the message says all that is known

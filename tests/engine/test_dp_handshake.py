@@ -1,0 +1,234 @@
+"""The coordinator's port: who may take part, and what becomes of those who may not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+
+from minivllm.config import EngineArgs, ParallelConfig
+from minivllm.core.routing import ReplicaLoad
+from minivllm.engine import dp_messages
+from minivllm.engine.dp_coordinator import CoordinatorSetup
+from minivllm.engine.dp_messages import (
+    VERSION,
+    CoordinatorLog,
+    FrontendWelcome,
+    HelloFrontend,
+    HelloNode,
+    LoadReport,
+    Loads,
+    NodeWelcome,
+    Refused,
+)
+from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
+from minivllm.engine.replica_processes import CoordinatorProcess
+from minivllm.errors import ConfigError
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Coordinator:
+    """A coordinator with a key, and an API server that has introduced itself to it."""
+
+    def __init__(self, tmp_path):
+        make_key_file(tmp_path / "key")
+        self.key, self.port = load_key_file(tmp_path / "key"), free_port()
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        setup = CoordinatorSetup(
+            self.address, "tcp://127.0.0.1:0", f"ipc://{tmp_path}/loads", self.key, 1, 4, config_hash="right", log_level=30
+        )
+        self.process = CoordinatorProcess(setup)
+        self.sockets = Sockets(self.key)
+        welcome = self.ask(HelloFrontend(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+        assert isinstance(welcome, FrontendWelcome)
+        self.loads = self.sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
+        self.published(Loads)
+
+    def ask(self, message, key=None, seconds=10):
+        sockets = self.sockets if key is None else Sockets(key)
+        with sockets.connect(zmq.DEALER, self.address, LINGER=0) as handshake:
+            handshake.send(message if isinstance(message, bytes) else dp_messages.encode(message))
+            answer = dp_messages.decode_from_handshake(handshake.recv()) if handshake.poll(1000 * seconds) else None
+        if key is not None:
+            sockets.close()
+        return answer
+
+    def node(self, *ranks, version=VERSION, config_hash="right", **options):
+        return self.ask(HelloNode(version, config_hash, list(ranks)), **options)
+
+    def published(self, kind, seconds=10):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.loads.poll(100):
+                message = dp_messages.decode_published(self.loads.recv())
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError("nothing was published")
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    made = Coordinator(tmp_path)
+    yield made
+    assert made.process.poll() is None
+    made.sockets.close()
+    made.process.shutdown()
+
+
+def test_nodes_with_the_same_options_are_welcome_and_others_are_told_why_not(coordinator):
+    welcome = coordinator.node(0, 1)
+    assert isinstance(welcome, NodeWelcome)
+    assert (welcome.input_addresses, welcome.output_addresses) == (["tcp://127.0.0.1:1"], ["tcp://127.0.0.1:2"])
+    assert "options differ" in coordinator.node(2, config_hash="other").message
+    assert "install the same version" in coordinator.node(2, version="0.0.0").message
+    for ranks in ((4,), (-1,), (3, 4)):
+        assert "ranks 0 to 3" in coordinator.node(*ranks).message
+
+
+def test_a_rank_that_is_running_is_taken_until_it_has_left(coordinator):
+    welcome = coordinator.node(2)
+    reports = coordinator.sockets.connect(zmq.PUSH, welcome.report_address)
+    reports.send(b"garbage")
+    reports.send(dp_messages.encode(LoadReport(2, ReplicaLoad(3, 4, 0.5))))
+    reports.send(dp_messages.encode(LoadReport(77, ReplicaLoad(3, 4, 0.5))))
+    assert coordinator.published(Loads).loads == {2: ReplicaLoad(3, 4, 0.5)}
+    assert "There is a replica 2 already" in coordinator.node(1, 2).message
+    reports.send(dp_messages.encode(LoadReport(2, None)))
+    end = time.monotonic() + 10
+    while isinstance(coordinator.node(2), Refused):
+        assert time.monotonic() < end
+
+
+def test_what_is_no_message_has_no_answer_and_does_no_harm(coordinator):
+    for data in (b"", b"\xc1", b"\x80", dp_messages.encode(LoadReport(0, None)), bytes(10_000)):
+        assert coordinator.ask(data, seconds=0.3) is None
+    assert "cannot be decoded" in coordinator.published(CoordinatorLog).text
+    assert isinstance(coordinator.node(0), NodeWelcome)
+
+
+def test_without_the_key_nobody_gets_in(coordinator):
+    public, secret = (part.decode() for part in zmq.curve_keypair())
+    assert coordinator.node(0, key=KeyPair(public, secret), seconds=0.5) is None
+    assert "Refused a connection" in coordinator.published(CoordinatorLog).text
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        plain.connect(coordinator.address)
+        plain.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+        assert not plain.poll(500)
+    # who has found out the public half still lacks the secret one
+    with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
+        thief.setsockopt(zmq.LINGER, 0)
+        thief.setsockopt(zmq.CURVE_SERVERKEY, coordinator.key.public.encode())
+        thief.setsockopt(zmq.CURVE_PUBLICKEY, public.encode())
+        thief.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
+        thief.connect(coordinator.address)
+        thief.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+        assert not thief.poll(500)
+    assert isinstance(coordinator.node(0), NodeWelcome)
+
+
+def test_a_handshake_that_was_overheard_is_of_no_use(coordinator):
+    """What a node has sent, byte by byte, sent once more."""
+    heard, connections = bytearray(), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def overhear():
+            ours, _ = listener.accept()
+            theirs = socket.create_connection(("127.0.0.1", coordinator.port))
+            connections.extend((ours, theirs))
+
+            def back():
+                while data := theirs.recv(4096):
+                    ours.sendall(data)
+
+            threading.Thread(target=back, daemon=True).start()
+            while data := ours.recv(4096):
+                heard.extend(data)
+                theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+
+        threading.Thread(target=overhear, daemon=True).start()
+        with coordinator.sockets.connect(zmq.DEALER, f"tcp://127.0.0.1:{listener.getsockname()[1]}", LINGER=0) as node:
+            node.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+            assert node.poll(10_000)
+            first = len(node.recv())
+    assert len(heard) > 300
+    with socket.create_connection(("127.0.0.1", coordinator.port)) as replay:
+        replay.settimeout(2)
+        replay.sendall(bytes(heard))
+        answer = b""
+        try:
+            while data := replay.recv(4096):
+                answer += data
+        except OSError:
+            pass
+    assert len(answer) < 64 + 200 + first, "greeting and the answer to its first message; but it is not let in"
+    assert "Refused a connection" in coordinator.published(CoordinatorLog).text
+    assert isinstance(coordinator.node(0), NodeWelcome)
+    for connection in connections:
+        connection.close()
+
+
+def test_keys_are_made_and_read_and_guarded(tmp_path):
+    file = tmp_path / "key"
+    make_key_file(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    key = load_key_file(file)
+    assert len(key.public) == len(key.secret) == 40
+    with pytest.raises(ConfigError, match="name a new file"):
+        make_key_file(file)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="Other users may read the key"):
+        load_key_file(file)
+    with pytest.raises(ConfigError, match=r"There is no key file .*`minivllm make-key"):
+        load_key_file(tmp_path / "nothing")
+    for content in ("", "{}", '{"public": "a", "secret": "b"}', f'{{"public": "{"0" * 40}", "secret": "{key.secret}"}}'):
+        file.write_text(content)
+        file.chmod(0o600)
+        with pytest.raises(ConfigError, match="is not a key file"):
+            load_key_file(file)
+
+
+def test_nothing_listens_where_others_can_connect_without_a_key():
+    key = KeyPair("a", "b")
+    check_may_listen("127.0.0.1", None)
+    check_may_listen("::1", None)
+    check_may_listen("10.1.2.3", key)
+    with pytest.raises(ConfigError, match=r"there is no data_parallel_key_file: anyone could use the replicas"):
+        check_may_listen("10.1.2.3", None)
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="nobody can connect"):
+            check_may_listen(host, key)
+    with pytest.raises(ConfigError, match="is no address"):
+        check_may_listen("no such host", key)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_parallel_size": 2, "data_parallel_start_rank": 2, "data_parallel_size_local": 1}, "There are replicas 2 to 2"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "There are replicas 0 to 2"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": -1}, "data_parallel_size_local is -1"),
+        ({"data_parallel_rpc_port": 70_000}, "at most 65535"),
+        ({"data_parallel_size": 10**6}, "at most 65535"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineArgs(**options)
+
+
+def test_who_is_where():
+    assert list(ParallelConfig(data_parallel_size=4).local_ranks) == [0, 1, 2, 3]
+    elsewhere = ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_start_rank=2)
+    assert list(elsewhere.local_ranks) == [2, 3] and not elsewhere.is_on_one_machine and elsewhere.has_replicas
+    assert not ParallelConfig().has_replicas
+    assert ParallelConfig(data_parallel_size_local=0).has_replicas
