@@ -55,7 +55,8 @@ class AsyncLLMEngine:
         input_processor: Of an engine that this one takes over, whose stream of seeds goes on.
 
     Attributes:
-        num_gpu_blocks: Blocks of the KV cache on the device.
+        num_gpu_blocks: Blocks of the KV cache on the device; of the replica that has fewest, if there are several.
+        num_engines: How many replicas there may be.
         stats: The scheduler's state after the latest step; the sum over replicas if there are several.
         stats_by_engine: That of each replica, by rank.
         metrics: For Prometheus.
@@ -86,7 +87,7 @@ class AsyncLLMEngine:
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
         self.tokenizer = tokenizer
-        self.num_gpu_blocks = client.num_gpu_blocks
+        self.num_gpu_blocks, self.num_engines = client.num_gpu_blocks, client.num_engines
         self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
         self.metrics = Metrics(model_config.name, client.num_engines)
@@ -303,6 +304,11 @@ class AsyncLLMEngine:
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error))
         self._client.check_health()
+
+    @property
+    def replica_states(self) -> dict[int, str]:
+        """Of each replica, by rank: "ready", "leaving" (it finishes what it has), or "gone"."""
+        return self._client.replica_states
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""

@@ -171,6 +171,11 @@ class AsyncMPClient(MPClient):
         """From now on, call a method with each message."""
         self._supervisor.start(WeakMethod(on_message))
 
+    @property
+    def replica_states(self) -> dict[int, str]:
+        """The one core, which is ready."""
+        return {0: "ready"}
+
     def send(self, message: ToCore) -> None:
         self._supervisor.core.send(message)
 

@@ -177,6 +177,11 @@ class Replicas:
         return self._table.num_gpu_blocks
 
     @property
+    def states(self) -> dict[int, str]:
+        """Of each replica, by rank: "ready", "leaving" or "gone"."""
+        return {index: self._table.state_of(index) for index in range(self._size)}
+
+    @property
     def process_ids(self) -> list[int]:
         """The processes of this machine's replicas, by rank."""
         assert self._local is not None
@@ -298,7 +303,7 @@ class Replicas:
                 logging.getLogger(message.logger).log(message.level, "%s", text)
             return True
         if isinstance(message, Heartbeat):
-            if index in self._table.open or index not in self._ready or index in self._left or self._table.is_leaving(index):
+            if self._table.state_of(index) != "gone" or index not in self._ready or index in self._left:
                 return True
             message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
@@ -434,6 +439,11 @@ class DPAsyncMPClient(MPClient):
     def process_id(self) -> int:
         """The process of the first replica."""
         return self.replicas.process_ids[0]
+
+    @property
+    def replica_states(self) -> dict[int, str]:
+        """As for `AsyncLLMEngine`."""
+        return self.replicas.states
 
     def start(self, on_message: OnMessage) -> None:
         """From now on, call a method with each message."""

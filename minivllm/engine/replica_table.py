@@ -52,9 +52,11 @@ class ReplicaTable:
         self._leaving.discard(index)
         self._router.open(index)
 
-    def is_leaving(self, index: int) -> bool:
-        """Whether a replica finishes what it has."""
-        return index in self._leaving
+    def state_of(self, index: int) -> str:
+        """ "ready", "leaving" (it finishes what it has), or "gone"."""
+        if index in self._num_gpu_blocks:
+            return "ready"
+        return "leaving" if index in self._leaving else "gone"
 
     def let_leave(self, index: int) -> None:
         """An open replica gets no more requests."""

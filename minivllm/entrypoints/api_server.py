@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import KeyMiddleware, RequestMiddleware
@@ -256,8 +257,15 @@ async def health(request: Request) -> Response:
     state = _state(request)
     if state.closing.begun:
         raise EngineDeadError("The server is shutting down.")
-    state.engine.check_health()
-    return _json({"status": "ok"})
+    engine = state.engine
+    engine.check_health()
+    if engine.num_engines == 1:
+        return _json({"status": "ok"})
+    replicas = []
+    for rank, replica_state in engine.replica_states.items():
+        load = engine.stats_by_engine.get(rank, SchedulerStats()).load
+        replicas.append({"rank": rank, "state": replica_state, **load._asdict()})
+    return _json({"status": "ok", "replicas": replicas})
 
 
 @router.get("/version", responses={200: {"model": shapes.VersionResponse}})

@@ -153,4 +153,5 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.engine.scheduler_config.max_num_seqs, self.settings.max_waiting)
+        max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
+        self.admission = Admission(max_running, self.settings.max_waiting)

@@ -200,10 +200,21 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
+class ReplicaHealth(TypedDict):
+    """A replica in the response of /health: its rank, its sequences, and the fraction of its cache in use."""
+
+    rank: int
+    state: Literal["ready", "leaving", "gone"]
+    waiting: int
+    running: int
+    kv_cache_usage: float
+
+
 class HealthResponse(TypedDict):
-    """The response of /health."""
+    """The response of /health; with `replicas` if there are several."""
 
     status: Literal["ok"]
+    replicas: NotRequired[list[ReplicaHealth]]
 
 
 class VersionResponse(TypedDict):
