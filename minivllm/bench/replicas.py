@@ -6,9 +6,11 @@ step brought is known to nobody before the step has ended.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -91,15 +93,16 @@ def simulate_replicas(
         raise ConfigError("There are no requests to simulate.")
     start = upcoming.arrival_time
     replicas = [_Replica(start, engine_options) for _ in range(num_replicas)]
-    router = make_router(routing, cache_tokens=replicas[0].cache_tokens)
-    for index in range(num_replicas):
-        router.open(index)
+    router = make_router(routing)
+    for index, replica in enumerate(replicas):
+        router.open(index, replica.cache_tokens)
     coordinator = LoadPublisher(start)
     tally = _Tally(num_replicas, start, goals)
     ends: list[tuple[float, int]] = []
     """When the steps that run now end, each with its replica."""
     num_added, now = 0, start
-    with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
+    bar = tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True)
+    with bar, _rare_collections():
         while upcoming is not None or ends:
             arrival = math.inf if upcoming is None else upcoming.arrival_time
             step_end = ends[0][0] if ends else math.inf
@@ -134,6 +137,17 @@ def simulate_replicas(
     run.num_preemptions = sum(replica.core.num_preemptions for replica in replicas)
     run.busy = [replica.busy_seconds / run.seconds if run.seconds else 0.0 for replica in replicas]
     return run
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Requests and their sequences refer to each other, so the garbage collector is needed; but every 700 objects is too often."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class _Replica:

@@ -68,8 +68,13 @@ class Router(ABC):
         self._is_open: list[bool] = []
         self._start = 0
 
-    def open(self, replica: int) -> None:
-        """From now on, a replica takes requests. Nothing is in flight there."""
+    def open(self, replica: int, cache_tokens: int = 2**20) -> None:
+        """From now on, a replica takes requests. Nothing is in flight there.
+
+        Args:
+            replica: Its rank.
+            cache_tokens: Tokens that its KV cache holds.
+        """
         while len(self._scores) <= replica:
             self._loads.append(ReplicaLoad())
             self._scores.append(math.inf)
@@ -151,7 +156,6 @@ class PrefixAwareRouter(LeastLoadedRouter):
 
     Args:
         client_count, client_index: As for `Router`.
-        cache_tokens: Tokens that the cache of a replica holds.
         chunk_size: Prompts are compared in pieces of so many tokens.
     """
 
@@ -161,9 +165,9 @@ class PrefixAwareRouter(LeastLoadedRouter):
     """Loads are too uneven if the replica's score is by so much, and by this factor, above the least. (SGLang compares the greatest of all
     scores with the least; but whether to go to a replica depends on how busy that one is.)"""
 
-    def __init__(self, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20, chunk_size: int = 128) -> None:
+    def __init__(self, client_count: int = 1, client_index: int = 0, *, chunk_size: int = 128) -> None:
         super().__init__(client_count, client_index)
-        self._tree = PrefixTree(max(1, cache_tokens // chunk_size))
+        self._tree = PrefixTree()
         self._chunk_size = chunk_size
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
@@ -175,35 +179,36 @@ class PrefixAwareRouter(LeastLoadedRouter):
         self._tree.insert(prefixes, replica)
         return replica
 
-    def open(self, replica: int) -> None:
+    def open(self, replica: int, cache_tokens: int = 2**20) -> None:
         """As for `Router`. Nothing is cached there."""
-        super().open(replica)
-        self._tree.forget(replica)
+        super().open(replica, cache_tokens)
+        self._tree.open(replica, max(1, cache_tokens // self._chunk_size))
 
     def _find_cached(self, prompt_token_ids: Sequence[int], prefixes: list[int]) -> int | None:
         length, holders = self._tree.find(prefixes, self._is_open)
         if length * self._chunk_size <= self.MIN_MATCH * len(prompt_token_ids):
             return None
         replica = min(holders, key=self._scores.__getitem__)
-        score, least = self._scores[replica], min(self._scores)
-        is_uneven = score - least > self.MAX_DIFFERENCE and score > self.MAX_RATIO * least
-        return None if is_uneven else replica
+        score = self._scores[replica]
+        if score > self.MAX_DIFFERENCE:  # else it cannot be by so much above the least, which is 0 or more
+            least = min(self._scores)
+            if score - least > self.MAX_DIFFERENCE and score > self.MAX_RATIO * least:
+                return None
+        return replica
 
 
 class PrefixTree:
     """Which replicas have which beginnings of prompts cached: about, since they say nothing of what they evict.
 
     A node is named by the hash of all tokens up to it, so that the way from the root needs no edges: it is the list of these hashes.
-
-    Args:
-        capacity: Nodes that a replica holds; beyond it forgets the one that was not used for longest.
     """
 
     MOST_FOUND = 64
     """Replicas that `find` returns at most."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
+        self._capacity: dict[int, int] = {}
+        """By replica: the nodes that it can hold. Beyond them it forgets the one that was not used for longest."""
         self._holders: dict[int, OrderedDict[int, None]] = {}
         """By node: the replicas that have it, those that used it last at the end."""
         self._nodes: dict[int, OrderedDict[int, None]] = {}
@@ -211,7 +216,7 @@ class PrefixTree:
 
     def insert(self, prefixes: list[int], replica: int) -> None:
         """A replica computes a prompt."""
-        nodes = self._nodes.setdefault(replica, OrderedDict())
+        nodes = self._nodes[replica]
         for node in reversed(prefixes):  # the beginning counts as used last, so that no node is forgotten before those behind it
             nodes[node] = None
             nodes.move_to_end(node)
@@ -219,7 +224,7 @@ class PrefixTree:
                 holders = self._holders[node] = OrderedDict()
             holders[replica] = None
             holders.move_to_end(replica)
-        while len(nodes) > self._capacity:
+        while len(nodes) > self._capacity[replica]:
             node, _ = nodes.popitem(last=False)
             self._drop(node, replica)
 
@@ -231,10 +236,11 @@ class PrefixTree:
                 return length, found
         return 0, []
 
-    def forget(self, replica: int) -> None:
-        """A replica has nothing cached."""
+    def open(self, replica: int, capacity: int) -> None:
+        """A replica has nothing cached, and room for so many nodes."""
         for node in self._nodes.pop(replica, ()):
             self._drop(node, replica)
+        self._nodes[replica], self._capacity[replica] = OrderedDict(), capacity
 
     def _count_known(self, prefixes: list[int]) -> int:
         return next((i for i, node in enumerate(prefixes) if node not in self._holders), len(prefixes))
@@ -298,18 +304,15 @@ class LoadPublisher:
 ROUTERS: dict[str, type[Router]] = dict(zip(ROUTINGS, (LeastLoadedRouter, PrefixAwareRouter, RoundRobinRouter), strict=True))
 
 
-def make_router(routing: str, client_count: int = 1, client_index: int = 0, *, cache_tokens: int = 2**20) -> Router:
+def make_router(routing: str, client_count: int = 1, client_index: int = 0) -> Router:
     """The router of this name.
 
     Args:
-        routing: A key of `ROUTERS`.
+        routing: One of `ROUTINGS`.
         client_count, client_index: As for `Router`.
-        cache_tokens: As for `PrefixAwareRouter`.
 
     Raises:
         ConfigError: There is no such router.
     """
     check_choice("data_parallel_routing", routing, ROUTINGS)
-    if routing == "prefix-aware":
-        return PrefixAwareRouter(client_count, client_index, cache_tokens=cache_tokens)
     return ROUTERS[routing](client_count, client_index)

@@ -95,7 +95,7 @@ class Replicas:
             check_may_listen(parallel.data_parallel_address, key)
         self._lock = threading.RLock()
         """Held while the table or the sending socket is used."""
-        self._table = ReplicaTable(make_router(parallel.data_parallel_routing))
+        self._table = ReplicaTable(make_router(parallel.data_parallel_routing), config.cache_config.block_size)
         self._last_heard: dict[int, float] = {}
         self._ready: dict[int, CoreReady] = {}
         """What each replica said when it was ready."""
@@ -104,8 +104,10 @@ class Replicas:
         self._is_tracing = False
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
+        self._is_let_go = False
         self._thread: threading.Thread | None = None
         self._coordinator: CoordinatorProcess | None = None
+        self._has_no_coordinator = False
         self._local: LocalReplicas | None = None
         self._folder = make_socket_folder()
         self._sockets = Sockets(key)
@@ -250,6 +252,8 @@ class Replicas:
                     return
         finally:
             self._closed.set()
+            if self._is_let_go:
+                self.stop()
 
     def _next_message(self) -> FromCore | None:
         """The next message of a replica, also that a process has ended; None if there is none for a while."""
@@ -277,7 +281,10 @@ class Replicas:
 
     def _find_gone(self) -> CoreFailed | None:
         """A replica of this machine whose process has ended, or one elsewhere that is silent."""
-        assert self._local is not None
+        assert self._local is not None and self._coordinator is not None
+        if not self._has_no_coordinator and (end := self._coordinator.poll()):
+            self._has_no_coordinator = True
+            logger.error("The coordinator of the replicas %s: routing goes by what is in flight, and no replica can join.", end)
         if ended := self._local.find_ended():
             return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
         now = time.monotonic()
@@ -392,8 +399,9 @@ class Replicas:
 
     def let_go(self) -> None:
         """Tell the replicas to end, without waiting for it: called by the garbage collector, in any thread."""
+        self._is_let_go = True
+        self.send(Shutdown())
         self._stopped.set()
-        threading.Thread(target=self.stop).start()
 
     def stop(self) -> None:
         """End all processes. Safe to call again, from any thread."""

@@ -155,7 +155,9 @@ class Sockets:
         """Only who has our key may connect: who knows the public half alone may not."""
         if self._authenticator is None:
             assert self._key is not None
-            self._authenticator = ThreadAuthenticator(self.context, log=logger)
+            quiet = logging.getLogger("zmq.auth")
+            quiet.setLevel(logging.WARNING)  # it logs in a thread of its own, and loggers here may use sockets
+            self._authenticator = ThreadAuthenticator(self.context, log=quiet)
             self._authenticator.start()
             self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self._key))
 

@@ -23,10 +23,11 @@ class ReplicaTable:
 
     Args:
         router: Chooses among the open ones.
+        block_size: Tokens of a cache block.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, block_size: int) -> None:
+        self._router, self._block_size = router, block_size
         self._num_gpu_blocks: dict[int, int] = {}
         self._leaving: set[int] = set()
         self._placed: dict[str, _Placed] = {}
@@ -50,7 +51,7 @@ class ReplicaTable:
         """A replica takes requests from now on. It has none."""
         self._num_gpu_blocks[index] = num_gpu_blocks
         self._leaving.discard(index)
-        self._router.open(index)
+        self._router.open(index, num_gpu_blocks * self._block_size)
 
     def state_of(self, index: int) -> str:
         """ "ready", "leaving" (it finishes what it has), or "gone"."""

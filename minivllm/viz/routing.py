@@ -20,18 +20,19 @@ def draw_routing(runs: Sequence[ReplicaRun]) -> Figure:
     """Draw runs of the same requests with different routers.
 
     Returns:
-        A figure of three panels: percentiles of the time to first token, the part of the prompt tokens found in prefix caches, and the
-        load of each replica, the busiest first.
+        A figure of three panels: percentiles of the time to first token; the part of the prompt tokens found in prefix caches, if any was;
+        and the load of each replica, the busiest first.
     """
     figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
-    times, hits, loads = figure.subplots(1, 3, width_ratios=(3, 2, 3))
+    has_hits = any(run.prefix_hit_rate for run in runs)
+    times, *middle, loads = figure.subplots(1, 2 + has_hits, width_ratios=(3, 2, 3) if has_hits else (1, 1))
     width = 0.8 / len(runs)
     for i, run in enumerate(runs):
         color = REQUEST_COLORS[i % len(REQUEST_COLORS)]
         offsets = [group + (i - (len(runs) - 1) / 2) * width for group in range(len(_PERCENTILES))]
         times.bar(offsets, [getattr(run.ttft, name) for name in _PERCENTILES], width * 0.92, color=color, label=run.routing)
-        bar = hits.bar([i], [100 * run.prefix_hit_rate], 0.7, color=color)
-        hits.bar_label(bar, fmt="%.0f %%", fontsize=8, color=INK)
+        for hits in middle:
+            hits.bar_label(hits.bar([i], [100 * run.prefix_hit_rate], 0.7, color=color), fmt="%.0f %%", fontsize=8, color=INK)
         ordered = sorted(run.mean_in_flight, reverse=True)
         loads.plot(
             range(1, len(ordered) + 1), ordered, color=color, marker="os^"[i % 3] if len(ordered) <= 32 else "", markersize=4
@@ -39,15 +40,16 @@ def draw_routing(runs: Sequence[ReplicaRun]) -> Figure:
     times.set_xticks(range(len(_PERCENTILES)), _PERCENTILES)
     times.set_ylabel("time to first token (s)", fontsize=9)
     times.legend(fontsize=8, frameon=False)
-    hits.set_xticks(range(len(runs)), [run.routing.replace("-", "\n") for run in runs], fontsize=8)
-    hits.set_ylabel("prompt tokens found in a cache (%)", fontsize=9)
-    hits.set_ylim(0, 1.15 * max(1.0, *(100 * run.prefix_hit_rate for run in runs)))
+    for hits in middle:
+        hits.set_xticks(range(len(runs)), [run.routing.replace("-", "\n") for run in runs], fontsize=8)
+        hits.set_ylabel("prompt tokens found in a cache (%)", fontsize=9)
+        hits.set_ylim(0, 1.15 * max(100 * run.prefix_hit_rate for run in runs))
     loads.set_xlabel("replica, the busiest first", fontsize=9)
     loads.set_ylabel("requests in flight, on average", fontsize=9)
     loads.set_ylim(bottom=0)
     if len(runs[0].mean_in_flight) <= 10:
         loads.set_xticks(range(1, len(runs[0].mean_in_flight) + 1))
-    for axes in (times, hits, loads):
+    for axes in (times, *middle, loads):
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

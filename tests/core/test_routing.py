@@ -157,7 +157,9 @@ def test_a_replica_that_comes_back_has_nothing_cached():
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=6)), max_size=30), st.integers(1, 6)
 )
 def test_the_tree_remembers_what_each_replica_used_last(inserted, capacity):
-    tree, open_ = PrefixTree(capacity), [True] * 3
+    tree, open_ = PrefixTree(), [True] * 3
+    for replica in range(3):
+        tree.open(replica, capacity)
     used = {replica: [] for replica in range(3)}
     for replica, tokens in inserted:
         prefixes = hash_prefixes(tokens, 1)
@@ -175,8 +177,8 @@ def test_the_tree_remembers_what_each_replica_used_last(inserted, capacity):
         assert length == expected
         assert set(holders) == (known[length - 1] if length else set())
     for replica in range(3):
-        tree.forget(replica)
-    assert not tree._holders and not tree._nodes
+        tree.open(replica, capacity)
+    assert not tree._holders and not any(tree._nodes.values())
 
 
 def test_hashes_stand_for_everything_before_them():
@@ -190,7 +192,7 @@ def test_hashes_stand_for_everything_before_them():
 def test_names_of_routers_are_checked():
     with pytest.raises(ConfigError, match="data_parallel_routing is 'random', but must be one of 'least-loaded'"):
         make_router("random")
-    assert isinstance(make_router("prefix-aware", cache_tokens=10), PrefixAwareRouter)
+    assert isinstance(make_router("prefix-aware"), PrefixAwareRouter)
 
 
 class RouterAccounts(RuleBasedStateMachine):
@@ -198,13 +200,13 @@ class RouterAccounts(RuleBasedStateMachine):
 
     @initialize(routing=st.sampled_from(sorted(ROUTERS)), client_count=st.integers(1, 3))
     def begin(self, routing, client_count):
-        self.router = make_router(routing, client_count, cache_tokens=256)
+        self.router = make_router(routing, client_count)
         self.open, self.in_flight = set(), {}
 
     @rule(replica=st.integers(0, 4))
     def comes(self, replica):
         if replica not in self.open:
-            self.router.open(replica)
+            self.router.open(replica, cache_tokens=256)
             self.open.add(replica)
             self.in_flight[replica] = 0
             for other in range(replica):

@@ -26,7 +26,7 @@ class World(RuleBasedStateMachine):
     @initialize(routing=st.sampled_from(sorted(ROUTERS)))
     def begin(self, routing):
         self.router = make_router(routing)
-        self.table = ReplicaTable(self.router)
+        self.table = ReplicaTable(self.router, block_size=16)
         self.publisher, self.now = LoadPublisher(0.0), 0.0
         self.state = {}
         """By replica: "open" or "leaving"."""
