@@ -67,6 +67,8 @@ class Router(ABC):
         """`load_score` of each; infinite for one that is closed."""
         self._is_open: list[bool] = []
         self._start = 0
+        self.has_reports = True
+        """Whether replicas report how busy they are. If not, only what is in flight counts."""
 
     def open(self, replica: int, cache_tokens: int = 2**20) -> None:
         """From now on, a replica takes requests. Nothing is in flight there.
@@ -90,6 +92,17 @@ class Router(ABC):
         self._is_open[replica] = False
         self._scores[replica] = math.inf
 
+    def reopen(self, replica: int) -> None:
+        """A replica that was closed takes requests again. What was in flight there still is."""
+        self._is_open[replica] = True
+        self.update(replica, self._loads[replica])
+
+    def stop_reports(self) -> None:
+        """Nobody tells how busy replicas are any more."""
+        self.has_reports = False
+        for replica in range(len(self._loads)):
+            self.update(replica, ReplicaLoad())
+
     def update(self, replica: int, load: ReplicaLoad) -> None:
         """A replica has reported how busy it is."""
         self._loads[replica] = load
@@ -111,7 +124,7 @@ class Router(ABC):
         replica = self.choose(prompt_token_ids, cache_salt)
         self.num_in_flight[replica] += 1
         load = self._loads[replica]  # the next report may come only after the next request
-        self.update(replica, load._replace(waiting=load.waiting + self.client_count))
+        self.update(replica, load._replace(waiting=load.waiting + self.client_count) if self.has_reports else load)
         return replica
 
     def finish(self, replica: int) -> None:

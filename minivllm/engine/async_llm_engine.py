@@ -23,7 +23,7 @@ from minivllm.engine.core_client import AsyncMPClient, dead_error
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.dp_client import DPAsyncMPClient, replica_error
+from minivllm.engine.dp_client import DPLBAsyncMPClient, replica_error
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
@@ -73,7 +73,7 @@ class AsyncLLMEngine:
 
     def __init__(
         self,
-        client: AsyncMPClient | DPAsyncMPClient,
+        client: AsyncMPClient | DPLBAsyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
@@ -135,11 +135,11 @@ class AsyncLLMEngine:
             return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
-        client: AsyncMPClient | DPAsyncMPClient
+        client: AsyncMPClient | DPLBAsyncMPClient
         if args.parallel_config().has_replicas:
             if num_threads is not None:
                 raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
-            client = DPAsyncMPClient(config, restart=restart)
+            client = DPLBAsyncMPClient(config, restart=restart)
         else:
             client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
         configs = (config.model_config, config.cache_config, config.scheduler_config)

@@ -89,6 +89,8 @@ class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica that leaves: this API server sends it no more requests."""
 
+    client_index: int = 0
+
 
 class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""

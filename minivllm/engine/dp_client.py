@@ -3,8 +3,8 @@
     add_request ─► Router ─► ROUTER ─► the replica's DEALER
     on_message  ◄─ PULL ◄─ outputs of all replicas           loads ─► SUB ─► Router
 
-    DPAsyncMPClient    for `AsyncLLMEngine`: messages arrive by themselves
-    DPSyncMPClient     for `LLMEngine`: waits for each output
+    DPLBAsyncMPClient    for `AsyncLLMEngine`: messages arrive by themselves
+    DPLBSyncMPClient     for `LLMEngine`: waits for each output
 
 Mirrors `DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`.
 """
@@ -62,7 +62,7 @@ from minivllm.engine.dp_messages import (
 )
 from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_processes import CoordinatorProcess, LocalReplicas
+from minivllm.engine.replica_processes import DPCoordinator, LocalReplicas
 from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.request import EngineCoreRequest
@@ -101,13 +101,20 @@ class Replicas:
         """What each replica said when it was ready."""
         self._left: set[int] = set()
         """Those that have left, as they were told to, while their processes end."""
+        self._announced: set[int] = set()
+        """Those that have said that they leave."""
+        self._said_hello: set[bytes] = set()
+        """Those that messages can be sent to."""
+        self._early: dict[int, CoreReady] = {}
+        """Those that are ready, and have not said hello."""
         self._is_tracing = False
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
         self._is_let_go = False
         self._thread: threading.Thread | None = None
-        self._coordinator: CoordinatorProcess | None = None
+        self._coordinator: DPCoordinator | None = None
         self._has_no_coordinator = False
+        self._poller, self._next_check = zmq.Poller(), 0.0
         self._local: LocalReplicas | None = None
         self._folder = make_socket_folder()
         self._sockets = Sockets(key)
@@ -129,16 +136,23 @@ class Replicas:
             handshake_address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
             listen = [tcp_address(parallel.data_parallel_address, 0)] * 3
         options = {"SNDHWM": 0, "ROUTER_MANDATORY": 1, "ROUTER_HANDOVER": 1}
-        self._requests, input_address = self._sockets.bind(zmq.ROUTER, listen[0], **options)
+        try:
+            self._requests, input_address = self._sockets.bind(zmq.ROUTER, listen[0], **options)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"data_parallel_address is {parallel.data_parallel_address}, where this machine cannot listen ({error.strerror})."
+            ) from None
         self._outputs, output_address = self._sockets.bind(zmq.PULL, listen[1], RCVHWM=0)
         config_hash, log_level = hash_config(self._config), logging.getLogger().getEffectiveLevel()
-        self._coordinator = CoordinatorProcess(
+        self._coordinator = DPCoordinator(
             CoordinatorSetup(handshake_address, listen[2], f"{folder}/loads", key, 1, self._size, config_hash, log_level)
         )
         with self._sockets.connect(zmq.DEALER, handshake_address, LINGER=0) as handshake:
             welcome = self._ask(handshake, HelloFrontend(0, input_address, output_address))
             assert isinstance(welcome, FrontendWelcome)
             self._loads = self._sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
+            for socket in (self._outputs, self._loads):
+                self._poller.register(socket, zmq.POLLIN)
             addresses = self._ask(handshake, HelloNode(VERSION, config_hash, list(parallel.local_ranks)))
         if isinstance(addresses, Refused):
             raise ConfigError(addresses.message)
@@ -163,13 +177,13 @@ class Replicas:
             logger.warning("Waiting for a replica on another machine.")
         while not (ranks <= set(self._table.open) and self._table.open):
             message = self._next_message()
-            if isinstance(message, CoreFailed):
+            if isinstance(message, CoreFailed) and message.engine_index in ranks:
                 if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
                     raise kind(message.message)
                 cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
                 raise EngineDeadError(f"Replica {message.engine_index} could not start: {cause}")
-            if isinstance(message, CoreReady):
-                self._take_in(message)
+            if message is not None:
+                self._take(message)
 
     # -- to the replicas, from any thread ------------------------------------------------------------------------
 
@@ -203,7 +217,7 @@ class Replicas:
         """
         with self._lock:
             while not self._send(index := self._table.add(request), AddRequest(request)):
-                self._table.abort(request.request_id)  # no way leads there, which is noticed soon
+                self._table.abort(request.request_id)  # no way leads there; when it is heard of again, it takes requests again
                 self._table.let_leave(index)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -226,7 +240,8 @@ class Replicas:
             if isinstance(message, SetTracing):
                 self._is_tracing = message.on
             for index in self._table.open:
-                self._send(index, message)
+                if index == 0 or not isinstance(message, SetTracing):  # the steps of several replicas do not make one run
+                    self._send(index, message)
 
     def _send(self, index: int, message: ToCore) -> bool:
         """Send a message to a replica. False if it is gone."""
@@ -248,49 +263,61 @@ class Replicas:
         try:
             while not self._stopped.is_set():
                 message = self._next_message()
-                if message is not None and not self._take(message):
+                if message is not None and not self._stopped.is_set() and not self._take(message):
                     return
+        except Exception as error:
+            logger.exception("The messages of the replicas cannot be read any more.")
+            self._tell(CoreFailed(type(error).__name__, str(error)))
         finally:
             self._closed.set()
             if self._is_let_go:
                 self.stop()
 
     def _next_message(self) -> FromCore | None:
-        """The next message of a replica, also that a process has ended; None if there is none for a while."""
-        poller = zmq.Poller()
-        poller.register(self._outputs, zmq.POLLIN)
-        poller.register(self._loads, zmq.POLLIN)
-        events = dict(poller.poll(_POLL_MS))
+        """The next message of a replica, or that one is gone; None if there is nothing for a while."""
+        if time.monotonic() >= self._next_check:  # however much there is to read
+            self._next_check = time.monotonic() + _POLL_MS / 1000
+            if gone := self._find_gone():
+                return gone
+        events = dict(self._poller.poll(_POLL_MS))
         if self._loads in events:
             self._take_published(self._loads.recv())
-        if self._outputs in events:
-            try:
-                message = decode_from_core(self._outputs.recv())
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
-                return None
-            if not isinstance(message, EngineCoreOutputs | CoreReady | CoreFailed | CoreLeaving | CoreLog | Heartbeat):
-                return None
-            if not 0 <= message.engine_index < self._size:
-                return None
-            self._last_heard[message.engine_index] = time.monotonic()
-            return message
-        if not events:
-            return self._find_gone()
-        return None
+        if self._outputs not in events:
+            return None
+        try:
+            message = decode_from_core(self._outputs.recv())
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
+            return None
+        if not 0 <= message.engine_index < self._size:
+            return None
+        self._last_heard[message.engine_index] = time.monotonic()
+        return message
 
     def _find_gone(self) -> CoreFailed | None:
         """A replica of this machine whose process has ended, or one elsewhere that is silent."""
         assert self._local is not None and self._coordinator is not None
         if not self._has_no_coordinator and (end := self._coordinator.poll()):
             self._has_no_coordinator = True
+            with self._lock:
+                self._table.stop_reports()
             logger.error("The coordinator of the replicas %s: routing goes by what is in flight, and no replica can join.", end)
+        for ready in list(self._early.values()):
+            self._take_in(ready)
         if ended := self._local.find_ended():
             return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
         now = time.monotonic()
-        for index in self._table.open:
-            if index not in self._local.processes and now - self._last_heard[index] > NOT_RESPONDING_SECONDS:
+        for index in self._table.members:
+            if now - self._last_heard[index] <= NOT_RESPONDING_SECONDS:
+                continue
+            if index not in self._local.processes:
                 return CoreFailed("", f"nothing heard from it for {NOT_RESPONDING_SECONDS:.0f} seconds", engine_index=index)
+            if self._table.state_of(index) == "ready":  # its process is stopped, or very busy
+                logger.warning(
+                    "Nothing heard from replica %d for %.0f seconds: it gets no requests.", index, NOT_RESPONDING_SECONDS
+                )
+                with self._lock:
+                    self._table.let_leave(index)
         return None
 
     def _take_published(self, data: bytes) -> None:
@@ -310,7 +337,10 @@ class Replicas:
                 logging.getLogger(message.logger).log(message.level, "%s", text)
             return True
         if isinstance(message, Heartbeat):
-            if self._table.state_of(index) != "gone" or index not in self._ready or index in self._left:
+            state = self._table.state_of(index)
+            if state == "leaving":
+                self._remind(index)
+            if state != "gone" or index not in self._ready or index in self._left or index in self._early:
                 return True
             message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
@@ -319,7 +349,11 @@ class Replicas:
             self._let_leave(index)
             return True
         if isinstance(message, CoreReady):
+            if self._table.state_of(index) != "gone":  # another process, after one whose end was not noticed
+                self._tell(self._lose(CoreFailed("", "it was started again", engine_index=index)))
             self._take_in(message)
+            if not self._table.open:
+                return True
             message = CoreReady(self.num_gpu_blocks, index)
         elif isinstance(message, CoreFailed):
             if index in self._left:  # its process has ended, too
@@ -332,24 +366,38 @@ class Replicas:
         return self._tell(message)
 
     def _take_in(self, ready: CoreReady) -> None:
-        """A replica takes requests from now on."""
+        """A replica takes requests from now on; or soon, if it has not said hello yet on the socket that they are sent to."""
         assert self._local is not None
         index = ready.engine_index
         with self._lock:
-            while ready is not self._ready.get(index) and self._requests.poll(int(1000 * GRACE_SECONDS)):
-                if self._requests.recv_multipart()[0] == identity_of(index):
-                    break  # it said hello on this socket before it loaded the model
+            while self._requests.poll(0):
+                self._said_hello.add(self._requests.recv_multipart()[0])
+            if identity_of(index) not in self._said_hello:
+                self._early[index] = ready
+                return
+            self._early.pop(index, None)
             self._ready[index] = ready
             self._left.discard(index)
+            self._announced.discard(index)
             self._local.note_ready(index)
             self._table.take_in(index, ready.num_gpu_blocks)
-            if self._is_tracing:
+            if self._is_tracing and index == 0:
                 self._send(index, SetTracing(True))
-        if self._thread is not None:
+        if self._thread is not None or index not in self._local.processes:
             logger.warning("Replica %d takes requests.", index)
+
+    def _remind(self, index: int) -> None:
+        """A replica that leaves is there. If it has said that it leaves, the farewell may be lost; if not, it was out of reach, and is back."""
+        with self._lock:
+            if index in self._announced:
+                self._send(index, Farewell())
+            else:
+                self._table.reopen(index, self._ready[index].num_gpu_blocks)
+                logger.warning("Replica %d is back and takes requests.", index)
 
     def _let_leave(self, index: int) -> None:
         with self._lock:
+            self._announced.add(index)
             self._table.let_leave(index)
             self._send(index, Farewell())
             num_requests = len(self._table.requests_at(index))
@@ -369,18 +417,24 @@ class Replicas:
         self._local.start_another(failure.engine_index)
         return self._remove(failure)
 
-    def _remove(self, failure: CoreFailed) -> CoreFailed:
-        """A replica is gone. What that means for the engine: the end of some requests, if there are other replicas, or of all."""
-        assert self._local is not None
+    def _lose(self, failure: CoreFailed) -> CoreFailed:
+        """Forget a replica, and say which requests are lost with it."""
         index = failure.engine_index
         with self._lock:
             failure.request_ids = self._table.remove(index)
             self._send(index, AbortRequests(failure.request_ids))  # if it is there after all
+        return failure
+
+    def _remove(self, failure: CoreFailed) -> CoreFailed:
+        """A replica is gone. What that means for the engine: the end of some requests, if there are other replicas, or of all."""
+        assert self._local is not None
+        index = failure.engine_index
+        failure = self._lose(failure)
         if not self._table.is_empty:
             return failure
         message = f"all replicas have. The last one was {index}: {failure.message}"
-        starting = self._local.processes.keys() - self._left
-        return CoreFailed(failure.error_type, message, restarting=bool(starting), engine_index=index)
+        may_come = bool(self._local.processes.keys() - self._left) or not self._config.parallel_config.is_on_one_machine
+        return CoreFailed(failure.error_type, message, restarting=may_come, engine_index=index)
 
     def _tell(self, message: FromCore) -> bool:
         on_message = self._on_message()
@@ -424,7 +478,7 @@ def replica_error(failure: CoreFailed) -> EngineDeadError:
     return EngineDeadError(f"Replica {failure.engine_index} of the model has ended: {cause.rstrip('.')}.")
 
 
-class DPAsyncMPClient(MPClient):
+class DPLBAsyncMPClient(MPClient):
     """For a frontend that is told of each message, in a thread of the client's.
 
     Messages are those of `AsyncMPClient`. A `CoreFailed` with `request_ids` is the end of one replica, and the others go on.
@@ -478,7 +532,7 @@ class DPAsyncMPClient(MPClient):
         self.replicas.stop()
 
 
-class DPSyncMPClient(DPAsyncMPClient):
+class DPLBSyncMPClient(DPLBAsyncMPClient):
     """For a frontend that waits for each output.
 
     Args:

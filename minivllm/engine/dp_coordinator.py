@@ -1,6 +1,6 @@
 """The coordinator of data-parallel replicas: a process that tells API servers how busy each replica is, and who belongs together.
 
-    replicas ─► PULL: reports ─► LoadPublisher ─► XPUB: loads, 100 ms after a change ─► API servers
+    replicas ─► PULL: reports ─► LoadPublisher ─► XPUB: loads, soon after a change ─► API servers
     nodes, API servers ─► ROUTER: handshake
 
 Mirrors `vllm/v1/engine/coordinator.py`, without the waves of mixture-of-experts models.
@@ -33,7 +33,7 @@ from minivllm.engine.dp_messages import (
     decode_to_handshake,
     encode,
 )
-from minivllm.engine.dp_sockets import KeyPair, RefusalLog, Sockets
+from minivllm.engine.dp_sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.executor.processes import ForwardLog
 
@@ -75,8 +75,8 @@ class DPCoordinatorProc:
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
         sockets = Sockets(setup.key)
-        self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address)
-        self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address)
+        self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
+        self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
         self._refusals = RefusalLog(self._handshake)
         self._last_report: dict[int, float] = {}
@@ -119,7 +119,7 @@ class DPCoordinatorProc:
                 if report.load is None:
                     self._publisher.forget(report.engine_index)
                     self._last_report.pop(report.engine_index, None)
-                elif 0 <= report.engine_index < self._setup.size:
+                elif 0 <= report.engine_index < self._setup.size and 0 <= report.load.kv_cache_usage <= 1:
                     self._last_report[report.engine_index] = time.monotonic()
                     self._publisher.report(report.engine_index, report.load, time.monotonic())
 
@@ -129,8 +129,15 @@ class DPCoordinatorProc:
             message = decode_to_handshake(data)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
             logger.warning("Refused a handshake that cannot be decoded: %s", error)
+            self._answer(
+                identity, Refused(f"It says something that minivllm {VERSION} does not understand: install the same version.")
+            )
             return
         if isinstance(message, HelloFrontend):
+            if not 0 <= message.client_index < self._setup.client_count or message.client_index in self._frontends:
+                logger.warning("Refused an API server with the index %d.", message.client_index)
+                self._answer(identity, Refused("There is no place for this API server."))
+                return
             self._frontends[message.client_index] = message
             self._answer(identity, FrontendWelcome(self._publish_address))
         elif reason := self._find_fault(message):

@@ -4,7 +4,8 @@
                                                                            └─────────► PUSH: load ─► coordinator
 
 SIGTERM lets it leave in order: it gets no new requests, finishes what it has, and ends. Mirrors `DPEngineCoreProc` in
-`vllm/v1/engine/core.py`, without waves: replicas of a dense model need not step together.
+`vllm/v1/engine/core.py`, without waves: those are for mixture-of-experts models, and replicas of a dense model, which are plain
+`EngineCoreProc`s with an `engine_index` there, need not step together.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class DPEngineCoreProc(EngineCoreProc):
             self._inputs.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=0) for address in setup.addresses.output_addresses]
-        self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, SNDHWM=0)
+        self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
         self._reported: ReplicaLoad | None = None
         self._start(setup.config, True, setup.log_level)
 

@@ -12,6 +12,8 @@ From then on, replicas report (PUSH to PULL), and the coordinator publishes (XPU
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -116,6 +118,16 @@ def decode_published(data: bytes) -> Published:
     return _PUBLISHED.decode(data)
 
 
+def _describe_weights(path: Path) -> list[tuple[str, int]]:
+    """Names and sizes of a model's files."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return [(file.name, file.stat().st_size) for file in files]
+
+
+def _name(value: object) -> str:
+    return value.__qualname__ if isinstance(value, type) else str(value)
+
+
 def hash_config(config: EngineConfig) -> str:
     """The same for configurations whose replicas give the same answers to the same requests, and have caches of the same layout.
 
@@ -124,7 +136,7 @@ def hash_config(config: EngineConfig) -> str:
     model = config.model_config
     relevant = {
         "version": __version__,
-        "model": model.name,
+        "weights": _describe_weights(model.path),
         "architecture": model.architecture,
         "hf_config": model.hf_config,
         "max_model_len": model.max_model_len,
@@ -134,6 +146,8 @@ def hash_config(config: EngineConfig) -> str:
         "enable_prefix_caching": config.cache_config.enable_prefix_caching,
         "dtype": config.worker_config.dtype,
         "quantization": config.worker_config.quantization,
-        "scheduler": msgspec.to_builtins(config.scheduler_config),
+        "attention_backend": _name(config.worker_config.attention_backend),
+        "classes": [_name(config.scheduler_cls), _name(config.block_space_manager_cls), _name(config.worker_config.sampler_cls)],
+        "scheduler": msgspec.to_builtins(replace(config.scheduler_config, max_num_batched_tokens=2**40)),  # depends on the device
     }
     return hashlib.sha256(msgspec.json.encode(relevant, order="sorted", enc_hook=str)).hexdigest()

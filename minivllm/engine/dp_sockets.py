@@ -29,6 +29,10 @@ PING_SECONDS, LOST_SECONDS = 1.0, 10.0
 """A connection on which nothing comes is pinged, and is lost if nothing comes for so long; then it is made again."""
 
 
+MAX_MESSAGE_BYTES, MAX_HANDSHAKE_BYTES = 64 * 2**20, 64 * 2**10
+"""Longer messages end their connection: somebody without a key must not fill the memory."""
+
+
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A CURVE key pair, as text. All ends use the same."""
 
@@ -114,6 +118,8 @@ class Sockets:
             self._start_authenticator()
             made.setsockopt(zmq.CURVE_SERVER, 1)
             made.setsockopt(zmq.ZAP_DOMAIN, b"minivllm")
+            made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the authenticator nobody gets in, rather than everybody
+        _watch_over_tcp(made, address)
         made.bind(address)
         endpoint = made.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
@@ -129,6 +135,7 @@ class Sockets:
         """Connect a socket of `make`."""
         if self._key is not None:
             made.setsockopt(zmq.CURVE_SERVERKEY, self._key.public.encode())
+        _watch_over_tcp(made, address)
         made.connect(address)
 
     def close(self, linger: int = 0) -> None:
@@ -141,8 +148,7 @@ class Sockets:
         """A socket that is not connected yet, with options by their names in `zmq`."""
         made = self.context.socket(kind)
         made.setsockopt(zmq.IPV6, 1)
-        made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LOST_SECONDS))
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * LOST_SECONDS / 2))
         if self._key is not None:
             made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
@@ -156,10 +162,17 @@ class Sockets:
         if self._authenticator is None:
             assert self._key is not None
             quiet = logging.getLogger("zmq.auth")
-            quiet.setLevel(logging.WARNING)  # it logs in a thread of its own, and loggers here may use sockets
+            quiet.setLevel(logging.CRITICAL + 1)  # it logs in a thread of its own, and loggers here may use sockets
             self._authenticator = ThreadAuthenticator(self.context, log=quiet)
             self._authenticator.start()
             self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self._key))
+
+
+def _watch_over_tcp(made: zmq.Socket[bytes], address: str) -> None:
+    """Ping over TCP. On one machine a connection ends with a process, and one whose process is stopped must not be given up."""
+    if address.startswith("tcp:"):
+        made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LOST_SECONDS))
 
 
 class _OnlyThisKey:

@@ -81,7 +81,9 @@ class EngineCoreLoop:
         self.core = core
         self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed | Leave] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
-        self._num_failed_steps = self._num_farewells = 0
+        self._num_failed_steps, self._is_leaving = 0, False
+        self._farewells: set[int] = set()
+        """API servers that send nothing more."""
         self._refused: list[EngineCoreOutput] = []
         """Errors of requests that could not be added; the next message carries them."""
         self.output_queue.put(CoreReady(core.num_gpu_blocks))
@@ -97,7 +99,7 @@ class EngineCoreLoop:
             while self._handle_messages():
                 if core.has_unfinished_requests():
                     self._step()
-                if self._num_farewells == self.num_clients and not core.has_unfinished_requests():
+                if len(self._farewells) == self.num_clients and not core.has_unfinished_requests():
                     self.output_queue.put(CoreLeaving(has_left=True))
                     break
             return True
@@ -146,9 +148,11 @@ class EngineCoreLoop:
         elif isinstance(message, ExecutorFailed):
             self.core.executor.check_health()
         elif isinstance(message, Leave):
-            self.output_queue.put(CoreLeaving())
+            if not self._is_leaving:
+                self.output_queue.put(CoreLeaving())
+            self._is_leaving = True
         elif isinstance(message, Farewell):
-            self._num_farewells += 1
+            self._farewells.add(message.client_index)
         elif isinstance(message, SetTracing):
             if message.on:
                 self.core.start_trace()

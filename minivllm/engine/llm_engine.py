@@ -28,7 +28,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine.dp_client import DPSyncMPClient
+    from minivllm.engine.dp_client import DPLBSyncMPClient
 
 
 class LLMEngine:
@@ -45,7 +45,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        engine_core: InprocClient | SyncMPClient | DPSyncMPClient,
+        engine_core: InprocClient | SyncMPClient | DPLBSyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
@@ -80,14 +80,14 @@ class LLMEngine:
         from minivllm.engine.engine_config import EngineConfig
 
         config = EngineConfig.from_engine_args(args)
-        client: InprocClient | SyncMPClient | DPSyncMPClient
+        client: InprocClient | SyncMPClient | DPLBSyncMPClient
         if config.parallel_config.has_replicas:
             if args.trace:
                 raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
-            from minivllm.engine.dp_client import DPSyncMPClient
+            from minivllm.engine.dp_client import DPLBSyncMPClient
 
             tokenizer = config.load_tokenizer()
-            client = DPSyncMPClient(config)
+            client = DPLBSyncMPClient(config)
         elif in_process:
             executor = make_executor(config)  # first, because workers in other processes load the model meanwhile
             try:

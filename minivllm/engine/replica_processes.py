@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Collection
 from functools import partial
@@ -13,6 +15,7 @@ from functools import partial
 import msgspec
 import torch
 
+from minivllm.engine.core_client import CoreSupervisor
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.dp_coordinator import CoordinatorSetup
 from minivllm.engine.dp_engine_core_proc import ReplicaSetup
@@ -20,6 +23,11 @@ from minivllm.engine.dp_messages import NodeWelcome
 from minivllm.engine.dp_sockets import KeyPair
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.executor.processes import describe_exit, start_python
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 0.1
+"""What a process has sent before it ended has arrived after this time."""
 
 
 class ReplicaProcess:
@@ -76,7 +84,7 @@ class ReplicaProcess:
         self._end()
 
 
-class CoordinatorProcess:
+class DPCoordinator:
     """The coordinator's process.
 
     Args:
@@ -114,9 +122,6 @@ class LocalReplicas:
         socket_folder: As for `ReplicaSetup`.
     """
 
-    MAX_FAILED_STARTS = 3
-    """Failed starts of a replica in a row before it is given up."""
-
     def __init__(
         self, config: EngineConfig, addresses: NodeWelcome, key: KeyPair | None, *, restart: bool, socket_folder: str = ""
     ) -> None:
@@ -129,6 +134,9 @@ class LocalReplicas:
         self._failed_starts = dict.fromkeys(ranks, 0)
         self.processes: dict[int, ReplicaProcess] = {}
         """Those that run, by rank."""
+        self._ended_since: dict[int, float] = {}
+        self._ready_since: dict[int, float] = {}
+        self._is_shut_down = False
         for index in ranks:
             self.processes[index] = self._start(index)
 
@@ -138,26 +146,33 @@ class LocalReplicas:
         return [process.process_id for _, process in sorted(self.processes.items())]
 
     def find_ended(self) -> tuple[int, str] | None:
-        """A replica that has ended, and how. It is forgotten."""
+        """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten."""
         for index, process in self.processes.items():
             if end := process.poll():
-                del self.processes[index]
-                return index, end
+                since = self._ended_since.setdefault(index, time.monotonic())
+                if time.monotonic() - since >= LAST_WORDS_SECONDS:
+                    self.remove(index)
+                    return index, end
         return None
 
     def note_ready(self, index: int) -> None:
         """A replica has started."""
-        if index in self._failed_starts:
-            self._failed_starts[index] = 0
+        self._ready_since[index] = time.monotonic()
 
     def remove(self, index: int) -> None:
         """A replica has failed: end its process, if that has not ended."""
+        self._ended_since.pop(index, None)
         if (process := self.processes.pop(index, None)) is not None:
             process.kill()
 
     def start_another(self, index: int) -> bool:
         """Start another in place of one that has died. False if that is not wanted, or has failed too often."""
-        if not self._restart or self._failed_starts.get(index, self.MAX_FAILED_STARTS) == self.MAX_FAILED_STARTS:
+        if not self._restart or self._is_shut_down or index not in self._failed_starts:
+            return False
+        if time.monotonic() - self._ready_since.pop(index, math.inf) > CoreSupervisor.SHORT_LIFE_SECONDS:
+            self._failed_starts[index] = 0
+        if self._failed_starts[index] == CoreSupervisor.MAX_FAILED_STARTS:
+            logger.error("Replica %d has failed %d times in a row: giving up.", index, CoreSupervisor.MAX_FAILED_STARTS)
             return False
         self._failed_starts[index] += 1
         self.processes[index] = self._start(index)
@@ -165,6 +180,7 @@ class LocalReplicas:
 
     def shutdown(self, told: Collection[int]) -> None:
         """End all: those that have been told to end get a little time for it."""
+        self._is_shut_down = True
         for index, process in list(self.processes.items()):
             if index in told:
                 process.shutdown()

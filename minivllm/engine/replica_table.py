@@ -65,6 +65,21 @@ class ReplicaTable:
             self._leaving.add(index)
             self._router.close(index)
 
+    def reopen(self, index: int, num_gpu_blocks: int) -> None:
+        """A leaving replica takes requests again: it had only seemed to be out of reach."""
+        self._leaving.discard(index)
+        self._num_gpu_blocks[index] = num_gpu_blocks
+        self._router.reopen(index)
+
+    def stop_reports(self) -> None:
+        """The coordinator is gone."""
+        self._router.stop_reports()
+
+    @property
+    def members(self) -> list[int]:
+        """The replicas that are open or leaving."""
+        return [*self._num_gpu_blocks, *self._leaving]
+
     def remove(self, index: int) -> list[str]:
         """A replica is gone. Returns the requests that went with it."""
         if self._num_gpu_blocks.pop(index, None) is not None:

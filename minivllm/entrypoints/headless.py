@@ -121,6 +121,8 @@ class _Connection:
 
 def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals) -> int:
     is_leaving = False
+    for index in replicas.processes:
+        replicas.note_ready(index)  # as far as can be known here
     try:
         while replicas.processes:
             time.sleep(POLL_MS / 1000)
@@ -140,6 +142,7 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
                 print(f"minivllm: replica {index} {end}.", file=sys.stderr, flush=True)
                 if not is_leaving:
                     replicas.start_another(index)
+                    replicas.note_ready(index)
         return 0 if is_leaving else 1
     finally:
         replicas.shutdown(told=())
