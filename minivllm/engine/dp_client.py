@@ -407,15 +407,16 @@ class Replicas:
         """A replica has finished what it had."""
         logger.warning("Replica %d has left.", index)
         self._left.add(index)
-        return self._remove(CoreFailed("", "it left", engine_index=index))
+        return self._weigh(self._lose(CoreFailed("", "it left", engine_index=index)))
 
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
         """A replica has died: its requests fail."""
         assert self._local is not None
         self._local.remove(failure.engine_index)
         logger.error("%s", replica_error(failure))
+        self._lose(failure)
         self._local.start_another(failure.engine_index)
-        return self._remove(failure)
+        return self._weigh(failure)
 
     def _lose(self, failure: CoreFailed) -> CoreFailed:
         """Forget a replica, and say which requests are lost with it."""
@@ -425,11 +426,10 @@ class Replicas:
             self._send(index, AbortRequests(failure.request_ids))  # if it is there after all
         return failure
 
-    def _remove(self, failure: CoreFailed) -> CoreFailed:
-        """A replica is gone. What that means for the engine: the end of some requests, if there are other replicas, or of all."""
+    def _weigh(self, failure: CoreFailed) -> CoreFailed:
+        """What the end of a replica means for the engine: that of some requests, if there are other replicas, or of all."""
         assert self._local is not None
         index = failure.engine_index
-        failure = self._lose(failure)
         if not self._table.is_empty:
             return failure
         message = f"all replicas have. The last one was {index}: {failure.message}"

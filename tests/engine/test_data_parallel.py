@@ -153,8 +153,12 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
         os.kill(first, signal.SIGTERM)
         await becomes(lambda: "Replica 0 leaves" in caplog.text)
         await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(6)])
+        busy = asyncio.create_task(collect(engine, [9] * 4, replace(LONG, max_tokens=4000)))  # its replica has no quiet moment
+        await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
         os.kill(third, signal.SIGKILL)
-        await asyncio.wait(streams, return_when=asyncio.FIRST_EXCEPTION, timeout=30)
+        await asyncio.wait([streams[2]], timeout=30)
+        assert streams[2].done()
+        await asyncio.wait(streams, timeout=60)
         failed = [task for task in streams if task.done() and task.exception()]
         assert [str(task.exception()) for task in failed] == [
             "Replica 2 of the model has ended: its process was killed by SIGKILL."
@@ -165,6 +169,8 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
         await becomes(lambda: "Replica 0 has left." in caplog.text)
         engine.check_health()
         assert len((await collect(engine, [5], SHORT)).outputs[0].token_ids) == 5
+        busy.cancel()
+        await asyncio.wait([busy])
         os.kill(second, signal.SIGTERM)
         assert "all replicas have" in str(await asyncio.wait_for(engine.wait_dead(), 10))
         with pytest.raises(EngineDeadError):
@@ -183,7 +189,8 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny,
     async def run():
         before = replicas.process_ids
         os.kill(before[0], signal.SIGKILL)
-        await becomes(lambda: sorted(replicas._table.open) == [0, 1] and replicas.process_ids[0] != before[0], 30)
+        await becomes(lambda: len(replicas.process_ids) == 2 and replicas.process_ids[0] != before[0], 30)
+        await becomes(lambda: sorted(replicas._table.open) == [0, 1], 30)
         assert replicas.process_ids[1] == before[1]
         outputs = await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(4)])
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1

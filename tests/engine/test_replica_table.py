@@ -48,6 +48,17 @@ class World(RuleBasedStateMachine):
         if self.state.get(replica) == "open":
             self.state[replica] = "leaving"
 
+    @rule(replica=REPLICAS, num_blocks=st.integers(1, 100))
+    def one_that_was_out_of_reach_is_back(self, replica, num_blocks):
+        if self.state.get(replica) == "leaving":
+            self.table.reopen(replica, num_blocks)
+            self.state[replica] = "open"
+
+    @rule()
+    def the_coordinator_dies(self):
+        self.table.stop_reports()
+        assert all(load.waiting == 0 for load in self.router._loads)
+
     @rule(replica=REPLICAS)
     def a_replica_dies(self, replica):
         lost = self.table.remove(replica)
