@@ -516,8 +516,8 @@ def test_metrics_count_what_was_done(in_a_process):
         "itl": "minivllm:inter_token_latency_seconds_count{",
         "e2e": "minivllm:e2e_request_latency_seconds_count{",
         "hits": "minivllm:prefix_cache_hits_total{",
-        "length": 'minivllm:request_success_total{finished_reason="length"',
-        "abort": 'minivllm:request_success_total{finished_reason="abort"',
+        "length": 'minivllm:request_success_total{engine="0",finished_reason="length"',
+        "abort": 'minivllm:request_success_total{engine="0",finished_reason="abort"',
     }
     before = {key: read(name) for key, name in names.items()}
 

@@ -265,7 +265,7 @@ def test_a_dead_core_is_replaced_under_a_server_that_goes_on(smollm2_path):
         assert server.complete(max_tokens=5).status_code == 200
         cores.kill()
         wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
-        assert 'generation_tokens_total{model_name="scripted"} 5.0' in server.client.get("/metrics").text
+        assert 'generation_tokens_total{engine="0",model_name="scripted"} 5.0' in server.client.get("/metrics").text
         assert server.client.get("/v1/models").status_code == 200
         response = server.complete()
         error_of(response, 503)
@@ -274,7 +274,7 @@ def test_a_dead_core_is_replaced_under_a_server_that_goes_on(smollm2_path):
         wait_until(lambda: server.client.get("/health").status_code == 200)
         assert server.complete(max_tokens=1).status_code == 200
         counted = server.client.get("/metrics").text
-        assert 'generation_tokens_total{model_name="scripted"} 6.0' in counted, "it goes on counting"
+        assert 'generation_tokens_total{engine="0",model_name="scripted"} 6.0' in counted, "it goes on counting"
 
 
 def test_streams_of_a_core_that_died_fail_and_new_ones_are_served(smollm2_path):
