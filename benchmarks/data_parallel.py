@@ -91,13 +91,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     routing = [time_routing(name) for name in ROUTERS]
-    print(f"routing a request of 1,000 tokens among {NUM_REPLICAS} replicas\n")
-    headers = ("routing", "route", "finish")
-    print(format_table(headers, [(item["routing"], f"{item['route_us']} us", f"{item['finish_us']} us") for item in routing]))
+    rows = [(item["routing"], f"{item['route_us']} us", f"{item['finish_us']} us") for item in routing]
+    routes = format_table((f"a request of 1,000 tokens, {NUM_REPLICAS} replicas", "route", "finish"), rows)
     runs = [compare(arguments.model, way, arguments.rounds) for way in tqdm(arguments.ways, unit="way")]
     rows = [(run["way"], *run["tokens_per_second"].values(), run["ratio"]) for run in runs]
     table = format_table(("dtype", "one engine, tokens/s", "two replicas, tokens/s", "ratio"), rows)
-    report(f"{NUM_RUNNING} sequences in all", table, {"routing": routing, "runs": runs}, file=arguments.json)
+    report(f"{NUM_RUNNING} sequences in all", f"{table}\n\n{routes}", {"routing": routing, "runs": runs}, file=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """A server under misbehaving clients for minutes: does anything leak, hang or break?
 
     python benchmarks/soak.py --streams 64 --seconds 300 --json soak.json
+    python benchmarks/soak.py --streams 64 --seconds 600 --data-parallel-size 4 --api-server-count 2
 
 Starts `minivllm serve`. Clients stream one answer after another, and a third of them disconnect in mid-stream; others send malformed
 requests; now and then comes a burst of more requests than may wait. Afterwards blocks, tasks, file descriptors and memory must be as
-before; otherwise the exit status is 1.
+before. At last the first API server is killed while it serves, and all processes must end with it. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from server_process import HealthProbe, ServerProcess, start_server
 
 from minivllm.bench.openai_client import WORDS, read_events
@@ -44,6 +47,8 @@ MOST_WARM_UP_SECONDS, STILL_SECONDS, STILL_GROWTH, WARM_UP_REQUESTS = 120.0, 5, 
 """The load before the run ends when so many requests were completed, which touch every block, and for some seconds memory has grown by less
 than this share. A leak outlives it."""
 MOST_GROWTH = 0.05
+KILL_SECONDS = 10.0
+"""Of load at the end, in the middle of which the first API server is killed."""
 WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
 """Memory is compared between a window of the run after its warm-up and one at its end."""
 
@@ -233,6 +238,8 @@ async def load(
     seed: int,
     tally: Tally,
     is_enough: Callable[[dict[int, list[int]]], bool] = lambda memory: False,
+    *,
+    excess: int = MAX_NUM_SEQS + BURST_EXCESS,
 ) -> dict[int, list[int]]:
     """Run all clients for `seconds`, or until `is_enough` of the memory so far; then they receive the answers that have begun.
 
@@ -252,28 +259,29 @@ async def load(
 
         async def sample() -> None:
             nonlocal end
-            for process in server.processes():
-                memory.setdefault(process.pid, []).append(process.memory_info().rss)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was killed
+                for process in server.processes():
+                    memory.setdefault(process.pid, []).append(process.memory_info().rss)
             if is_enough(memory):
                 end = time.monotonic()
 
         await asyncio.gather(
             *(again(users.stream) for _ in range(streams)),
             again(users.send_bad_request, 0.1),
-            again(lambda: users.burst(MAX_NUM_SEQS + streams + BURST_EXCESS), BURST_EVERY),
+            again(lambda: users.burst(streams + excess), BURST_EVERY),
             again(sample, min(1.0, seconds / 60)),
         )
     return memory
 
 
-def warm_up(server: ServerProcess, streams: int, seed: int) -> None:
+def warm_up(server: ServerProcess, streams: int, seed: int, excess: int) -> None:
     """Run the load until its processes stop growing: kernels compiled and KV cache blocks touched for the first time are no leak."""
     tally = Tally()
 
     def is_warm(memory: dict[int, list[int]]) -> bool:
         return tally.counts["completed"] >= WARM_UP_REQUESTS and all(map(is_still, memory.values()))
 
-    asyncio.run(load(server, streams, MOST_WARM_UP_SECONDS, seed + 1, tally, is_warm))
+    asyncio.run(load(server, streams, MOST_WARM_UP_SECONDS, seed + 1, tally, is_warm, excess=excess))
 
 
 def is_still(samples: list[int]) -> bool:
@@ -298,7 +306,13 @@ class Check(NamedTuple):
 
 
 def judge(
-    tally: Tally, health: HealthProbe, before: Footprint, after: Footprint, memory: dict[int, list[int]], same_processes: bool
+    tally: Tally,
+    health: HealthProbe,
+    before: Footprint,
+    after: Footprint,
+    memory: dict[str, list[int]],
+    same_processes: bool,
+    survivors: int,
 ) -> list[Check]:
     """All checks."""
     counts = tally.counts
@@ -311,13 +325,14 @@ def judge(
         Check("left in mid-stream", str(counts["left"]), "some", counts["left"] > 0),
         Check("/health not true", f"{health.failures} of {len(health.seconds)}", "0", health.failures == 0),
         Check("processes afterwards", processes, "the same", same_processes),
+        Check("processes after SIGKILL of the first", str(survivors), "0", survivors == 0),
         Check("sequences left", str(after.sequences), "0", after.sequences == 0),
         Check("KV cache left in use", f"{after.cache_use:.1%}", "0", after.cache_use == 0),
     ]
     for name in ("tasks", "file descriptors"):
         is_, was = (getattr(footprint, name.replace(" ", "_")) for footprint in (after, before))
         checks.append(Check(name, f"{is_}, {was} before", "no more", is_ <= was))
-    for name, samples in zip(("API server", "engine"), memory.values(), strict=False):
+    for name, samples in memory.items():
         grown = growth(samples)
         value = f"{samples[-1] / 2**20:.0f} MiB, {grown:+.1%}"
         checks.append(Check(f"memory of the {name}", value, f"below +{MOST_GROWTH:.0%}", grown < MOST_GROWTH))
@@ -337,27 +352,61 @@ def format_checks(checks: list[Check], tally: Tally) -> str:
     return "\n".join([*lines, "", *tally.surprises] if tally.surprises else lines)
 
 
-def soak(streams: int, seconds: float, seed: int) -> tuple[list[Check], Tally, dict[int, list[int]]]:
+MODULES = {"api_server_proc": "API server", "dp_coordinator": "coordinator", "engine_core_proc": "engine"}
+"""What the processes of the server run, and what they are called here."""
+
+
+def name_processes(processes: list[psutil.Process]) -> list[str]:
+    """A name for each process of a server, numbered if there are several of a kind."""
+    commands = [" ".join(process.cmdline()) for process in processes]
+    kinds = [next((name for module, name in MODULES.items() if module in command), "API server") for command in commands]
+    numbers: Counter[str] = Counter()
+    names = []
+    for kind in kinds:
+        names.append(kind if kinds.count(kind) == 1 else f"{kind} {numbers[kind]}")
+        numbers[kind] += 1
+    return names
+
+
+async def kill_while_serving(server: ServerProcess, streams: int, seed: int) -> int:
+    """Kill the first API server under load. Returns how many of the server's processes are there after some seconds."""
+    processes = server.processes()
+    clients = asyncio.create_task(load(server, streams, KILL_SECONDS, seed, Tally()))
+    await asyncio.sleep(KILL_SECONDS / 2)
+    processes[0].kill()
+    _, survivors = await asyncio.to_thread(psutil.wait_procs, processes[1:], SETTLE_SECONDS)
+    for survivor in survivors:
+        survivor.kill()
+    await clients
+    return len(survivors)
+
+
+def soak(
+    streams: int, seconds: float, seed: int, num_replicas: int, num_api_servers: int
+) -> tuple[list[Check], Tally, dict[str, list[int]]]:
     """Run the server and its clients. Returns the checks, what the clients saw, and the memory of each process over time."""
     with tempfile.TemporaryDirectory() as folder:
         task_file = Path(folder) / "tasks"
         options = [
             MODEL, "--max-num-seqs", str(MAX_NUM_SEQS), "--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "512",
-            "--max-waiting", str(streams),
+            "--max-waiting", str(streams), "--data-parallel-size", str(num_replicas), "--api-server-count", str(num_api_servers),
         ]  # fmt: skip
+        excess = MAX_NUM_SEQS * num_replicas + BURST_EXCESS
         tally = Tally()
         with start_server(*options, program=("-c", SERVER.format(file=str(task_file)))) as server:
-            warm_up(server, streams, seed)
+            warm_up(server, streams, seed, excess)
             time.sleep(2)
             before = measure_footprint(server, task_file)
-            pids = [process.pid for process in server.processes()]
+            pids, names = [process.pid for process in server.processes()], name_processes(server.processes())
             with HealthProbe(server.port, 0.25) as health:
-                memory = asyncio.run(load(server, streams, seconds, seed, tally))
+                memory = asyncio.run(load(server, streams, seconds, seed, tally, excess=excess))
             deadline = time.monotonic() + SETTLE_SECONDS
             while not (after := measure_footprint(server, task_file)).is_within(before) and time.monotonic() < deadline:
                 time.sleep(0.5)
             same_processes = pids == [process.pid for process in server.processes()]
-        return judge(tally, health, before, after, memory, same_processes), tally, memory
+            survivors = asyncio.run(kill_while_serving(server, streams, seed))
+        by_name = {name: memory[pid] for name, pid in zip(names, pids, strict=True)}
+        return judge(tally, health, before, after, by_name, same_processes, survivors), tally, by_name
 
 
 def main() -> int:
@@ -366,16 +415,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of what the users do (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas (default: %(default)s)")
+    parser.add_argument("--api-server-count", type=int, default=1, help="(default: %(default)s)")
     arguments = parser.parse_args()
     check_writable(arguments.json)
-    checks, tally, memory = soak(arguments.streams, arguments.seconds, arguments.seed)
+    counts = arguments.data_parallel_size, arguments.api_server_count
+    checks, tally, memory = soak(arguments.streams, arguments.seconds, arguments.seed, *counts)
     what = f"{MODEL} behind `minivllm serve`, {arguments.streams} streams for {arguments.seconds:g} s"
+    if counts != (1, 1):
+        what += f", replicas: {counts[0]}, API servers: {counts[1]}"
     content = {
         "model": MODEL,
         "checks": [check._asdict() for check in checks],
         "counts": tally.counts,
         "surprises": tally.surprises,
-        "memory": dict(zip(("api_server", "engine"), memory.values(), strict=False)),
+        "memory": memory,
     }
     report(what, format_checks(checks, tally), content, file=arguments.json)
     return 0 if all(good for *_, good in checks) else 1

@@ -43,7 +43,7 @@ class RequestMetrics:
 
     def copy(self) -> RequestMetrics:
         """The same values, which do not change any more."""
-        return RequestMetrics(**vars(self))  # three times as fast as dataclasses.replace
+        return RequestMetrics(**vars(self))  # twice as fast as dataclasses.replace
 
 
 @dataclass

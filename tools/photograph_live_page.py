@@ -1,12 +1,14 @@
 """Takes the documentation's picture of the live page, docs/live_page.png, after a busy minute of a real server.
 
-    python tools/photograph_live_page.py        # needs playwright and Chromium; about two minutes
+    python tools/photograph_live_page.py                           # needs playwright and Chromium; about two minutes
+    python tools/photograph_live_page.py --data-parallel-size 4    # docs/live_replicas.png
 
 Conversations that begin alike arrive in waves: some ask for several answers, so they share blocks, and at the crest more arrive than may run.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import random
@@ -65,7 +67,7 @@ async def load(url: str) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def photograph(url: str) -> None:
+async def photograph(url: str, picture: Path) -> None:
     """Watch the page for the whole minute, with one prompt of its own, and take its picture."""
     path = next(filter(None, map(shutil.which, CHROMIUM)), None)
     async with async_playwright() as playwright:
@@ -76,11 +78,11 @@ async def photograph(url: str) -> None:
         await page.wait_for_timeout((SECONDS - 8) * 1000)
         await page.get_by_role("textbox", name="Prompt").fill("Tell me a short story about a lighthouse keeper.")
         await page.get_by_role("button", name="Send", exact=True).click()
-        for _ in range(300):  # until somebody waits; the page's security policy forbids playwright's wait_for_function
+        for _ in range(100):  # until somebody waits; the page's security policy forbids playwright's wait_for_function
             if int(await page.locator("#waiting-count").inner_text() or 0) > 0:
                 break
             await page.wait_for_timeout(100)
-        await page.screenshot(path=ROOT / "docs" / "live_page.png")
+        await page.screenshot(path=picture)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
         await browser.close()
@@ -88,8 +90,12 @@ async def photograph(url: str) -> None:
 
 def main() -> int:
     """Start a server, load it, and take the picture."""
-    with start_server(*OPTIONS, "--enable-prefix-caching") as server:
-        asyncio.run(photograph(server.base_url))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-parallel-size", type=int, default=1, help="replicas (default: %(default)s)")
+    size = parser.parse_args().data_parallel_size
+    picture = ROOT / "docs" / ("live_page.png" if size == 1 else "live_replicas.png")
+    with start_server(*OPTIONS, "--enable-prefix-caching", "--data-parallel-size", str(size)) as server:
+        asyncio.run(photograph(server.base_url, picture))
     return 0
 
 

@@ -63,11 +63,15 @@ class LatencyHistogram:
         self._counts: Counter[int] = Counter()
         """By bin: bin i ends at 1.01 to the power of i seconds."""
         self._sum = 0.0
+        self._latest = (math.nan, 0)
+        """A time and its bin: the sequences of a batch have the same one after the other."""
 
     def add(self, seconds: float) -> None:
         """Count a time."""
         self._sum += seconds
-        self._counts[math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E)] += 1
+        if seconds != self._latest[0]:
+            self._latest = seconds, math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E)
+        self._counts[self._latest[1]] += 1
 
     def distribution(self) -> Distribution:
         """The distribution of what was counted."""

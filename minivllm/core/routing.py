@@ -1,8 +1,10 @@
-"""Which replica of the model gets a request. No sockets here, so that the server and the simulator decide alike.
+"""Which replica of the model gets a request.
 
-RoundRobinRouter    one after the other
-LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
-PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
+    RoundRobinRouter    one after the other
+    LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
+    PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
+
+No sockets here, so that the server and the simulator decide alike.
 """
 
 from __future__ import annotations

@@ -249,7 +249,8 @@ class Scheduler:
             self.block_manager.cache_full_blocks(seq)
             if not result.token_ids:  # a chunk in the middle of a prompt
                 continue
-            for sibling, token_id in zip([seq, *self._fork_siblings(seq)], result.token_ids, strict=True):
+            siblings = [seq, *self._fork_siblings(seq)] if seq.num_unforked_siblings else [seq]
+            for sibling, token_id in zip(siblings, result.token_ids, strict=True):
                 self._append_token(sibling, token_id)
                 advanced.append((sibling, i))
         if any(seq.finished for seq, _ in advanced):

@@ -23,12 +23,14 @@ from minivllm.engine.core_client import AsyncMPClient, dead_error
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.dp_client import DPLBAsyncMPClient, replica_error
+from minivllm.engine.dp_client import DPLBAsyncMPClient
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.replica_launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
+from minivllm.engine.replicas import replica_error
 from minivllm.engine.request_stream import RequestStream
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
@@ -90,7 +92,10 @@ class AsyncLLMEngine:
         self.num_gpu_blocks, self.num_engines = client.num_gpu_blocks, client.num_engines
         self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
-        self.metrics = Metrics(model_config.name, client.num_engines)
+        self.metrics = Metrics(model_config.name, client.num_engines, is_shared=client.client_count > 1)
+        if client.client_index == 0:
+            for engine_index in range(client.num_engines):
+                self.metrics.set_stats(engine_index, SchedulerStats())  # shared gauges are shown once they are set
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
@@ -108,7 +113,13 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, args: EngineArgs, *, in_process: bool = False, num_threads: int | None = None, restart: bool = False
+        cls,
+        args: EngineArgs,
+        *,
+        in_process: bool = False,
+        num_threads: int | None = None,
+        restart: bool = False,
+        others: OtherFrontends | None = None,
     ) -> AsyncLLMEngine:
         """Start an engine and wait until it is ready. That takes seconds, so call it by `asyncio.to_thread` in a coroutine.
 
@@ -117,6 +128,7 @@ class AsyncLLMEngine:
             in_process: Run the core in a thread of this process, not in a process of its own.
             num_threads: Threads that the core's own process computes with; one for each processor if None.
             restart: Start another core when one dies. Requests that were running fail; the engine goes on.
+            others: Further frontends, in processes of their own, that use the same cores and `join`.
 
         Raises:
             ModelLoadError: The model cannot be found or used.
@@ -136,14 +148,31 @@ class AsyncLLMEngine:
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
         client: AsyncMPClient | DPLBAsyncMPClient
-        if args.parallel_config().has_replicas:
+        if args.parallel_config().has_replicas or others is not None:
             if num_threads is not None:
                 raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
-            client = DPLBAsyncMPClient(config, restart=restart)
+            launcher = ReplicaLauncher(config, restart, others)
+            client = DPLBAsyncMPClient(config, launcher.place, launcher)
         else:
             client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
         configs = (config.model_config, config.cache_config, config.scheduler_config)
         return cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
+
+    @classmethod
+    def join(cls, config: EngineConfig, place: FrontendPlace, seed: int) -> AsyncLLMEngine:
+        """One of the `others` of `from_engine_args`, in its process. Waits until the cores are ready.
+
+        Args:
+            config, place: As they were given to the others' `start`.
+            seed: Requests without a seed draw theirs from a stream that starts here, another for each frontend.
+
+        Raises:
+            ModelLoadError, ConfigError, EngineDeadError: A core cannot be started.
+        """
+        tokenizer = config.load_tokenizer()
+        client = DPLBAsyncMPClient(config, place)
+        configs = (config.model_config, config.cache_config, config.scheduler_config)
+        return cls(client, *configs, tokenizer, seed=seed + (place.client_index << 64))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
@@ -241,7 +270,7 @@ class AsyncLLMEngine:
         stream = RequestStream(self.output_processor.add_request(prompt))
         self._streams[request.request_id] = stream
         try:
-            self._client.add_request(stream.state.request)
+            stream.state.engine_index = self._client.add_request(stream.state.request)
             while True:
                 output = await stream.get()
                 yield output
@@ -274,11 +303,18 @@ class AsyncLLMEngine:
     # -- observation and health ----------------------------------------------------------------------------------
 
     async def steps(self) -> AsyncGenerator[StepRecord, None]:
-        """The steps of the core from now on. A slow reader misses some.
+        """The steps of the core from now on; of the first replica, if there are several. A slow reader misses some.
 
         Raises:
             EngineDeadError: The engine has failed, before or meanwhile.
         """
+        async with contextlib.aclosing(self.steps_of_all()) as steps:
+            async for engine_index, record in steps:
+                if engine_index == 0:
+                    yield record
+
+    async def steps_of_all(self) -> AsyncGenerator[tuple[int, StepRecord], None]:
+        """As `steps`, of all replicas, each step with the rank of its replica."""
         self.check_health()
         self._bind_to_loop()
         watcher = _StepQueue()
@@ -309,6 +345,11 @@ class AsyncLLMEngine:
     def replica_states(self) -> dict[int, str]:
         """Of each replica, by rank: "ready", "leaving" (it finishes what it has), or "gone"."""
         return self._client.replica_states
+
+    @property
+    def replica_blocks(self) -> dict[int, int]:
+        """Blocks of the KV cache of each replica that is or was there, by rank."""
+        return self._client.replica_blocks
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""
@@ -390,9 +431,9 @@ class AsyncLLMEngine:
             stream.notify()
             if state.finished:
                 del self._streams[state.request.request_id]
-        if outputs.record is not None and outputs.engine_index == 0:  # those of several replicas do not make one run
+        if outputs.record is not None:
             for watcher in self._watchers:
-                watcher.put(outputs.record)
+                watcher.put(outputs.engine_index, outputs.record)
 
     def _lose_replica(self, engine_index: int, request_ids: list[str], error: EngineDeadError) -> None:
         """One of several replicas is gone: tell those whose requests were there."""
@@ -415,6 +456,8 @@ class AsyncLLMEngine:
         for stream in streams.values():
             self._fail_stream(stream, error)
         watchers, self._watchers = self._watchers, set()
+        if watchers:
+            self._client.send(SetTracing(False))  # to one that is started again, too
         for watcher in watchers:
             watcher.fail(error)
         if not failure.restarting:
@@ -426,19 +469,20 @@ class AsyncLLMEngine:
     def _set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self.stats_by_engine[engine_index] = stats
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
-        self.metrics.set_stats(engine_index, stats)
+        if self._client.client_index == 0:  # one frontend is enough to tell of the cores
+            self.metrics.set_stats(engine_index, stats)
 
 
 class _StepQueue:
     """Steps for one reader."""
 
     def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=_MAX_KEPT_STEPS)
+        self.records: deque[tuple[int, StepRecord]] = deque(maxlen=_MAX_KEPT_STEPS)
         self.failure: EngineDeadError | None = None
         self.news = asyncio.Event()
 
-    def put(self, record: StepRecord) -> None:
-        self.records.append(record)
+    def put(self, engine_index: int, record: StepRecord) -> None:
+        self.records.append((engine_index, record))
         self.news.set()
 
     def fail(self, error: EngineDeadError) -> None:

@@ -47,14 +47,16 @@ class EngineCoreClient(ABC):
     Attributes:
         num_gpu_blocks: Blocks of the core's KV cache on the device.
         num_engines: How many replicas there are.
+        client_index, client_count: Which of the frontends that use them this is, and how many there are.
     """
 
     num_gpu_blocks: int
     num_engines: int = 1
+    client_index, client_count = 0, 1
 
     @abstractmethod
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request."""
+    def add_request(self, request: EngineCoreRequest) -> int:
+        """Queue a request. Returns the rank of the replica where it is; 0 if there is only one core."""
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -80,8 +82,9 @@ class InprocClient(EngineCoreClient):
         self.core = core
         self.num_gpu_blocks = core.num_gpu_blocks
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> int:
         self.core.add_request(request)
+        return 0
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)
@@ -104,8 +107,9 @@ class MPClient(EngineCoreClient):
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> int:
         self.send(AddRequest(request))
+        return 0
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.send(AbortRequests(request_ids))
@@ -175,6 +179,11 @@ class AsyncMPClient(MPClient):
     def replica_states(self) -> dict[int, str]:
         """The one core, which is ready."""
         return {0: "ready"}
+
+    @property
+    def replica_blocks(self) -> dict[int, int]:
+        """Blocks of the one core."""
+        return {0: self._supervisor.core.ready.num_gpu_blocks}
 
     def send(self, message: ToCore) -> None:
         self._supervisor.core.send(message)

@@ -147,7 +147,10 @@ class CoreProcess:
         self._end = weakref.finalize(self, _end_core, self._process, self._shut_down, folder)
         """Also called when this object is garbage, or Python exits."""
         log_level = logging.getLogger().getEffectiveLevel()
-        setup = CoreSetup(packed, heartbeats, folder, input_address, output_address, sys.path, log_level)
+        setup = CoreSetup(
+            config=packed, heartbeats=heartbeats, socket_folder=folder, input_address=input_address, output_address=output_address,
+            sys_path=sys.path, log_level=log_level,
+        )  # fmt: skip
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")

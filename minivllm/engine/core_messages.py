@@ -81,9 +81,10 @@ class StopSequences(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Whether each `EngineCoreOutputs` is to carry its `StepRecord`."""
+    """Whether each `EngineCoreOutputs` to this API server is to carry its `StepRecord`."""
 
     on: bool
+    client_index: int = 0
 
 
 class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):

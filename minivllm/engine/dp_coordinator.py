@@ -29,6 +29,7 @@ from minivllm.engine.dp_messages import (
     Loads,
     NodeWelcome,
     Refused,
+    ReplicaDied,
     decode_report,
     decode_to_handshake,
     encode,
@@ -116,7 +117,9 @@ class DPCoordinatorProc:
                 except (msgspec.ValidationError, msgspec.DecodeError) as error:
                     logger.error("Dropped a report that cannot be decoded: %s", error)
                     continue
-                if report.load is None:
+                if isinstance(report, ReplicaDied):
+                    self._publish.send(encode(report))
+                if isinstance(report, ReplicaDied) or report.load is None:
                     self._publisher.forget(report.engine_index)
                     self._last_report.pop(report.engine_index, None)
                 elif 0 <= report.engine_index < self._setup.size and 0 <= report.load.kv_cache_usage <= 1:
@@ -175,7 +178,7 @@ def main() -> int:
     if not line:
         return 1
     setup = msgspec.json.decode(line, type=CoordinatorSetup)
-    threading.Thread(target=exit_with_the_frontend, args=("",), daemon=True).start()
+    threading.Thread(target=exit_with_the_frontend, daemon=True).start()
     try:
         coordinator = DPCoordinatorProc(setup)
     except zmq.ZMQError as error:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 
-import msgspec
 import zmq
 
 from minivllm.core.routing import ReplicaLoad
@@ -23,28 +21,21 @@ from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore
 from minivllm.engine.dp_messages import LoadReport, NodeWelcome
 from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, Leave, exit_with_the_frontend, read_line
+from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, Leave, ProcessSetup, run_core
 
 
-class ReplicaSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process is told at its start.
+class ReplicaSetup(ProcessSetup, kw_only=True):
+    """For a replica.
 
     Attributes:
-        config: Pickled.
         engine_index: Its rank.
         addresses: Where it connects to.
         key: For the sockets.
-        socket_folder: To be removed if the frontend has had no time to; "" if there is none.
-        sys_path, log_level: As in `CoreSetup`.
     """
 
-    config: bytes
     engine_index: int
     addresses: NodeWelcome
     key: KeyPair | None
-    socket_folder: str
-    sys_path: list[str]
-    log_level: int
 
 
 class DPEngineCoreProc(EngineCoreProc):
@@ -70,7 +61,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self._start(setup.config, True, setup.log_level)
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
-        loop = EngineCoreLoop(core)
+        self._loop = loop = EngineCoreLoop(core)
         loop.num_clients = len(self._outputs)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.input_queue.put(Leave()))
         return loop
@@ -81,15 +72,15 @@ class DPEngineCoreProc(EngineCoreProc):
         return data
 
     def _send(self, message: FromCore) -> None:
-        """Outputs go to the API servers that wait for them, anything else to all."""
+        """Outputs go to the API servers that wait for them, records of steps to those that watch, anything else to all."""
         message.engine_index = self._engine_index
         if isinstance(message, EngineCoreOutputs):
             self._report(message.stats.load)
-            outputs = message.outputs
+            outputs, record, watchers = message.outputs, message.record, self._loop.watchers
             for client, socket in enumerate(self._outputs):
                 message.outputs = [output for output in outputs if output.client_index == client]
-                if message.outputs or client == 0:  # the first keeps account of the state of all replicas
-                    socket.send(core_messages.encode(message))
+                message.record = record if client in watchers else None
+                socket.send(core_messages.encode(message))
             return
         if isinstance(message, CoreReady | Heartbeat):
             self._report(self._reported or ReplicaLoad(), again=True)
@@ -117,16 +108,5 @@ def identity_of(engine_index: int) -> bytes:
     return engine_index.to_bytes(2, "little")
 
 
-def main() -> int:
-    """Read the setup from standard input and run."""
-    line = read_line()
-    if not line:
-        return 1
-    setup = msgspec.json.decode(line, type=ReplicaSetup)
-    sys.path[:] = setup.sys_path
-    threading.Thread(target=exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
-    return DPEngineCoreProc(setup).run()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_core(ReplicaSetup, DPEngineCoreProc))

@@ -2,7 +2,7 @@
 
 At the start, on the coordinator's handshake socket (DEALER to ROUTER):
 
-    API server   HelloFrontend  ─►  FrontendWelcome                       where loads are published
+    API server   HelloFrontend  ─►  FrontendWelcome, or Refused           where loads are published
     node         HelloNode      ─►  NodeWelcome, or Refused               where its replicas connect to
 
 From then on, replicas report (PUSH to PULL), and the coordinator publishes (XPUB to SUB). Mirrors the handshake of
@@ -56,7 +56,7 @@ class NodeWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Refused(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Why a node cannot take part."""
+    """Why a node or an API server cannot take part."""
 
     message: str
 
@@ -66,6 +66,13 @@ class LoadReport(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
     engine_index: int
     load: ReplicaLoad | None
+
+
+class ReplicaDied(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A replica's process has ended, in these words: said by who started it, and passed on to all API servers."""
+
+    engine_index: int
+    end: str
 
 
 class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -82,18 +89,19 @@ class CoordinatorLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     text: str
 
 
-Published = Loads | CoordinatorLog
+Report = LoadReport | ReplicaDied
+Published = Loads | ReplicaDied | CoordinatorLog
 ToHandshake = HelloFrontend | HelloNode
 FromHandshake = FrontendWelcome | NodeWelcome | Refused
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_HANDSHAKE: msgspec.msgpack.Decoder[ToHandshake] = msgspec.msgpack.Decoder(ToHandshake)
 _FROM_HANDSHAKE: msgspec.msgpack.Decoder[FromHandshake] = msgspec.msgpack.Decoder(FromHandshake)
-_REPORT: msgspec.msgpack.Decoder[LoadReport] = msgspec.msgpack.Decoder(LoadReport)
+_REPORT: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 _PUBLISHED: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
 
 
-def encode(message: ToHandshake | FromHandshake | LoadReport | Published) -> bytes:
+def encode(message: ToHandshake | FromHandshake | Report | Published) -> bytes:
     """A message as MessagePack."""
     return _ENCODER.encode(message)
 
@@ -108,8 +116,8 @@ def decode_from_handshake(data: bytes) -> FromHandshake:
     return _FROM_HANDSHAKE.decode(data)
 
 
-def decode_report(data: bytes) -> LoadReport:
-    """A replica's report."""
+def decode_report(data: bytes) -> Report:
+    """A report to the coordinator."""
     return _REPORT.decode(data)
 
 
@@ -135,7 +143,6 @@ def hash_config(config: EngineConfig) -> str:
     """
     model = config.model_config
     relevant = {
-        "version": __version__,
         "weights": _describe_weights(model.path),
         "architecture": model.architecture,
         "hf_config": model.hf_config,

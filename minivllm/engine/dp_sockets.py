@@ -108,13 +108,13 @@ class Sockets:
 
     def __init__(self, key: KeyPair | None = None) -> None:
         self.context = zmq.Context()
-        self._key = key
+        self.key = key
         self._authenticator: ThreadAuthenticator | None = None
 
     def bind(self, kind: int, address: str, **options: int) -> tuple[zmq.Socket[bytes], str]:
         """A socket that listens, and its address, in which port 0 has become a free one."""
         made = self.make(kind, **options)
-        if self._key is not None:
+        if self.key is not None:
             self._start_authenticator()
             made.setsockopt(zmq.CURVE_SERVER, 1)
             made.setsockopt(zmq.ZAP_DOMAIN, b"minivllm")
@@ -133,8 +133,8 @@ class Sockets:
 
     def connect_to(self, made: zmq.Socket[bytes], address: str) -> None:
         """Connect a socket of `make`."""
-        if self._key is not None:
-            made.setsockopt(zmq.CURVE_SERVERKEY, self._key.public.encode())
+        if self.key is not None:
+            made.setsockopt(zmq.CURVE_SERVERKEY, self.key.public.encode())
         _watch_over_tcp(made, address)
         made.connect(address)
 
@@ -150,9 +150,9 @@ class Sockets:
         made.setsockopt(zmq.IPV6, 1)
         made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * LOST_SECONDS / 2))
-        if self._key is not None:
-            made.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
-            made.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
+        if self.key is not None:
+            made.setsockopt(zmq.CURVE_PUBLICKEY, self.key.public.encode())
+            made.setsockopt(zmq.CURVE_SECRETKEY, self.key.secret.encode())
         for name, value in options.items():
             made.setsockopt(getattr(zmq, name), value)
         return made
@@ -160,12 +160,12 @@ class Sockets:
     def _start_authenticator(self) -> None:
         """Only who has our key may connect: who knows the public half alone may not."""
         if self._authenticator is None:
-            assert self._key is not None
+            assert self.key is not None
             quiet = logging.getLogger("zmq.auth")
             quiet.setLevel(logging.CRITICAL + 1)  # it logs in a thread of its own, and loggers here may use sockets
             self._authenticator = ThreadAuthenticator(self.context, log=quiet)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self._key))
+            self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self.key))
 
 
 def _watch_over_tcp(made: zmq.Socket[bytes], address: str) -> None:

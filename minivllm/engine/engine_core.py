@@ -249,9 +249,10 @@ class EngineCore:
             request = seq.request
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-            if request not in outputs:
-                outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
-            outputs[request].sequences.append(new)
+            output = outputs.get(request)
+            if output is None:
+                output = outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
+            output.sequences.append(new)
         for item, result in zip(scheduled.scheduled, results, strict=True):
             request = item.seq.request
             if not result.prompt_logprobs or (request.request_id not in self.scheduler.requests and request not in outputs):

@@ -18,7 +18,9 @@ import shutil
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -73,6 +75,7 @@ class EngineCoreLoop:
         input_queue: Messages to the core, from any thread.
         output_queue: Messages from the core; None after the last one.
         num_clients: API servers, each of which must say `Farewell` before the loop leaves.
+        watchers: Those that want to see each step's record.
     """
 
     num_clients = 1
@@ -82,6 +85,7 @@ class EngineCoreLoop:
         self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed | Leave] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
         self._num_failed_steps, self._is_leaving = 0, False
+        self.watchers: frozenset[int] = frozenset()
         self._farewells: set[int] = set()
         """API servers that send nothing more."""
         self._refused: list[EngineCoreOutput] = []
@@ -154,10 +158,14 @@ class EngineCoreLoop:
         elif isinstance(message, Farewell):
             self._farewells.add(message.client_index)
         elif isinstance(message, SetTracing):
-            if message.on:
-                self.core.start_trace()
-            else:
-                self.core.stop_trace()
+            self._set_tracing(message)
+
+    def _set_tracing(self, message: SetTracing) -> None:
+        if message.on and not self.watchers:
+            self.core.start_trace()
+        self.watchers = self.watchers | {message.client_index} if message.on else self.watchers - {message.client_index}
+        if not self.watchers:
+            self.core.stop_trace()
 
     def _step(self) -> None:
         message = self.core.step()
@@ -178,16 +186,31 @@ class EngineCoreLoop:
         self.output_queue.put(message)
 
 
-class CoreSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process is told at its start: the pickled configuration, the sockets, and where Python finds modules."""
+class ProcessSetup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the process of a core is told at its start.
+
+    Attributes:
+        config: Pickled.
+        socket_folder: To be removed if the frontend has had no time to; "" if there is none.
+        sys_path: Where Python finds modules.
+        log_level: As in `logging`.
+    """
 
     config: bytes
-    heartbeats: bool
     socket_folder: str
-    input_address: str
-    output_address: str
     sys_path: list[str]
     log_level: int
+
+
+class CoreSetup(ProcessSetup, kw_only=True):
+    """For a core with a frontend of its own."""
+
+    heartbeats: bool
+    input_address: str
+    output_address: str
+
+
+_Setup = TypeVar("_Setup", bound=ProcessSetup)
 
 
 class EngineCoreProc:
@@ -282,11 +305,12 @@ def _exit_at_once() -> None:
     os._exit(1)
 
 
-def exit_with_the_frontend(socket_folder: str) -> None:
+def exit_with_the_frontend(*folders: str) -> None:
     """Wait until standard input closes: only the frontend holds its other end. It may have had no time to clean up."""
     while os.read(0, 1024):
         pass
-    shutil.rmtree(socket_folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -301,16 +325,16 @@ def read_line() -> bytes:
     return line
 
 
-def main() -> int:
-    """Read the setup from standard input and run."""
+def run_core(setup_cls: type[_Setup], proc_cls: Callable[[_Setup], EngineCoreProc]) -> int:
+    """Read the setup from standard input and run. Returns the exit status."""
     line = read_line()
     if not line:
         return 1
-    setup = msgspec.json.decode(line, type=CoreSetup)
+    setup = msgspec.json.decode(line, type=setup_cls)
     sys.path[:] = setup.sys_path
     threading.Thread(target=exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
-    return EngineCoreProc(setup).run()
+    return proc_cls(setup).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_core(CoreSetup, EngineCoreProc))

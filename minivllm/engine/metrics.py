@@ -6,10 +6,12 @@ Names (with `minivllm:` for `vllm:`) and meanings are vLLM's: `vllm/v1/metrics/l
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.engine.output_processor import RequestState
@@ -21,6 +23,8 @@ _REQUEST_S = (
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
 _LABELS = ("model_name", "engine")
 
 _Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
@@ -49,15 +53,21 @@ class Metrics:
     Args:
         model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
         num_engines: How many replicas there are.
+        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, num_engines: int = 1) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, model_name: str, num_engines: int = 1, *, is_shared: bool = False) -> None:
+        self.registry = self._rendered = CollectorRegistry()
         """Of its own, so that two engines in one process do not share metrics."""
+        if is_shared:
+            self._rendered = CollectorRegistry()
+            MultiProcessCollector(self._rendered, os.environ[SHARED_METRICS])  # type: ignore[no-untyped-call]
 
         def make(metric: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
+            if metric is Gauge:
+                options["multiprocess_mode"] = "mostrecent"
             made = metric(f"minivllm:{name}", text, _LABELS, registry=self.registry, **options)
             for engine in range(num_engines):
                 made.labels(model_name, str(engine))  # is 0 from the beginning
@@ -99,7 +109,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics, in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._rendered)
 
     def set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """The state of an engine's scheduler has changed."""

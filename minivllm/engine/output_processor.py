@@ -97,7 +97,7 @@ class RequestState:
 
     Attributes:
         finished: Whether it gets no more tokens. The frontend can know that before the core does.
-        engine_index: The replica that it was last heard of from.
+        engine_index: The replica where it is.
     """
 
     def __init__(

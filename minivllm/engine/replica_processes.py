@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -14,13 +15,14 @@ from functools import partial
 
 import msgspec
 import torch
+import zmq
 
 from minivllm.engine.core_client import CoreSupervisor
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.dp_coordinator import CoordinatorSetup
 from minivllm.engine.dp_engine_core_proc import ReplicaSetup
-from minivllm.engine.dp_messages import NodeWelcome
-from minivllm.engine.dp_sockets import KeyPair
+from minivllm.engine.dp_messages import NodeWelcome, ReplicaDied, encode
+from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.executor.processes import describe_exit, start_python
 
@@ -30,7 +32,49 @@ LAST_WORDS_SECONDS = 0.1
 """What a process has sent before it ended has arrived after this time."""
 
 
-class ReplicaProcess:
+class ChildProcess:
+    """A process that ends with this one, at the latest.
+
+    Args:
+        module: What it runs.
+        num_threads: Threads that it computes with.
+        setup: What it reads at its start.
+        descriptors, gpus: As for `start_python`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        num_threads: int,
+        setup: msgspec.Struct,
+        descriptors: tuple[int, ...] = (),
+        gpus: str | None = None,
+    ) -> None:
+        self._process = start_python(module, num_threads, descriptors, gpus)
+        self._end = weakref.finalize(self, end_process, self._process)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def process_id(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def hang_up(self) -> None:
+        """Close its standard input: it exits."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def poll(self) -> str | None:
+        """How it ended, in words that follow its name; None while it runs."""
+        status = self._process.poll()
+        return None if status is None else describe_exit(status)
+
+
+class ReplicaProcess(ChildProcess):
     """A replica of the model in a process.
 
     Args:
@@ -39,6 +83,7 @@ class ReplicaProcess:
         addresses: Where it connects to.
         key: For the sockets.
         num_threads: Threads that it computes with.
+        gpus: As for `start_python`.
         socket_folder: As for `ReplicaSetup`.
     """
 
@@ -49,33 +94,26 @@ class ReplicaProcess:
         addresses: NodeWelcome,
         key: KeyPair | None,
         num_threads: int,
+        gpus: str | None = None,
         socket_folder: str = "",
     ) -> None:
-        self.engine_index = engine_index
-        self._process = start_python("minivllm.engine.dp_engine_core_proc", num_threads)
         log_level = logging.getLogger().getEffectiveLevel()
-        _write(self._process, ReplicaSetup(config, engine_index, addresses, key, socket_folder, sys.path, log_level))
-        self._end = weakref.finalize(self, end_process, self._process)
-
-    @property
-    def process_id(self) -> int:
-        """The process that computes, or computed."""
-        return self._process.pid
-
-    def poll(self) -> str | None:
-        """How it ended, in words that follow its name; None while it runs."""
-        status = self._process.poll()
-        return None if status is None else describe_exit(status)
+        setup = ReplicaSetup(
+            config=config, engine_index=engine_index, addresses=addresses, key=key, socket_folder=socket_folder, sys_path=sys.path,
+            log_level=log_level,
+        )  # fmt: skip
+        super().__init__("minivllm.engine.dp_engine_core_proc", num_threads, setup, gpus=gpus)
 
     def leave(self) -> None:
         """Let it finish what it has, and end."""
         self._process.terminate()
 
-    def shutdown(self) -> None:
-        """Wait a little until it has ended, as it was told to; then kill it."""
+    def shutdown(self, grace: float) -> None:
+        """Wait some seconds until it has ended, as it was told to; then kill it."""
         if self._end.alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
+                self._process.wait(grace)
+            self._process.kill()
             self._end()
 
     def kill(self) -> None:
@@ -84,7 +122,7 @@ class ReplicaProcess:
         self._end()
 
 
-class DPCoordinator:
+class DPCoordinator(ChildProcess):
     """The coordinator's process.
 
     Args:
@@ -92,19 +130,7 @@ class DPCoordinator:
     """
 
     def __init__(self, setup: CoordinatorSetup) -> None:
-        self._process = start_python("minivllm.engine.dp_coordinator", 1)
-        _write(self._process, setup)
-        self._end = weakref.finalize(self, end_process, self._process)
-
-    @property
-    def process_id(self) -> int:
-        """The process."""
-        return self._process.pid
-
-    def poll(self) -> str | None:
-        """As for `ReplicaProcess`."""
-        status = self._process.poll()
-        return None if status is None else describe_exit(status)
+        super().__init__("minivllm.engine.dp_coordinator", 1, setup)
 
     def shutdown(self) -> None:
         """End it."""
@@ -117,19 +143,28 @@ class LocalReplicas:
     Args:
         config: The engine's.
         addresses: Where they connect to.
-        key: For their sockets.
+        sockets: Of this process; theirs have the same key.
         restart: Start another when one dies.
         socket_folder: As for `ReplicaSetup`.
     """
 
     def __init__(
-        self, config: EngineConfig, addresses: NodeWelcome, key: KeyPair | None, *, restart: bool, socket_folder: str = ""
+        self, config: EngineConfig, addresses: NodeWelcome, sockets: Sockets, *, restart: bool, socket_folder: str = ""
     ) -> None:
+        self._reports = sockets.connect(zmq.PUSH, addresses.report_address)
         ranks = config.parallel_config.local_ranks
         num_threads = max(1, torch.get_num_threads() // max(1, len(ranks)))  # so that no two replicas need the same processor
         self._start = partial(
-            ReplicaProcess, config.to_bytes(), addresses=addresses, key=key, num_threads=num_threads, socket_folder=socket_folder
+            ReplicaProcess,
+            config.to_bytes(),
+            addresses=addresses,
+            key=sockets.key,
+            num_threads=num_threads,
+            socket_folder=socket_folder,
         )
+        self._gpus: dict[int, str] = {}
+        if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
+            self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
         self._restart = restart
         self._failed_starts = dict.fromkeys(ranks, 0)
         self.processes: dict[int, ReplicaProcess] = {}
@@ -138,7 +173,10 @@ class LocalReplicas:
         self._ready_since: dict[int, float] = {}
         self._is_shut_down = False
         for index in ranks:
-            self.processes[index] = self._start(index)
+            self._start_one(index)
+
+    def _start_one(self, index: int) -> None:
+        self.processes[index] = self._start(index, gpus=self._gpus.get(index))
 
     @property
     def process_ids(self) -> list[int]:
@@ -146,12 +184,17 @@ class LocalReplicas:
         return [process.process_id for _, process in sorted(self.processes.items())]
 
     def find_ended(self) -> tuple[int, str] | None:
-        """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten."""
+        """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten.
+
+        The coordinator is told, for frontends that do not see these processes.
+        """
         for index, process in self.processes.items():
             if end := process.poll():
                 since = self._ended_since.setdefault(index, time.monotonic())
                 if time.monotonic() - since >= LAST_WORDS_SECONDS:
                     self.remove(index)
+                    with contextlib.suppress(zmq.Again):  # the coordinator is gone
+                        self._reports.send(encode(ReplicaDied(index, f"its process {end}")), zmq.NOBLOCK)
                     return index, end
         return None
 
@@ -165,31 +208,43 @@ class LocalReplicas:
         if (process := self.processes.pop(index, None)) is not None:
             process.kill()
 
-    def start_another(self, index: int) -> bool:
-        """Start another in place of one that has died. False if that is not wanted, or has failed too often."""
+    def start_another(self, index: int) -> None:
+        """Start another in place of one that has died, if that is wanted, and has not failed too often."""
         if not self._restart or self._is_shut_down or index not in self._failed_starts:
-            return False
+            return
         if time.monotonic() - self._ready_since.pop(index, math.inf) > CoreSupervisor.SHORT_LIFE_SECONDS:
             self._failed_starts[index] = 0
         if self._failed_starts[index] == CoreSupervisor.MAX_FAILED_STARTS:
             logger.error("Replica %d has failed %d times in a row: giving up.", index, CoreSupervisor.MAX_FAILED_STARTS)
-            return False
+            return
         self._failed_starts[index] += 1
-        self.processes[index] = self._start(index)
-        return True
+        self._start_one(index)
 
     def shutdown(self, told: Collection[int]) -> None:
         """End all: those that have been told to end get a little time for it."""
         self._is_shut_down = True
+        end = time.monotonic() + GRACE_SECONDS
         for index, process in list(self.processes.items()):
             if index in told:
-                process.shutdown()
+                process.shutdown(max(0.0, end - time.monotonic()))
             else:
                 process.kill()  # it loads the model and reads nothing
 
 
-def _write(process: subprocess.Popen[bytes], setup: msgspec.Struct) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
-        process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        process.stdin.flush()
+def divide_gpus(ranks: range, tensor_parallel_size: int, visible: list[str]) -> dict[int, str]:
+    """Which GPUs each replica of this machine sees, as in CUDA_VISIBLE_DEVICES: as many as it has workers, and others than those before it.
+    If there are too few, replicas share them.
+
+    Args:
+        ranks: The replicas.
+        tensor_parallel_size: Workers of each.
+        visible: The GPUs that this process sees.
+    """
+    size = min(tensor_parallel_size, len(visible))
+    return {rank: ",".join(visible[(place * size + i) % len(visible)] for i in range(size)) for place, rank in enumerate(ranks)}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, by the names they have in CUDA_VISIBLE_DEVICES."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return names.split(",") if names else [str(index) for index in range(torch.cuda.device_count())]

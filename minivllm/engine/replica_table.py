@@ -92,6 +92,7 @@ class ReplicaTable:
 
     def update_loads(self, loads: dict[int, ReplicaLoad]) -> None:
         """The coordinator has published."""
+        self._router.has_reports = True
         for index in self._num_gpu_blocks.keys() & loads.keys():
             self._router.update(index, loads[index])
 

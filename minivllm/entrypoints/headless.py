@@ -62,7 +62,7 @@ def run_headless(args: EngineArgs, *, restart: bool) -> int:
             return 0
         names = ", ".join(map(str, parallel.local_ranks))
         print(f"minivllm: replicas {names} start, for the API server at {address}, until Ctrl-C.", file=sys.stderr, flush=True)
-        return _supervise(LocalReplicas(config, welcome, key, restart=restart), connection, stop)
+        return _supervise(LocalReplicas(config, welcome, sockets, restart=restart), connection, stop)
     finally:
         sockets.close()
 

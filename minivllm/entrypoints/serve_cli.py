@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +19,7 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
+    from minivllm.entrypoints.api_server_processes import ApiServerProcesses
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128
@@ -48,6 +52,7 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
         False,
         "serve no HTTP here: run --data-parallel-size-local replicas for the API server at --data-parallel-address",
     )
+    add_option(group, "--api-server-count", 1, "processes that serve HTTP, on the same port and for the same replicas")
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser, enable_chunked_prefill=True)
@@ -87,17 +92,27 @@ def limit_steps(args: EngineArgs) -> EngineArgs:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, with the engine in its own process."""
+    """Serve, with one API server or several."""
+    if arguments.api_server_count == 1:
+        return serve(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the folder would stay
+    with tempfile.TemporaryDirectory(prefix="minivllm-metrics-", ignore_cleanup_errors=True) as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
+        try:
+            return serve(arguments)
+        finally:
+            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+
+
+def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], AsyncLLMEngine] | None = None) -> int:
+    """Serve until Ctrl-C.
+
+    Args:
+        arguments: From the command line.
+        make_engine: Starts an engine of another kind.
+    """
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
-
-    scheduler = {"scheduler_cls": StaticBatchScheduler} if arguments.mode == "static" else {}
-    restart = arguments.restart_engine
-    return serve(arguments, lambda args: AsyncLLMEngine.from_engine_args(dataclasses.replace(args, **scheduler), restart=restart))
-
-
-def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], AsyncLLMEngine]) -> int:
-    """Serve an engine until Ctrl-C."""
     from minivllm.entrypoints.request_log import configure_logging
     from minivllm.entrypoints.server import run_server
     from minivllm.entrypoints.server_state import ServerSettings
@@ -105,19 +120,29 @@ def serve(arguments: argparse.Namespace, start_engine: Callable[[EngineArgs], As
     settings = ServerSettings(
         api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
         **{
-            name: getattr(arguments, name) for name in ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout")
+            name: getattr(arguments, name)
+            for name in ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count")
         },
     )
     args = EngineArgs(**engine_args(arguments))
     if arguments.mode == "static":  # as it was before there were chunks
-        args = dataclasses.replace(args, enable_chunked_prefill=False)
+        args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)
     if arguments.served_model is not None:
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
     if arguments.headless:
         from minivllm.entrypoints.headless import run_headless
 
+        if arguments.api_server_count != 1:
+            raise ConfigError("With --headless there is no API server here: leave out --api-server-count.")
         return run_headless(limit_steps(args), restart=arguments.restart_engine)
     if args.data_parallel_start_rank:
         raise ConfigError("The API server's machine has the replicas from 0 on: --data-parallel-start-rank is for --headless.")
-    return run_server(lambda: start_engine(limit_steps(args)), settings, host=arguments.host, port=arguments.port)
+
+    def start_engine(others: ApiServerProcesses | None) -> AsyncLLMEngine:
+        if make_engine is not None:
+            return make_engine(limit_steps(args))
+        return AsyncLLMEngine.from_engine_args(limit_steps(args), restart=arguments.restart_engine, others=others)
+
+    where = {"host": arguments.host, "port": arguments.port}
+    return run_server(start_engine, settings, **where, seed=args.seed, log_level=arguments.log_level)

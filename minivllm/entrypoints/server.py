@@ -24,6 +24,7 @@ import uvicorn
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.api_server import make_app
+from minivllm.entrypoints.api_server_processes import END_NOW, ApiServerProcesses
 from minivllm.entrypoints.connection import Connection
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
@@ -31,18 +32,29 @@ from minivllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MANY_FILES = 65_536
+_POLL_SECONDS = 0.2
+"""How long another API server may be gone before it is noticed."""
 _LEEWAY = 10.0
 """Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
 
 
-def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings, *, host: str, port: int) -> int:
+def run_server(
+    start_engine: Callable[[ApiServerProcesses | None], AsyncLLMEngine],
+    settings: ServerSettings,
+    *,
+    host: str,
+    port: int,
+    seed: int = 0,
+    log_level: str = "info",
+) -> int:
     """Serve until a signal, or until the engine is dead.
 
     Args:
-        start_engine: Starts the engine.
+        start_engine: Starts the engine, and the other API servers if there are any.
         settings: How to treat requests.
         host: Address to listen on.
         port: TCP port; 0 picks a free one.
+        seed, log_level: For the other API servers.
 
     Returns:
         The exit status: 0 after a signal, 1 after the engine's death.
@@ -51,7 +63,8 @@ def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSetti
         ConfigError: The port cannot be bound.
         ModelLoadError: The engine cannot be started.
     """
-    with bind(host, port) as listener:  # before loading the model: a port in use fails at once
+    listener, *more = bind(host, port, settings.api_server_count)  # before loading the model: a port in use fails at once
+    with listener:
         address = listener.getsockname()
         print(f"Loading the model; the server will listen on {url_of(address)}.", file=sys.stderr, flush=True)
         if not settings.api_keys and not ipaddress.ip_address(address[0]).is_loopback:
@@ -62,12 +75,17 @@ def run_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSetti
         raise_file_limit()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit_on_signal)  # until uvicorn installs its handlers: shut the engine down
-        engine = start_engine()
+        others = ApiServerProcesses(more, settings, seed, log_level) if more else None
         try:
-            server = ApiServer(ServerState(engine, settings), address)
-            server.run(sockets=[listener])
+            engine = start_engine(others)
+            try:
+                server = ApiServer(ServerState(engine, settings), address, others)
+                server.run(sockets=[listener])
+            finally:
+                engine.shutdown()
         finally:
-            engine.shutdown()
+            if others is not None:
+                others.shutdown()
     return server.exit_status
 
 
@@ -90,12 +108,16 @@ class ApiServer(uvicorn.Server):
     Args:
         state: What it serves, and how.
         address: That of the socket it will listen on.
+        others: Further API servers, which end with this one.
+        is_first: Whether it is the first of several API servers, or the only one: it prints the greeting, and counts signals.
     """
 
     LAST_WORDS_SECONDS = 1.0
     """Time between the engine's death and the server's exit, so that clients and /health can tell why."""
 
-    def __init__(self, state: ServerState, address: tuple) -> None:
+    def __init__(
+        self, state: ServerState, address: tuple, others: ApiServerProcesses | None = None, *, is_first: bool = True
+    ) -> None:
         config = uvicorn.Config(
             make_app(state),
             http=Connection,
@@ -113,15 +135,20 @@ class ApiServer(uvicorn.Server):
         self.url = url_of(address)
         self._state = state
         self._address = address
+        self._others, self._is_first = others, is_first
         self._num_signals = 0
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal as the module's docstring says."""
-        self._num_signals += 1
         self.should_exit = True
+        if not self._is_first:  # the first one counts, and tells by END_NOW
+            return
+        self._num_signals += 1
         if self._num_signals == 2:
             self._state.closing.end_now()
+            if self._others is not None:
+                self._others.end_now()
         elif self._num_signals > 2:
             os._exit(128 + sig)  # the engine process notices, and exits too
 
@@ -131,19 +158,30 @@ class ApiServer(uvicorn.Server):
         Raises:
             ConfigError: Another process took the port while the model was loading.
         """
+        for listener in sockets or ():  # so that the next server need not wait for closing connections
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             await super().startup(sockets)
         except OSError as error:
             raise ConfigError(_port_sentence(*self._address[:2], error)) from error
-        self._watch = asyncio.create_task(self._exit_with_engine())
-        print(greeting(self.url, self._state), file=sys.stderr, flush=True)
+        self._watches = [asyncio.create_task(self._exit_with_engine())]
+        if self._others is not None:
+            self._watches.append(asyncio.create_task(self._exit_with_others(self._others)))
+        if not self._is_first:
+            asyncio.get_running_loop().add_signal_handler(END_NOW, self._state.closing.end_now)
+        else:
+            print(greeting(self.url, self._state), file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for running requests, shut the engine down."""
+        """Stop listening, wait for running requests, here and in the other API servers, and shut the engine down."""
         self._state.closing.begin(self._state.settings.shutdown_timeout)
+        if self._others is not None:
+            self._others.finish()
         await super().shutdown(sockets)
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
+        if self._others is not None:
+            await asyncio.to_thread(self._others.wait, self._state.settings.shutdown_timeout + _LEEWAY)
         await asyncio.to_thread(self._state.engine.shutdown)
 
     async def _exit_with_engine(self) -> None:
@@ -151,13 +189,23 @@ class ApiServer(uvicorn.Server):
             await self._state.engine.wait_dead()
         except Exception:
             logger.exception("Watching the engine failed; the server shuts down.")
+        await self._exit_with_failure()
+
+    async def _exit_with_others(self, others: ApiServerProcesses) -> None:
+        while not (end := others.poll()):
+            await asyncio.sleep(_POLL_SECONDS)
+        if not self._state.closing.begun:
+            logger.error("An API server %s, so all of them shut down.", end)
+            await self._exit_with_failure()
+
+    async def _exit_with_failure(self) -> None:
         await asyncio.sleep(self.LAST_WORDS_SECONDS)
         self.exit_status = 1
         self.should_exit = True
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
+def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """Bound sockets that do not listen yet. The kernel divides connections evenly among several.
 
     Raises:
         ConfigError: The address or the port cannot be bound.
@@ -166,11 +214,41 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"port is {port}, but must be from 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener = _bind_one((family, kind, protocol), address, socket.SO_REUSEADDR)  # a port in use is an error here
+        if count == 1:
+            return [listener]
+        address = listener.getsockname()
+        listener.close()
+        return _bind_many((family, kind, protocol), address, count)
     except OSError as error:
         raise ConfigError(_port_sentence(host, port, error)) from error
+
+
+def _bind_many(kind: tuple[int, int, int], address: tuple, count: int) -> list[socket.socket]:
+    """Sockets that share a port."""
+    listeners: list[socket.socket] = []
+    try:
+        while len(listeners) < count:
+            try:  # without SO_REUSEADDR, so that `bind` of another server fails while this one loads its model
+                listeners.append(_bind_one(kind, address, socket.SO_REUSEPORT))
+            except OSError:  # connections of an earlier server are still closing
+                listeners.append(_bind_one(kind, address, socket.SO_REUSEPORT, socket.SO_REUSEADDR))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _bind_one(kind: tuple[int, int, int], address: tuple, *options: int) -> socket.socket:
+    listener = socket.socket(*kind)
+    try:
+        for option in options:
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
@@ -187,8 +265,10 @@ def url_of(address: tuple) -> str:
 def greeting(url: str, state: ServerState) -> str:
     """Printed when the server is ready."""
     key = ' -H "Authorization: Bearer KEY"' if state.settings.api_keys else ""
+    count = state.settings.api_server_count
+    servers = f", with {count} API servers" if count > 1 else ""
     return (
-        f"minivllm serves {state.engine.model_config.name} at {url} until Ctrl-C. Try it:\n"
+        f"minivllm serves {state.engine.model_config.name} at {url} until Ctrl-C{servers}. Try it:\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json'{key} "
         f"""-d '{{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}}'"""
     )

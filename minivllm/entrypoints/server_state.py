@@ -17,6 +17,8 @@ from minivllm.entrypoints.connection import LAST_WORD_SECONDS
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.errors import ConfigError
 
+MAX_API_SERVERS = 64
+"""Each is a process of about 330 MB."""
 _LEEWAY = 0.5
 """Seconds past LAST_WORD_SECONDS until requests that still run are cancelled."""
 
@@ -31,6 +33,7 @@ class ServerSettings:
         max_waiting: Sequences that may wait beyond those that run.
         request_timeout: Time limit per request in seconds, or None.
         shutdown_timeout: Grace period for running requests at shutdown, in seconds.
+        api_server_count: API servers, which divide the sequences in flight among them.
 
     Raises:
         ConfigError: A value is out of range.
@@ -41,6 +44,7 @@ class ServerSettings:
     max_waiting: int = 1024
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
+    api_server_count: int = 1
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
@@ -48,6 +52,8 @@ class ServerSettings:
                 raise ConfigError("An API key must be printable ASCII characters without a space, and at least one.")
         if self.max_request_bytes < 1:
             raise ConfigError(f"max_request_bytes is {self.max_request_bytes}, but must be at least 1.")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"api_server_count is {self.api_server_count}, but must be from 1 to {MAX_API_SERVERS}.")
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting}, but must be at least 0.")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
@@ -60,12 +66,11 @@ class Admission:
     """Limits the sequences in flight, counted from before tokenization.
 
     Args:
-        max_running: Sequences that the engine runs at once.
-        max_waiting: Sequences that may wait beyond them.
+        capacity: How many there may be.
     """
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
-        self.capacity = max_running + max_waiting
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.num_sequences = 0
 
     @contextlib.contextmanager
@@ -154,4 +159,4 @@ class ServerState:
 
     def __post_init__(self) -> None:
         max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
-        self.admission = Admission(max_running, self.settings.max_waiting)
+        self.admission = Admission(math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count))

@@ -93,6 +93,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     for name in ("figure", "ttft_goal", "tpot_goal", "e2e_goal"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} compares routers: give --replicas too.")
+    if arguments.routing != list(ROUTERS):
+        raise ConfigError("--routing is for replicas: give --replicas too.")
     num_requests, _ = _make_requests(arguments)
     if arguments.save_trace and num_requests > MOST_TRACED:
         raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
@@ -155,7 +157,11 @@ def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> int
     for path in (arguments.figure, arguments.json):
         check_writable(path)
     goals = Goals(ttft=arguments.ttft_goal, tpot=arguments.tpot_goal, e2e=arguments.e2e_goal)
+    if len(arguments.scheduler) > 1 and arguments.scheduler != list(SCHEDULERS):
+        raise ConfigError("With --replicas, routers are compared under one --scheduler: name one.")
     scheduler = "continuous" if len(arguments.scheduler) > 1 else arguments.scheduler[0]
+    if arguments.routing == ["prefix-aware"] and not arguments.enable_prefix_caching:
+        print("Without --enable-prefix-caching, prefix-aware finds nothing in a cache.", file=sys.stderr)
     results = []
     for routing in dict.fromkeys(arguments.routing):
         num_requests, requests = _make_requests(arguments)

@@ -15,19 +15,24 @@ from minivllm.config import ModelConfig, WorkerConfig
 from minivllm.errors import ConfigError
 
 
-def start_python(module: str, num_threads: int | None = None, descriptors: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+def start_python(
+    module: str, num_threads: int | None = None, descriptors: tuple[int, ...] = (), gpus: str | None = None
+) -> subprocess.Popen[bytes]:
     """Run a module as a process, which finds modules where this one does, and whose standard input is a pipe from here.
 
     Args:
         module: Its name.
         num_threads: Threads that it computes with; one for each processor if None.
         descriptors: Files that it inherits, under the same numbers.
+        gpus: Those that it sees, as in CUDA_VISIBLE_DEVICES; all that this process sees if None.
     """
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         environment["GOMP_SPINCOUNT"] = "10000"  # torch's threads, too, soon give way to a busy process beside them
     if num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     return subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,

@@ -134,6 +134,8 @@ def test_the_command_compares_routers_and_draws_them(tmp_path, capsys):
     ("options", "words"),
     [
         ("--figure x.png", "--figure compares routers: give --replicas too."),
+        ("--routing round-robin", "--routing is for replicas: give --replicas too."),
+        ("--replicas 2 --scheduler continuous static", "under one --scheduler: name one."),
         ("--rate-factor 2", "--rate-factor is for a --trace"),
         ("--replicas 2 --save-trace x.json", "are for one engine"),
         ("--replicas 0", "num_replicas is 0"),

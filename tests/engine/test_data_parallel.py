@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import EngineCoreOutputs, Heartbeat, SchedulerStats
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
@@ -140,6 +141,35 @@ def test_who_gives_up_frees_the_replica_that_computes_for_them(engine):
     asyncio.run(run())
 
 
+def test_a_replica_that_seemed_out_of_reach_takes_requests_again_though_it_is_never_idle(engine):
+    replicas = engine._client.replicas
+
+    async def run():
+        async with aclosing(engine.generate([5] * 4, LONG)) as first, aclosing(engine.generate([6] * 4, LONG)) as second:
+            await anext(first), await anext(second)
+            with replicas._lock:
+                replicas._table.let_leave(0)
+                replicas._table.let_leave(1)
+            start = time.monotonic()
+            while set(engine.replica_states.values()) != {"ready"}:
+                await anext(first), await anext(second)
+                assert time.monotonic() - start < 0.9, "sooner than the next heartbeat"
+            assert in_flight(engine) == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog):
+    replicas = engine._client.replicas
+    with replicas._lock:  # the thread of messages waits at the next one
+        replicas._last_heard = dict.fromkeys(replicas._last_heard, time.monotonic() - 60)
+        replicas._latest_round = time.monotonic() - 60
+    time.sleep(0.5)
+    assert set(engine.replica_states.values()) == {"ready"}
+    engine.check_health()
+    assert "othing heard" not in caplog.text
+
+
 @pytest.mark.slow
 def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_own(tiny, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3))
@@ -158,6 +188,11 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
         os.kill(third, signal.SIGKILL)
         await asyncio.wait([streams[2]], timeout=30)
         assert streams[2].done()
+        late = EngineCoreOutputs([], 0.0, SchedulerStats(num_running=3), engine_index=2)
+        for message in (late, Heartbeat(2)):  # what it had sent, and was not read yet
+            assert engine._client.replicas._take(message)
+        await asyncio.sleep(0.05)
+        assert engine.replica_states[2] == "gone" and engine.stats_by_engine[2].num_running == 0
         await asyncio.wait(streams, timeout=60)
         failed = [task for task in streams if task.done() and task.exception()]
         assert [str(task.exception()) for task in failed] == [
@@ -172,7 +207,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
         busy.cancel()
         await asyncio.wait([busy])
         os.kill(second, signal.SIGTERM)
-        assert "all replicas have" in str(await asyncio.wait_for(engine.wait_dead(), 10))
+        assert "no replica of the model is left" in str(await asyncio.wait_for(engine.wait_dead(), 10))
         with pytest.raises(EngineDeadError):
             await collect(engine, [5], SHORT)
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minivllm import SamplingParams
 from minivllm.core.routing import ROUTERS, LoadPublisher, ReplicaLoad, make_router
 from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, StoppedSequence
+from minivllm.engine.replica_processes import divide_gpus
 from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import EngineDeadError
 from minivllm.outputs import RequestMetrics
@@ -165,3 +166,16 @@ def test_loads_are_published_soon_after_a_change_and_now_and_then_without():
     assert publisher.publish(3.1) == {0: ReplicaLoad(), 1: ReplicaLoad()}
     publisher.forget(0)
     assert publisher.publish(8.1) == {1: ReplicaLoad()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "gpus", "seen"),
+    [
+        (range(4), 1, "0123", ["0", "1", "2", "3"]),
+        (range(2, 4), 2, "4567", ["4,5", "6,7"]),
+        (range(3), 2, "012", ["0,1", "2,0", "1,2"]),
+        (range(2), 4, "01", ["0,1", "0,1"]),
+    ],
+)
+def test_replicas_of_a_machine_take_different_gpus_as_far_as_there_are_enough(ranks, workers, gpus, seen):
+    assert divide_gpus(ranks, workers, list(gpus)) == dict(zip(ranks, seen, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import re
@@ -15,10 +16,11 @@ from watched_engine import MODEL, make_engine
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.engine.core_messages import SchedulerStats
-from minivllm.engine.trace import StepRecord
+from minivllm.engine.trace import SequenceStep, StepRecord
 from minivllm.entrypoints.dashboard import _FILES, HEADERS, add_dashboard
 from minivllm.entrypoints.dashboard import live as live_module
 from minivllm.entrypoints.dashboard.live import live_events
+from minivllm.entrypoints.dashboard.replica_view import ReplicaView
 from minivllm.errors import EngineDeadError
 from minivllm.sampling_params import SamplingParams
 
@@ -39,19 +41,20 @@ class ScriptedEngine:
         self.scheduler_config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
         self.cache_config = CacheConfig(block_size=16)
         self.num_gpu_blocks = 20
-        self.stats = SchedulerStats(num_gpu_blocks=20)
+        self.num_engines, self.replica_blocks = 1, {0: 20}
+        self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=20)}
         self.num_unfinished = 0
         self.script = asyncio.Queue()
         self.num_watchers = 0
 
-    async def steps(self):
+    async def steps_of_all(self):
         self.num_watchers += 1
         try:
             while True:
                 item = await self.script.get()
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                yield item if isinstance(item, tuple) else (0, item)
         finally:
             self.num_watchers -= 1
 
@@ -154,7 +157,7 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
     async def main():
         engine = ScriptedEngine()
         engine.num_unfinished = 3
-        engine.stats = SchedulerStats(num_running=3, num_gpu_blocks=20)
+        engine.stats_by_engine[0] = SchedulerStats(num_running=3, num_gpu_blocks=20)
         async with aclosing(live_events(engine)) as events:
             await anext(events)
             busy = parse(await anext(events))
@@ -164,6 +167,64 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
     busy, idle = asyncio.run(main())
     assert (busy[0], busy[1]["num_running"]) == ("busy", 3)
     assert idle[0] == "idle"
+
+
+class ReplicatedEngine(ScriptedEngine):
+    """As `ScriptedEngine`, with two replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_engines, self.replica_blocks = 2, {0: 20, 1: 30}
+        self.stats_by_engine[1] = SchedulerStats(num_gpu_blocks=20)
+        self.replica_states = {0: "ready", 1: "ready"}
+
+
+def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch):
+    monkeypatch.setattr(live_module, "SILENT_AFTER", 0.01)
+
+    async def main():
+        engine = ReplicatedEngine()
+        told = []
+        async with aclosing(live_events(engine, replica=1)) as events:
+            engine.script.put_nowait((0, make_step(5)))
+            engine.script.put_nowait((1, make_step(7)))
+            engine.stats_by_engine[0] = SchedulerStats(num_running=4, num_used_blocks=3, num_gpu_blocks=20)
+            async for event in events:
+                told.append(parse(event))
+                if told[-1][0] == "idle":
+                    engine.replica_states = {0: "gone", 1: "leaving"}
+                if told[-1][0] == "replicas" and told[-1][1]["replicas"][0]["state"] == "gone":
+                    return told
+
+    told = asyncio.run(main())
+    assert told[0][0] == "engine"
+    assert (told[0][1]["num_engines"], told[0][1]["replica"], told[0][1]["num_gpu_blocks"]) == (2, 1, 30)
+    assert [content["start"] for name, content in told if name == "steps"] == [7]
+    seen = [content["replicas"] for name, content in told if name == "replicas"]
+    assert [(item["rank"], item["state"], item["num_running"], item["num_used_blocks"]) for item in seen[0]] == [
+        (0, "ready", 4, 3), (1, "ready", 0, 0),
+    ]  # fmt: skip
+    idle = [content for name, content in told if name == "idle"]
+    assert idle, told
+    assert idle[0]["num_running"] == 0, "the replica that is shown has nothing to do, though the other one has"
+    assert [item["state"] for item in seen[-1]] == ["gone", "leaving"]
+
+
+def test_the_rate_of_a_replica_is_that_of_the_last_seconds():
+    now = 0.0
+    view = ReplicaView(lambda: now)
+    part = SequenceStep("r", 0, "decode", 1, 10, 3)
+    for now in (10.0, 11.0, 12.0):
+        view.take(1, dataclasses.replace(make_step(now), scheduled=[part, part]))
+
+    def rates():
+        return [item["tokens_per_second"] for item in view.report({0: "ready", 1: "ready"}, {}, {})]
+
+    assert rates() == [0.0, 9.0]
+    now = 13.5
+    assert rates() == [0.0, 3.0]
+    now = 20.0
+    assert rates() == [0.0, 0.0]
 
 
 def test_a_dead_engine_is_told_with_its_cause_and_the_stream_ends():
@@ -337,7 +398,7 @@ def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
 def test_each_page_gets_the_engine_of_the_moment():
     async def main():
         engines = [ScriptedEngine(), ScriptedEngine()]
-        engines[1].num_gpu_blocks = 77
+        engines[1].replica_blocks = {0: 77}
         for engine in engines:
             engine.script.put_nowait(EngineDeadError("It died."))
         app, restarted = FastAPI(), iter(engines)

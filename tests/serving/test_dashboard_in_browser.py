@@ -254,7 +254,7 @@ def test_curves_stand_still_while_there_is_no_server_to_follow(open_page):
     page = open_page()
     send(page, "are you there", max_tokens=20)
     expect(page.locator(".answer .note")).to_contain_text("ended: length")
-    page.route("**/live", lambda route: route.abort())
+    page.route("**/live?*", lambda route: route.abort())
     page.get_by_role("button", name="Pause").click()
     page.get_by_role("button", name="Resume").click()
     expect(page.locator("#status")).to_contain_text("The server cannot be reached: is it still running? Trying again in")

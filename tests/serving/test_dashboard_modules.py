@@ -119,3 +119,44 @@ def test_a_connection_that_breaks_is_told_in_a_sentence(page):
         }"""
     )
     assert told == "The connection to the server broke off."
+
+
+REPLICAS = """async () => {
+    const { LiveState } = await import("/dashboard/state.js");
+    const { Replicas } = await import("/dashboard/replicas.js");
+    const state = new LiveState();
+    const chosen = [];
+    const panel = new Replicas(state, (rank) => chosen.push(rank));
+    const replica = (rank, more) => ({ rank, state: "ready", num_running: 2, num_waiting: 1, num_swapped: 0, num_used_blocks: 5,
+        num_gpu_blocks: 20, tokens_per_second: 30.4, ...more });
+    const seen = [];
+    const look = () => seen.push([...document.querySelectorAll("#replica-cards .replica")].map((card) => card.innerText.split("\\n")));
+    state.apply("engine", { num_gpu_blocks: 20, num_engines: 4, replica: 0 });
+    panel.draw();
+    const isHidden = document.getElementById("replicas").hidden;
+    state.apply("replicas", { replicas: [0, 1, 2, 3].map((rank) => replica(rank)) });
+    panel.draw();
+    look();
+    state.apply("replicas", { replicas: [replica(0), replica(1, { state: "gone", tokens_per_second: 0, num_used_blocks: 0 }),
+        replica(2, { state: "leaving", num_swapped: 2 }), replica(3)] });
+    panel.draw();
+    look();
+    document.querySelectorAll("#replica-cards .replica")[3].click();
+    state.numEnded = 7;
+    state.showReplica(3);
+    panel.draw();
+    const pressed = [...document.querySelectorAll("#replica-cards .replica")].map((card) => card.getAttribute("aria-pressed"));
+    return { isHidden, seen, chosen, pressed, sum: document.getElementById("replica-sum").textContent, numEnded: state.numEnded };
+}"""
+
+
+def test_replicas_stand_side_by_side_and_one_can_be_chosen(page):
+    result = page.evaluate(REPLICAS)
+    assert result["isHidden"], "with one replica, or before any is told of, there is nothing to choose"
+    ready = ["30 tokens/s", "running 2, waiting 1", "5 of 20 blocks"]
+    first, second = result["seen"]
+    assert first == [[f"Replica {rank}", *ready] for rank in range(4)]
+    assert second[1] == ["Replica 1", "gone", "0 of 20 blocks"]
+    assert second[2][2] == "running 2, waiting 1, swapped out 2, leaving: finishes what it has"
+    assert (result["chosen"], result["pressed"]) == ([3], ["false", "false", "false", "true"])
+    assert (result["sum"], result["numEnded"]) == ("together 91 tokens/s", 0)

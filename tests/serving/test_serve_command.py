@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
@@ -10,12 +11,12 @@ from scripted_server import scripted_engine
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints import cli
-from minivllm.entrypoints.server import run_server
+from minivllm.entrypoints.server import bind, run_server
 from minivllm.entrypoints.server_state import ServerSettings
 from minivllm.errors import ConfigError, ModelLoadError
 
 
-def no_engine():
+def no_engine(others):
     raise ModelLoadError("There is no model.")
 
 
@@ -58,13 +59,42 @@ def test_who_lets_everybody_in_is_warned(told_where):
 )
 def test_long_prompts_are_computed_in_chunks_unless_told_otherwise(monkeypatch, options, has_gpu, is_chunked, budget):
     started = []
-    monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", lambda args, restart: started.append(args))
-    monkeypatch.setattr("minivllm.entrypoints.server.run_server", lambda start_engine, settings, **where: start_engine())
+    monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", lambda args, restart, others: started.append(args))
+    monkeypatch.setattr("minivllm.entrypoints.server.run_server", lambda start_engine, settings, **where: start_engine(None))
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     cli.main(["serve", *options])
     (args,) = started
     assert (args.enable_chunked_prefill, args.max_num_batched_tokens) == (is_chunked, budget)
     assert not EngineArgs().enable_chunked_prefill, "LLM computes whole prompts unless told otherwise"
+
+
+def test_two_servers_with_several_api_servers_do_not_share_a_port():
+    loading = bind("127.0.0.1", 0, 3)
+    port = loading[0].getsockname()[1]
+    try:
+        for count in (1, 2):
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"):
+                bind("127.0.0.1", port, count)
+        for listener in loading:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ApiServer does
+            listener.listen()
+        for count in (1, 2):
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}"):
+                bind("127.0.0.1", port, count)
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+        for listener in loading:
+            listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    listener.accept()[0].close()  # first, so that its end of the connection has to linger
+        for client in clients:
+            client.close()
+    finally:
+        for listener in loading:
+            listener.close()
+    for count in (1, 3):  # a restart need not wait
+        for listener in bind("127.0.0.1", port, count):
+            listener.close()
 
 
 def serve(port, start_engine):
@@ -76,7 +106,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_pa
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 0))
 
-        def start_engine():
+        def start_engine(others):
             other.listen()
             return scripted_engine(smollm2_path)
 
@@ -90,4 +120,4 @@ def test_another_error_of_the_system_is_not_blamed_on_the_port(smollm2_path, mon
 
     monkeypatch.setattr("uvicorn.Server.main_loop", fail)
     with pytest.raises(OSError, match="No space left"):
-        serve(0, lambda: scripted_engine(smollm2_path))
+        serve(0, lambda others: scripted_engine(smollm2_path))

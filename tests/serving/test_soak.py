@@ -20,12 +20,20 @@ class Health:
     failures = 0
 
 
-def judge(*, tally=None, health=Health, after=None, memory=None, same_processes=True) -> list[str]:
+def judge(*, tally=None, health=Health, after=None, memory=None, same_processes=True, survivors=0) -> list[str]:
     """The names of the checks that are missed, of a run that is good but for what is given."""
     good = soak.Tally()
     good.counts.update({"accepted": 9, "completed": 6, "left": 3, "too many": 1, "bad refused": 5})
     before = soak.Footprint(tasks=5, file_descriptors=30, sequences=0, cache_use=0.0)
-    checks = soak.judge(tally or good, health, before, after or before, memory or {1: [100] * 20, 2: [500] * 20}, same_processes)
+    checks = soak.judge(
+        tally or good,
+        health,
+        before,
+        after or before,
+        memory or {"API server": [100] * 20, "engine": [500] * 20},
+        same_processes,
+        survivors,
+    )
     assert soak.format_checks(checks, good)
     return [check.name for check in checks if not check.good]
 
@@ -51,8 +59,8 @@ def test_what_is_left_is_a_leak(left, name):
 def test_memory_may_grow_while_the_server_warms_up_but_not_after():
     warming_up = [100, 150, 190, 195, 199, 200, 200] + [200] * 13
     leaking = [200 + 2 * i for i in range(20)]
-    assert judge(memory={1: warming_up, 2: warming_up}) == []
-    assert judge(memory={1: warming_up, 2: leaking}) == ["memory of the engine"]
+    assert judge(memory={"API server": warming_up, "engine": warming_up}) == []
+    assert judge(memory={"API server": warming_up, "engine": leaking}) == ["memory of the engine"]
 
 
 def test_the_warm_up_lasts_while_memory_grows():
@@ -84,6 +92,7 @@ def test_an_ill_or_new_server_is_a_failure():
 
     assert judge(health=Ill) == ["/health not true"]
     assert judge(same_processes=False) == ["processes afterwards"]
+    assert judge(survivors=1) == ["processes after SIGKILL of the first"]
 
 
 def test_users_who_were_too_kind_show_nothing():

@@ -149,7 +149,7 @@ async def _count_tasks() -> int:
 def running_server(start_engine: Callable[[], AsyncLLMEngine], settings: ServerSettings | None = None) -> Iterator[RunningServer]:
     """Serve in a thread for as long as the block lasts."""
     settings = settings or ServerSettings(shutdown_timeout=1)
-    listener = bind("127.0.0.1", 0)
+    (listener,) = bind("127.0.0.1", 0)
     engine = start_engine()
     state = ServerState(engine, settings)
     server = ApiServer(state, listener.getsockname())

@@ -57,6 +57,9 @@ def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> Non
         return Response(path.read_bytes(), headers=headers, media_type=_MEDIA_TYPES[path.suffix])
 
     @app.get("/live", include_in_schema=False)
-    async def live() -> Response:
+    async def live(replica: int = 0) -> Response:
+        engine = get_engine()
+        if not 0 <= replica < engine.num_engines:
+            raise HTTPException(400, f"There is no replica {replica}: they are 0 to {engine.num_engines - 1}.")
         headers = HEADERS | {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return _EventStream(live_events(get_engine()), headers=headers)
+        return _EventStream(live_events(engine, replica), headers=headers)

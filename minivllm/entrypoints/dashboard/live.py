@@ -1,10 +1,11 @@
 """The stream behind the live page: Server-Sent Events made of the engine's steps.
 
-    engine   once: the model and the fixed limits
-    steps    at most ten a second: `StepView.report` of the steps since the last event
-    idle     no requests: queue lengths and blocks in use, all 0 if nothing leaks
-    busy     requests, but no step has finished for a while: the same numbers
-    dead     last: why the engine failed
+    engine     once: the model and the fixed limits
+    replicas   if there are several, whenever something has changed: `ReplicaView.report`
+    steps      at most ten a second: `StepView.report` of the steps since the last event; of one replica, if there are several
+    idle       no requests: queue lengths and blocks in use, all 0 if nothing leaks
+    busy       requests, but no step has finished for a while: the same numbers
+    dead       last: why the engine failed
 
 A comment every few seconds keeps a silent connection open. Each page has its own stream, and a task that collects steps in bounded
 buffers: a page that does not read holds nobody up.
@@ -21,6 +22,8 @@ from typing import Any
 import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import SchedulerStats
+from minivllm.entrypoints.dashboard.replica_view import COUNTS, ReplicaView
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
@@ -30,26 +33,33 @@ SILENT_AFTER = 0.3
 """Seconds without a step until `idle` or `busy` is sent."""
 HEARTBEAT_PAUSE = 5.0
 """Seconds of silence until a comment is sent."""
-_COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")
-"""Fields of the scheduler's statistics in the events `idle` and `busy`."""
 
 
-async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
-    """A page's events, until the engine is dead or the generator is closed."""
-    yield _event("engine", describe_engine(engine))
-    view, news = StepView(is_midway=engine.num_unfinished_requests() > 0), asyncio.Event()
-    watcher = asyncio.create_task(_watch(engine, view, news))
+async def live_events(engine: AsyncLLMEngine, replica: int = 0) -> AsyncGenerator[bytes, None]:
+    """A page's events, until the engine is dead or the generator is closed.
+
+    Args:
+        engine: The engine.
+        replica: Whose steps to tell.
+    """
+    yield _event("engine", describe_engine(engine, replica) | {"num_engines": engine.num_engines, "replica": replica})
+    views = _Views(engine, replica)
+    view, news, replicas = views.steps, views.news, b""
+    watcher = asyncio.create_task(views.follow())
     now = asyncio.get_running_loop().time
     said, last_said = b"", now()
     try:
         while not watcher.done():
+            if engine.num_engines > 1 and (told := _event("replicas", {"replicas": views.report_replicas()})) != replicas:
+                yield told
+                replicas = told
             try:
                 await asyncio.wait_for(news.wait(), SILENT_AFTER)
             except asyncio.TimeoutError:
-                name = "busy" if engine.num_unfinished_requests() else "idle"
+                name = "busy" if views.is_busy else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := _event(name, {count: getattr(engine.stats, count) for count in _COUNTS})) != said:
+                if (silence := _event(name, {count: getattr(views.stats, count) for count in COUNTS})) != said:
                     yield silence
                     said, last_said = silence, now()
                 elif now() - last_said > HEARTBEAT_PAUSE:
@@ -60,7 +70,7 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
             if report := view.report():
                 yield _event("steps", report)
                 said, last_said = b"", now()
-                await asyncio.sleep(EVENT_PAUSE)
+            await asyncio.sleep(EVENT_PAUSE)
         if report := view.report():  # perhaps the step in which it died
             yield _event("steps", report)
         yield _event("dead", {"message": _why_it_ended(watcher)})
@@ -69,22 +79,49 @@ async def live_events(engine: AsyncLLMEngine) -> AsyncGenerator[bytes, None]:
         await asyncio.gather(watcher, return_exceptions=True)
 
 
-def describe_engine(engine: AsyncLLMEngine) -> dict[str, Any]:
+def describe_engine(engine: AsyncLLMEngine, replica: int = 0) -> dict[str, Any]:
     """An engine's fixed settings: its model, and the fields of its `SchedulerConfig` and `CacheConfig`."""
     model = {"model": engine.model_config.name, "max_model_len": engine.model_config.max_model_len}
-    sizes = {"num_gpu_blocks": engine.num_gpu_blocks}
+    sizes = {"num_gpu_blocks": engine.replica_blocks.get(replica, engine.num_gpu_blocks)}
     return model | sizes | dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.cache_config)
 
 
-async def _watch(engine: AsyncLLMEngine, view: StepView, news: asyncio.Event) -> None:
-    """Collect steps until the engine is dead."""
-    try:
-        async with contextlib.aclosing(engine.steps()) as steps:
-            async for step in steps:
-                view.take(step)
-                news.set()
-    finally:
-        news.set()
+class _Views:
+    """What one page shows: a replica's steps, and all replicas at a glance."""
+
+    def __init__(self, engine: AsyncLLMEngine, replica: int) -> None:
+        self._engine, self._replica = engine, replica
+        self.steps, self.replicas = StepView(is_midway=self.is_busy), ReplicaView()
+        self.news = asyncio.Event()
+        """Set when the replica has made a step."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The state of the replica's scheduler."""
+        return self._engine.stats_by_engine.get(self._replica, SchedulerStats())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the replica has requests."""
+        if self._engine.num_engines == 1:
+            return self._engine.num_unfinished_requests() > 0  # also those that it has not seen yet
+        return self.stats.num_running + self.stats.num_waiting + self.stats.num_swapped > 0
+
+    async def follow(self) -> None:
+        """Collect steps until the engine is dead."""
+        try:
+            async with contextlib.aclosing(self._engine.steps_of_all()) as steps:
+                async for rank, step in steps:
+                    self.replicas.take(rank, step)
+                    if rank == self._replica:
+                        self.steps.take(step)
+                        self.news.set()
+        finally:
+            self.news.set()
+
+    def report_replicas(self) -> list[dict[str, Any]]:
+        """As `ReplicaView.report`."""
+        return self.replicas.report(self._engine.replica_states, self._engine.stats_by_engine, self._engine.replica_blocks)
 
 
 def _why_it_ended(watcher: asyncio.Task[None]) -> str:

@@ -30,7 +30,7 @@ function tellBreak(error) {
   throw new Error("The connection to the server broke off.");
 }
 
-/** Ask the server. Throws an Error whose message is a sentence for people. */
+/** Ask the server. Throws an Error whose message is a sentence for people, with the response's status if there was one. */
 export async function ask(path, options) {
   let response;
   try {
@@ -47,5 +47,6 @@ export async function ask(path, options) {
     // no JSON: the status has to do
   }
   const told = body?.error?.message ?? body?.detail;
-  throw new Error(typeof told === "string" ? told : `The server answered with status ${response.status}.`);
+  const sentence = typeof told === "string" ? told : `The server answered with status ${response.status}.`;
+  throw Object.assign(new Error(sentence), { status: response.status });
 }

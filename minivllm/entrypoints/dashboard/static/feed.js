@@ -6,6 +6,8 @@ const FIRST_PAUSE = 1;
 const LONGEST_PAUSE = 30;
 
 export class Feed {
+  /** The replica whose steps to follow. */
+  replica = 0;
   #stop = null;
 
   /**
@@ -34,7 +36,7 @@ export class Feed {
     while (!signal.aborted) {
       let reason = "The server has closed the connection.";
       try {
-        const response = await ask("live", { signal, headers: { Accept: "text/event-stream" } });
+        const response = await ask(`live?replica=${this.replica}`, { signal, headers: { Accept: "text/event-stream" } });
         for await (const { event, data } of readEvents(response)) {
           if (signal.aborted) return;
           const content = JSON.parse(data);
@@ -45,6 +47,7 @@ export class Feed {
       } catch (error) {
         if (signal.aborted) return;
         reason = error.message;
+        if (error.status === 400) this.replica = 0; // the server was started again with fewer
       }
       this.onLost(reason, pause);
       await new Promise((resolve) => setTimeout(resolve, 1000 * pause));

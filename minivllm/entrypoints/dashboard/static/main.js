@@ -8,6 +8,7 @@ import { LiveState } from "./state.js";
 import { onThemeChange } from "./palette.js";
 import { PromptBox } from "./prompt.js";
 import { Queues } from "./queues.js";
+import { Replicas } from "./replicas.js";
 
 /** The time axis moves on so often, in milliseconds, when nothing else does. */
 const TICK = 500;
@@ -22,6 +23,7 @@ let isPaused = false;
 let stoppedAt = null;
 
 const blockMap = new BlockMap(state, schedule);
+const replicas = new Replicas(state, choose);
 const queues = new Queues(state, highlight);
 const batch = new Batch(state, schedule, highlight);
 const curves = new Curves(state, schedule);
@@ -33,13 +35,23 @@ function schedule() {
   isScheduled = true;
   requestAnimationFrame(() => {
     isScheduled = false;
-    for (const panel of [blockMap, queues, batch, promptBox]) panel.draw();
+    for (const panel of [replicas, blockMap, queues, batch, promptBox]) panel.draw();
     curves.draw(stoppedAt ?? state.now());
   });
 }
 
 function highlight(number) {
   blockMap.highlight(number);
+  schedule();
+}
+
+/** Follow another replica. */
+function choose(rank) {
+  if (feed.replica === rank) return;
+  feed.stop();
+  feed.replica = rank;
+  state.showReplica(rank);
+  followIfSeen();
   schedule();
 }
 
@@ -70,7 +82,7 @@ function describeEngine(engine) {
   document.title = `${engine.model} – minivllm`;
   const policy = `${engine.policy}${engine.enable_chunked_prefill ? ", chunked prefill" : ""}`;
   const known = [
-    ["cache", `${engine.num_gpu_blocks} blocks of ${engine.block_size} tokens`],
+    ["cache", `${engine.num_gpu_blocks} blocks of ${engine.block_size} tokens${engine.num_engines > 1 ? " in each replica" : ""}`],
     ["a step", `at most ${engine.max_num_seqs} sequences, ${engine.max_num_batched_tokens} tokens`],
     ["a sequence", `at most ${engine.max_model_len} tokens`],
     ["scheduling", `${policy}, preemption by ${engine.preemption_mode}`],

@@ -28,6 +28,8 @@ export class LiveState {
   cached = new Set();
   shared = new Map();
   error = null;
+  /** All replicas at a glance; empty if there is only one. Another list with every event. */
+  replicas = [];
   /** Point number of the curves → what the steps in it add up to. Of those before the window, the last one is there too. */
   bins = new Map();
   /** [engine's time, seconds] for each first token. */
@@ -48,10 +50,27 @@ export class LiveState {
   apply(event, content) {
     this.version += 1;
     if (event === "engine") this.#begin(content);
+    if (event === "replicas") this.replicas = content.replicas;
     if (event === "steps") this.#takeSteps(content);
     if (event === "idle") this.#clear();
     if (event === "busy") this.isIdle = false;
     if (event === "idle" || event === "busy") this.#takeStats(content);
+  }
+
+  /** Another replica is shown from now on: of the last one nothing is known any more. */
+  showReplica(rank) {
+    this.version += 1;
+    if (this.engine) this.engine.replica = rank;
+    this.replicas = [...this.replicas];
+    this.#clear();
+    this.#isNew = true;
+    this.#forgetCached();
+    this.ended = [];
+    this.numEnded = 0;
+    this.numPreempted = 0;
+    this.error = null;
+    this.#offset = null;
+    this.#forgetTimes();
   }
 
   /** The engine's time now, in seconds; null before it has told any. */
@@ -66,6 +85,7 @@ export class LiveState {
   /** The old picture stays until there is a new one; what follows tells everything anew. */
   #begin(engine) {
     this.engine = engine;
+    if (engine.num_engines === 1) this.replicas = [];
     this.#tables.clear();
     this.#isNewClock = true;
     this.#isNew = true;

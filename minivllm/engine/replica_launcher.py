@@ -1,0 +1,172 @@
+"""Starts what data-parallel replicas need: the coordinator, the replicas of this machine, and a folder for their sockets."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from minivllm.engine import dp_messages
+from minivllm.engine.core_handle import make_socket_folder
+from minivllm.engine.dp_coordinator import CoordinatorSetup
+from minivllm.engine.dp_messages import (
+    VERSION,
+    FromHandshake,
+    HelloFrontend,
+    HelloNode,
+    NodeWelcome,
+    Refused,
+    hash_config,
+)
+from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.replica_processes import DPCoordinator, LocalReplicas
+from minivllm.errors import ConfigError, EngineDeadError
+
+POLL_MS = 100
+"""How long a process may be gone before it is noticed."""
+
+
+class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the frontends that send requests to the same replicas, and what it needs to reach them.
+
+    Attributes:
+        client_index, client_count: Which of them, and how many there are.
+        handshake_address: Where the coordinator takes introductions.
+        listen_address: Where this frontend listens; None for files in the folder.
+        restarts: Whether a replica that dies is replaced.
+        folder: For sockets.
+        key: For the sockets.
+    """
+
+    client_index: int
+    client_count: int
+    handshake_address: str
+    listen_address: str | None
+    restarts: bool
+    folder: str
+    key: KeyPair | None
+
+    def address(self, name: str) -> str:
+        """Where one of its sockets listens."""
+        return self.listen_address or f"ipc://{self.folder}/{name}-{self.client_index}"
+
+
+class OtherFrontends(Protocol):
+    """The frontends beside the first, in processes of their own.
+
+    Attributes:
+        num_others: How many there are beside the first.
+    """
+
+    num_others: int
+
+    def start(self, config: EngineConfig, places: list[FrontendPlace]) -> None:
+        """Start them."""
+
+    def poll(self) -> str | None:
+        """How one of them has ended, such as "was killed by SIGKILL"; None while all run."""
+
+
+class ReplicaLauncher:
+    """The processes that belong to the first frontend, and end with it.
+
+    Args:
+        config: The engine's.
+        restart: Start another replica of this machine when one dies.
+        others: The other frontends, which are started, too.
+
+    Attributes:
+        place: The first frontend's.
+
+    Raises:
+        ConfigError: The sockets cannot be made with this configuration.
+    """
+
+    def __init__(self, config: EngineConfig, restart: bool = False, others: OtherFrontends | None = None) -> None:
+        self._config, self._restart, self._others = config, restart, others
+        self._local: LocalReplicas | None = None
+        parallel = config.parallel_config
+        key = load_key_file(Path(parallel.data_parallel_key_file)) if parallel.data_parallel_key_file else None
+        handshake_address = listen_address = None
+        if not parallel.is_on_one_machine:
+            check_may_listen(parallel.data_parallel_address, key)
+            handshake_address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
+            listen_address = tcp_address(parallel.data_parallel_address, 0)
+        folder = make_socket_folder()
+        handshake_address = handshake_address or f"ipc://{folder}/handshake"
+        client_count = 1 + (others.num_others if others else 0)
+        places = [
+            FrontendPlace(index, client_count, handshake_address, listen_address, restart, folder, key)
+            for index in range(client_count)
+        ]
+        self.place = places[0]
+        self._hash, log_level = hash_config(config), logging.getLogger().getEffectiveLevel()
+        setup = CoordinatorSetup(
+            handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
+            parallel.data_parallel_size, self._hash, log_level,
+        )  # fmt: skip
+        self.coordinator = DPCoordinator(setup)
+        if others is not None:
+            try:
+                others.start(config, places[1:])
+            except BaseException:
+                self.stop([])
+                raise
+
+    @property
+    def local(self) -> LocalReplicas:
+        """The replicas of this machine, which have been started."""
+        assert self._local is not None
+        return self._local
+
+    def start_replicas(self, sockets: Sockets, handshake: zmq.Socket[bytes]) -> None:
+        """Start the replicas of this machine, when all frontends are there.
+
+        Args:
+            sockets: The first frontend's.
+            handshake: Its socket to the coordinator.
+
+        Raises:
+            ConfigError, EngineDeadError: A process that they need has ended.
+        """
+        addresses = self.ask(handshake, HelloNode(VERSION, self._hash, list(self._config.parallel_config.local_ranks)))
+        if isinstance(addresses, Refused):
+            raise ConfigError(addresses.message)
+        assert isinstance(addresses, NodeWelcome)
+        self._local = LocalReplicas(self._config, addresses, sockets, restart=self._restart, socket_folder=self.place.folder)
+
+    def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
+        """The coordinator's answer, while all processes run."""
+        handshake.send(dp_messages.encode(message))
+        while not handshake.poll(POLL_MS):
+            self.check_others()
+            if end := self.coordinator.poll():
+                parallel = self._config.parallel_config
+                if parallel.is_on_one_machine:
+                    raise EngineDeadError(f"The coordinator of the replicas {end}.")
+                port = parallel.data_parallel_rpc_port
+                raise ConfigError(
+                    f"The coordinator of the replicas {end}: perhaps data_parallel_rpc_port {port} is in use; choose another."
+                )
+        return dp_messages.decode_from_handshake(handshake.recv())
+
+    def check_others(self) -> None:
+        """Raise an EngineDeadError if another frontend has ended."""
+        if self._others is not None and (end := self._others.poll()):
+            raise EngineDeadError(f"An API server {end}.")
+
+    def stop(self, told: list[int]) -> None:
+        """End all processes. Safe to call again.
+
+        Args:
+            told: The replicas that have been told to end.
+        """
+        if self._local is not None:
+            self._local.shutdown(told)
+        self.coordinator.shutdown()
+        shutil.rmtree(self.place.folder, ignore_errors=True)

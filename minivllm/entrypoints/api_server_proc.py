@@ -1,0 +1,48 @@
+"""The process of an API server beside the first; see `api_server_processes.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+
+import msgspec
+
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
+from minivllm.engine.metrics import SHARED_METRICS
+from minivllm.entrypoints.api_server_processes import ApiServerSetup
+from minivllm.entrypoints.request_log import configure_logging
+from minivllm.entrypoints.server import ApiServer
+from minivllm.entrypoints.server_state import ServerState
+from minivllm.errors import MinivllmError
+
+
+def main() -> int:
+    """Read the setup from standard input, and serve until told to stop. Returns the exit status."""
+    line = read_line()
+    if not line:
+        return 1
+    setup = msgspec.json.decode(line, type=ApiServerSetup)
+    sys.path[:] = setup.sys_path
+    folders = (setup.place.folder, os.environ[SHARED_METRICS])
+    threading.Thread(target=exit_with_the_frontend, args=folders, daemon=True).start()
+    configure_logging(setup.log_level)
+    try:
+        engine = AsyncLLMEngine.join(pickle.loads(setup.config), setup.place, setup.seed)
+    except MinivllmError as error:
+        print(f"minivllm: {error}", file=sys.stderr)
+        return 1
+    try:
+        with socket.socket(fileno=setup.listener) as listener:
+            server = ApiServer(ServerState(engine, setup.settings), listener.getsockname(), is_first=False)
+            server.run(sockets=[listener])
+    finally:
+        engine.shutdown()
+    return server.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+// The replicas side by side: who waits and runs there, how full the cache is, and how fast it generates. A press shows its steps below.
+
+const STATES = { ready: "", leaving: "leaving: finishes what it has", gone: "gone" };
+
+export class Replicas {
+  #drawn = null;
+  #cards = [];
+
+  /** @param onChoose Gets the rank of the replica whose steps are to be shown. */
+  constructor(state, onChoose) {
+    this.state = state;
+    this.onChoose = onChoose;
+    this.section = document.getElementById("replicas");
+    this.list = document.getElementById("replica-cards");
+    this.sum = document.getElementById("replica-sum");
+  }
+
+  draw() {
+    const { replicas, engine } = this.state;
+    if (this.#drawn === replicas) return;
+    this.#drawn = replicas;
+    this.section.hidden = replicas.length < 2;
+    if (this.#cards.length !== replicas.length) this.#make(replicas);
+    replicas.forEach((replica, i) => this.#cards[i].show(replica, replica.rank === engine.replica));
+    const rate = replicas.reduce((sum, replica) => sum + replica.tokens_per_second, 0);
+    const sum = `together ${Math.round(rate)} tokens/s`;
+    if (this.sum.textContent !== sum) this.sum.textContent = sum;
+  }
+
+  #make(replicas) {
+    this.#cards = replicas.map(({ rank }) => new Card(rank, () => this.onChoose(rank)));
+    this.list.replaceChildren(...this.#cards.map((card) => card.item));
+  }
+}
+
+class Card {
+  constructor(rank, onPress) {
+    this.item = document.createElement("li");
+    this.button = document.createElement("button");
+    this.button.type = "button";
+    this.button.className = "replica";
+    this.button.addEventListener("click", onPress);
+    this.name = this.#add("strong", `Replica ${rank}`);
+    this.rate = this.#add("span");
+    this.queues = this.#add("span");
+    this.bar = this.#add("span");
+    this.bar.className = "blocks";
+    this.fill = this.bar.appendChild(document.createElement("span"));
+    this.blocks = this.#add("small");
+    this.item.append(this.button);
+  }
+
+  show(replica, isShown) {
+    const { state, num_running: running, num_waiting: waiting, num_swapped: swapped } = replica;
+    this.button.dataset.state = state;
+    this.button.setAttribute("aria-pressed", String(isShown));
+    const queues = `running ${running}, waiting ${waiting}${swapped ? `, swapped out ${swapped}` : ""}`;
+    write(this.rate, state === "gone" ? "" : `${Math.round(replica.tokens_per_second)} tokens/s`);
+    write(this.queues, state === "ready" ? queues : state === "gone" ? STATES.gone : `${queues}, ${STATES[state]}`);
+    const { num_used_blocks: used, num_gpu_blocks: all } = replica;
+    this.fill.style.width = `${all ? (100 * used) / all : 0}%`;
+    write(this.blocks, `${used} of ${all} blocks`);
+  }
+
+  #add(tag, text = "") {
+    return this.button.appendChild(Object.assign(document.createElement(tag), { textContent: text }));
+  }
+}
+
+function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}

@@ -1,0 +1,270 @@
+"""Two replicas behind three API servers on one port: what clients get, what metrics add up to, and how all of it ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+from test_serving import KEY, MODEL, ServeProcess
+
+from minivllm.entrypoints import cli
+from minivllm.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.slow
+OPTIONS = ["--data-parallel-size", "2", "--api-server-count", "3"]
+NUM_REQUESTS = 200
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = ServeProcess(*OPTIONS, log=tmp_path_factory.mktemp("serve") / "log")
+    yield served
+    assert served.end() == 0
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A server of a test's own, to be ended."""
+    served = ServeProcess(*OPTIONS, log=tmp_path / "log")
+    yield served
+    served.end(signal.SIGKILL)
+
+
+def children(served, module):
+    """Its processes that run a module."""
+    return [child for child in psutil.Process(served.process.pid).children() if any(module in part for part in child.cmdline())]
+
+
+def metrics(served):
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    return [sample for family in families for sample in family.samples]
+
+
+def total(samples, name, **labels):
+    return sum(
+        sample.value for sample in samples if sample.name == f"minivllm:{name}" and labels.items() <= sample.labels.items()
+    )
+
+
+def post_alone(served, body, timeout=120):
+    """A request on a connection of its own: any of the API servers takes it."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.post(f"{served.url}/v1/completions", json={"model": MODEL} | body, headers=headers, timeout=timeout)
+
+
+def test_metrics_are_there_from_the_beginning(served):
+    samples = [sample for sample in metrics(served) if sample.name == "minivllm:num_requests_running"]
+    assert sorted((sample.labels["engine"], sample.value) for sample in samples) == [("0", 0), ("1", 0)]
+
+
+def test_200_requests_get_the_tokens_of_llm_generate_wherever_they_go(served, llm):
+    rng = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "to", "find", "food", "near", "house"]
+    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(NUM_REQUESTS)]
+    options = [
+        {"temperature": 0, "max_tokens": rng.randint(1, 16)}
+        if i % 2
+        else {"temperature": 1.0, "top_p": 0.9, "seed": i, "max_tokens": rng.randint(1, 16), "n": 1 + i % 3}
+        for i in range(NUM_REQUESTS)
+    ]
+    outputs = llm.generate(prompts, [SamplingParams(**item) for item in options], use_tqdm=False)
+    expected = [[completion.text for completion in output.outputs] for output in outputs]
+    before = metrics(served)
+
+    def ask(prompt, options):
+        answer = served.client.completions.create(model=MODEL, prompt=prompt, **options)
+        return [choice.text for choice in answer.choices]
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(ask, prompts, options)) == expected
+
+    after = metrics(served)
+    assert total(after, "request_success_total") - total(before, "request_success_total") == NUM_REQUESTS
+    num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    assert total(after, "generation_tokens_total") - total(before, "generation_tokens_total") == num_tokens
+    shares = [total(after, "time_to_first_token_seconds_count", engine=rank) for rank in "01"]
+    assert min(shares) > NUM_REQUESTS / 4, "both replicas have worked"
+    assert total(after, "num_requests_running") == total(after, "num_requests_waiting") == 0
+    assert len({tuple(sample.labels.items()) for sample in after if sample.name == "minivllm:num_requests_running"}) == 2
+
+
+def test_all_api_servers_take_connections(served):
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        body = {"prompt": "Hello", "max_tokens": 2}
+        assert all(answer.status_code == 200 for answer in pool.map(lambda _: post_alone(served, body), range(96)))
+    (folder,) = {child.environ()["PROMETHEUS_MULTIPROC_DIR"] for child in children(served, "api_server_proc")}
+    pids = [served.process.pid, *(child.pid for child in children(served, "api_server_proc"))]
+    finished = [
+        sum(sample.value for metric in MultiProcessCollector.merge([f"{folder}/counter_{pid}.db"]) for sample in metric.samples
+            if sample.name == "minivllm:request_success_total")
+        for pid in pids
+    ]  # fmt: skip
+    assert len(finished) == 3 and min(finished) > 0, finished
+    assert sum(finished) == total(metrics(served), "request_success_total")
+
+
+def test_bench_serve_measures_all_of_it(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIVLLM_API_KEY", KEY)
+    before = total(metrics(served), "request_success_total")
+    report = tmp_path / "bench.json"
+    options = [
+        "--num-requests",
+        "40",
+        "--concurrency",
+        "16",
+        "--mean-output-len",
+        "16",
+        "--mean-prompt-len",
+        "32",
+        "--json",
+        str(report),
+    ]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "bench", "serve", "--base-url", served.url, "--model", MODEL]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"completed": 40' in report.read_text()
+    assert total(metrics(served), "request_success_total") - before >= 40
+
+
+def test_every_api_server_tells_of_each_replica(served):
+    for _ in range(20):
+        with httpx.Client() as client:  # another connection each time
+            replicas = client.get(f"{served.url}/health").json()["replicas"]
+        assert [(replica["rank"], replica["state"]) for replica in replicas] == [(0, "ready"), (1, "ready")]
+
+
+def test_every_api_server_has_the_page_with_its_replicas(served):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for replica in (0, 1, 1, 0, 1, 0):
+        with httpx.stream("GET", f"{served.url}/live?replica={replica}", headers=headers, timeout=60) as events:
+            asked = threading.Thread(target=lambda: [post_alone(served, {"prompt": "Hi", "max_tokens": 8}) for _ in range(4)])
+            asked.start()
+            seen = []
+            for line in events.iter_lines():
+                seen.append(line)
+                if line.startswith("data:") and "tokens_per_second" in line:
+                    replicas = json.loads(line.removeprefix("data: "))["replicas"]
+                    if sum(item["tokens_per_second"] for item in replicas) > 0:
+                        break
+            assert f'"num_engines":2,"replica":{replica}' in "".join(seen)
+            asked.join()
+    assert (
+        httpx.get(f"{served.url}/live?replica=2", headers=headers).json()["error"]["message"]
+        == "There is no replica 2: they are 0 to 1."
+    )
+
+
+def test_the_death_of_a_replica_is_told_to_clients_of_all_api_servers_at_once(own):
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(lambda: (post_alone(own, LONG), time.monotonic())) for _ in range(24)]
+        deadline = time.monotonic() + 30
+        while total(metrics(own), "num_requests_running") + total(metrics(own), "num_requests_waiting") < 24:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        lost = time.monotonic()
+        children(own, "engine_core_proc")[0].kill()
+        answers = [one.result() for one in asked]
+    failed = [answer for answer, _ in answers if answer.status_code == 503]
+    assert 6 <= len(failed) <= 18
+    slowest = max(came - lost for answer, came in answers if answer.status_code == 503)
+    assert slowest < min(came - lost for answer, came in answers if answer.status_code == 200), (
+        "they hear it before others finish"
+    )
+    assert all("Replica" in answer.json()["error"]["message"] for answer in failed)
+    records = [record for record in own.records() if record.get("status") == 503]
+    assert len(records) == len(failed)
+    for _ in range(9):
+        with httpx.Client() as client:
+            states = [replica["state"] for replica in client.get(f"{own.url}/health").json()["replicas"]]
+        assert sorted(states) == ["gone", "ready"]
+    assert post_alone(own, {"prompt": "Hi", "max_tokens": 2}).status_code == 200
+
+
+def test_running_requests_of_all_api_servers_finish_after_sigterm(own):
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(post_alone, own, LONG | {"max_tokens": 60}) for _ in range(12)]
+        deadline = time.monotonic() + 30
+        while total(metrics(own), "num_requests_running") < 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        everybody = psutil.Process(own.process.pid).children(recursive=True)
+        assert own.end() == 0
+        answers = [one.result() for one in asked]
+    assert [answer.status_code for answer in answers] == [200] * 12
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {60}
+    assert psutil.wait_procs(everybody, 5)[1] == []
+
+
+def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it_has(own):
+    other = children(own, "api_server_proc")[0]
+    other.suspend()
+    stop = time.monotonic() + 12  # longer than a replica may be silent
+    while time.monotonic() < stop:
+        with contextlib.suppress(httpx.TimeoutException):
+            assert post_alone(own, {"prompt": "Hi", "max_tokens": 20}, timeout=0.5).status_code == 200
+    other.resume()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        body = {"prompt": "Hi", "max_tokens": 20}
+        assert {answer.status_code for answer in pool.map(lambda _: post_alone(own, body), range(48))} == {200}
+    for _ in range(12):
+        with httpx.Client() as client:
+            assert [replica["state"] for replica in client.get(f"{own.url}/health").json()["replicas"]] == ["ready"] * 2
+    assert "nothing heard" not in own.log.read_text().lower()
+
+
+def test_one_replica_with_two_api_servers(tmp_path):
+    served = ServeProcess("--api-server-count", "2", log=tmp_path / "log")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
+            texts = [answer.json()["choices"][0]["text"] for answer in pool.map(lambda _: post_alone(served, body), range(16))]
+        assert len(set(texts)) == 1
+        unseeded = [post_alone(served, {"prompt": "Hello", "max_tokens": 8}).json()["choices"][0]["text"] for _ in range(8)]
+        assert len(set(unseeded)) > 6, "the API servers draw other seeds"
+        assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    finally:
+        assert served.end() == 0
+
+
+@pytest.mark.parametrize("victim", ["the first", "another"])
+def test_all_end_when_an_api_server_is_killed(own, victim):
+    everybody = psutil.Process(own.process.pid).children(recursive=True)
+    other = children(own, "api_server_proc")[1]
+    folder = Path(other.environ()["PROMETHEUS_MULTIPROC_DIR"])
+    socket_folder = next(Path(item.laddr).parent for item in other.net_connections("unix") if "requests-" in item.laddr)
+    assert list(folder.iterdir()) and socket_folder.is_dir()
+    if victim == "the first":
+        own.process.kill()
+        assert own.process.wait(10) == -signal.SIGKILL
+    else:
+        other.kill()
+        assert own.process.wait(30) == 1
+        assert "An API server was killed by SIGKILL, so all of them shut down." in own.log.read_text()
+    assert psutil.wait_procs(everybody, 15)[1] == []
+    assert not folder.exists() and not socket_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api-server-count", "0"], "api_server_count"),
+        (["--api-server-count", "2", "--headless"], "With --headless there is no API server here"),
+    ],
+)
+def test_counts_that_cannot_work_are_refused(capsys, options, message):
+    assert cli.main(["serve", *options]) == 2
+    assert message in capsys.readouterr().err
