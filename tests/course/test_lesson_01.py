@@ -306,7 +306,8 @@ WRONG = {
         "[random_key(row.seq.request.seed, row.index, 0) for row in rows]",
         "random key",
     ),
-    "noise of torch's own generator": (SAMPLER, _NOISE, "torch.empty_like(logits).exponential_()", "random key"),
+    # By chance the first batch may come out right: then what is named is that the rows alone draw other tokens.
+    "noise of torch's own generator": (SAMPLER, _NOISE, "torch.empty_like(logits).exponential_()", "noise"),
     "greedy before the penalties": (
         SAMPLER,
         _PENALTIES_AND_LIKELIEST,
