@@ -141,9 +141,15 @@ class ParallelConfig:
     data_parallel_rpc_port: int = 29550
     data_parallel_key_file: str | None = None
     data_parallel_routing: str = "least-loaded"
+    replica_timeout: int = 10
+    failover_timeout: int = 60
+    max_replica_deaths: int = 5
 
     def __post_init__(self) -> None:
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_at_least("replica_timeout", self.replica_timeout, 2)
+        check_at_least("failover_timeout", self.failover_timeout, 0)
+        check_at_least("max_replica_deaths", self.max_replica_deaths, 1)
         check_at_least("data_parallel_size", self.data_parallel_size, 1)
         check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
         check_at_least("data_parallel_rpc_port", self.data_parallel_rpc_port, 1)
@@ -285,6 +291,11 @@ class EngineArgs:
     data_parallel_routing: str = _arg(
         "least-loaded",
         'Which replica gets a request: "least-loaded", "prefix-aware" (where its beginning is cached), or "round-robin".',
+    )
+    replica_timeout: int = _arg(10, "Seconds of silence after which a replica is lost, and its requests go on at others.")
+    failover_timeout: int = _arg(60, "Seconds that requests wait for a replica when none is left, until they fail.")
+    max_replica_deaths: int = _arg(
+        5, "A replica that dies so many times in a row, always within 10 seconds of being ready, is not started again."
     )
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 

@@ -29,6 +29,19 @@ class SequenceStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """How far another engine core had got with a request.
+
+    Attributes:
+        output_token_ids: By index, the output so far of the sequences that have not finished. All of them have been forked.
+        metrics: The request's so far.
+    """
+
+    output_token_ids: dict[int, list[int]]
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
     """A validated, tokenized and seeded request, in token ids only: what the frontend hands to the engine core, and the core to workers.
 
@@ -44,6 +57,7 @@ class EngineCoreRequest:
         number: Tells apart requests that use the same id one after the other. It comes back with every output.
         cache_salt: The prefix cache shares blocks only between requests with the same salt; None is one too.
         client_index: The API server that sent it, and gets its outputs.
+        resumption: If another core has begun it: where to go on. Workers need not know.
     """
 
     request_id: str
@@ -57,6 +71,7 @@ class EngineCoreRequest:
     number: int = 0
     cache_salt: str | None = None
     client_index: int = 0
+    resumption: Resumption | None = None
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
@@ -187,6 +202,7 @@ class Request:
         number: int = 0,
         cache_salt: str | None = None,
         client_index: int = 0,
+        resumption: Resumption | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -194,7 +210,8 @@ class Request:
         self.sampling_params = sampling_params
         self.max_num_tokens = max_num_tokens
         self.priority = priority
-        self.metrics = RequestMetrics(arrival_time)
+        self.metrics = RequestMetrics(arrival_time) if resumption is None else resumption.metrics.copy()
+        self.resumption = resumption
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
         self.data = EngineCoreRequest(

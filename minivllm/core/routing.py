@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -111,19 +111,27 @@ class Router(ABC):
         if self._is_open[replica]:
             self._scores[replica] = load_score(load, self.num_in_flight[replica], self.client_count)
 
-    def route(self, prompt_token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+    def route(self, prompt_token_ids: Sequence[int], cache_salt: str | None = None, avoid: Collection[int] = ()) -> int:
         """Choose a replica for a request, and count it there.
 
         Args:
             prompt_token_ids: The prompt.
             cache_salt: The request's; nothing cached under another salt is of use to it.
+            avoid: Replicas that it must not go to.
 
         Raises:
             EngineDeadError: No replica takes requests.
         """
-        if True not in self._is_open:
-            raise EngineDeadError("There is no replica of the model that takes requests.")
-        replica = self.choose(prompt_token_ids, cache_salt)
+        avoided = [replica for replica in avoid if self._is_open[replica]]
+        for replica in avoided:
+            self.close(replica)
+        try:
+            if True not in self._is_open:
+                raise EngineDeadError("There is no replica of the model that takes requests.")
+            replica = self.choose(prompt_token_ids, cache_salt)
+        finally:
+            for other in avoided:
+                self.reopen(other)
         self.num_in_flight[replica] += 1
         load = self._loads[replica]  # the next report may come only after the next request
         self.update(replica, load._replace(waiting=load.waiting + self.client_count) if self.has_reports else load)

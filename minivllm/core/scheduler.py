@@ -24,7 +24,7 @@ from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.sequence_queue import SequenceQueue
 from minivllm.core.speculation import SpeculativeDecoding
-from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.request import Request, Resumption, Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 _by_order = attrgetter("order")
@@ -48,7 +48,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         """Requests that have not finished, by id."""
         self._seq_ids = itertools.count()
-        self._arrivals = itertools.count()
+        self._arrivals, self._resumptions = itertools.count(), itertools.count(-(2**62))
         self.speculation = SpeculativeDecoding(config, block_manager) if config.num_speculative_tokens > 0 else None
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -57,14 +57,29 @@ class Scheduler:
         """Queue a request. The InputProcessor has validated it."""
         seq = Sequence(next(self._seq_ids), request)
         seq.num_unforked_siblings = request.sampling_params.n - 1
-        arrival = next(self._arrivals)
-        if self.config.policy == "priority":
-            seq.order = (request.priority, request.metrics.arrival_time, arrival, 0)
-        else:
-            seq.order = (arrival, 0)
-        request.sequences.append(seq)
+        self._queue(request, [seq], next(self._arrivals))
+
+    def resume_request(self, request: Request, resumption: Resumption) -> None:
+        """Queue a request that another engine core has begun, as if its sequences had been preempted here for recompute.
+
+        It has waited before, so it goes before those that wait to begin.
+        """
+        sequences = []
+        for index, token_ids in resumption.output_token_ids.items():
+            seq = Sequence(next(self._seq_ids), request, index)
+            seq.token_ids += token_ids
+            seq.num_reported_tokens = len(token_ids)
+            sequences.append(seq)
+        self._queue(request, sequences, next(self._resumptions))
+
+    def _queue(self, request: Request, sequences: list[Sequence], arrival: int) -> None:
         self.requests[request.request_id] = request
-        self.waiting.add(seq)
+        request.sequences.extend(sequences)
+        for seq in sequences:
+            seq.order = (arrival, seq.index)
+            if self.config.policy == "priority":
+                seq.order = (request.priority, request.metrics.arrival_time, *seq.order)
+            self.waiting.add(seq)
 
     def abort_request(self, request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         """Finish a request's sequences, whichever queue they are in, and free their blocks. Unknown ids are ignored."""

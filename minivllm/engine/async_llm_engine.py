@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
@@ -25,13 +24,13 @@ from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutpu
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.dp_client import DPLBAsyncMPClient
 from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.failover import Failover, give_up_reason
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.replica_launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
-from minivllm.engine.replicas import replica_error
-from minivllm.engine.request_stream import RequestStream
+from minivllm.engine.request_stream import RequestStream, StepQueue
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
@@ -40,8 +39,8 @@ from minivllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MAX_KEPT_STEPS = 256
-"""Steps kept for a slow reader of `steps`; older ones are dropped."""
+_PATIENCE_SECONDS = 0.5
+"""How often to look whether requests that wait for a replica can be sent, or must be given up."""
 
 
 class AsyncLLMEngine:
@@ -54,6 +53,7 @@ class AsyncLLMEngine:
         model_config, cache_config, scheduler_config: What the core was made with.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
+        failover_timeout: Seconds that requests wait for a core when none is left but one may come, until they fail.
         input_processor: Of an engine that this one takes over, whose stream of seeds goes on.
 
     Attributes:
@@ -82,6 +82,7 @@ class AsyncLLMEngine:
         tokenizer: Tokenizer | None,
         *,
         seed: int = 0,
+        failover_timeout: float = 60.0,
         input_processor: InputProcessor | None = None,
         detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
@@ -102,8 +103,13 @@ class AsyncLLMEngine:
             model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
         )
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
+        self.failover = Failover(self.output_processor, client.add_request)
+        self._failover_timeout = failover_timeout
+        self._closed_since: float | None = None
+        """Since when no core has taken requests that wait for one; in seconds of `time.monotonic`."""
+        self._is_tending = False
         self._streams: dict[str, RequestStream] = {}
-        self._watchers: set[_StepQueue] = set()
+        self._watchers: set[StepQueue] = set()
         self._waiting_for_death: set[asyncio.Future[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_restarting = False
@@ -127,7 +133,7 @@ class AsyncLLMEngine:
             args: As for `LLMEngine`. Use `steps` instead of a trace.
             in_process: Run the core in a thread of this process, not in a process of its own.
             num_threads: Threads that the core's own process computes with; one for each processor if None.
-            restart: Start another core when one dies. Requests that were running fail; the engine goes on.
+            restart: Start another core when one dies, where its requests go on. With replicas, they go on at others meanwhile.
             others: Further frontends, in processes of their own, that use the same cores and `join`.
 
         Raises:
@@ -156,7 +162,8 @@ class AsyncLLMEngine:
         else:
             client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
         configs = (config.model_config, config.cache_config, config.scheduler_config)
-        return cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
+        timeout = config.parallel_config.failover_timeout
+        return cls(client, *configs, tokenizer, seed=args.seed, failover_timeout=timeout, detokenizer_cls=config.detokenizer_cls)
 
     @classmethod
     def join(cls, config: EngineConfig, place: FrontendPlace, seed: int) -> AsyncLLMEngine:
@@ -172,7 +179,8 @@ class AsyncLLMEngine:
         tokenizer = config.load_tokenizer()
         client = DPLBAsyncMPClient(config, place)
         configs = (config.model_config, config.cache_config, config.scheduler_config)
-        return cls(client, *configs, tokenizer, seed=seed + (place.client_index << 64))
+        timeout = config.parallel_config.failover_timeout
+        return cls(client, *configs, tokenizer, seed=seed + (place.client_index << 64), failover_timeout=timeout)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
@@ -257,11 +265,11 @@ class AsyncLLMEngine:
             RequestError: It cannot be served; raised before anything is queued.
             EngineDeadError: The engine has failed, before or meanwhile.
         """
-        self.check_health()
+        self._check_takes_requests()
         self._bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
             prompt = await self.process_inputs(prompt, params, request_id, priority=priority, arrival_time=arrival_time)
-            self.check_health()
+            self._check_takes_requests()
         request = prompt.core_request
         if request.request_id in self._streams:
             raise RequestError(
@@ -270,7 +278,10 @@ class AsyncLLMEngine:
         stream = RequestStream(self.output_processor.add_request(prompt))
         self._streams[request.request_id] = stream
         try:
-            stream.state.engine_index = self._client.add_request(stream.state.request)
+            if self.failover.submit(stream.state):
+                self._closed_since = None
+            else:
+                self._resume_requests()
             while True:
                 output = await stream.get()
                 yield output
@@ -293,6 +304,7 @@ class AsyncLLMEngine:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.output_processor.abort_request(request_id)
+            self.failover.forget(request_id)
             self.metrics.record_finish(stream.state, "abort", time.perf_counter())
             self._client.abort_requests([request_id])
 
@@ -317,7 +329,7 @@ class AsyncLLMEngine:
         """As `steps`, of all replicas, each step with the rank of its replica."""
         self.check_health()
         self._bind_to_loop()
-        watcher = _StepQueue()
+        watcher = StepQueue()
         if not self._watchers:
             self._client.send(SetTracing(True))
         self._watchers.add(watcher)
@@ -340,6 +352,11 @@ class AsyncLLMEngine:
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error))
         self._client.check_health()
+
+    def _check_takes_requests(self) -> None:
+        """As `check_health`; but while a core is being started, requests wait for it, up to a limit."""
+        if self.dead_error is None or not self._is_restarting or self._has_waited_in_vain():
+            self.check_health()
 
     @property
     def replica_states(self) -> dict[int, str]:
@@ -381,7 +398,7 @@ class AsyncLLMEngine:
             return
         if self._loop is not None and self._loop.is_running():
             raise RequestError("This engine serves another event loop: use it from one thread.")
-        self._loop = loop
+        self._loop, self._is_tending = loop, False
         self._waiting_for_death.clear()
         if self._watchers:
             self._watchers.clear()
@@ -391,8 +408,7 @@ class AsyncLLMEngine:
 
     def _receive(self, message: FromCore) -> None:
         """Take a message from a thread of the client's to the event loop."""
-        is_whole = isinstance(message, CoreFailed) and message.request_ids is None
-        if isinstance(message, CoreFailed) and is_whole and (self.dead_error is None or self._is_restarting):
+        if isinstance(message, CoreFailed) and message.is_last and (self.dead_error is None or self._is_restarting):
             self._is_restarting = message.restarting
             again = " Another engine is being started: try again in some seconds." if message.restarting else ""
             self.dead_error = EngineDeadError(f"{dead_error(message)}{again}")  # known at once, whatever the event loop does
@@ -415,8 +431,11 @@ class AsyncLLMEngine:
             self.dead_error, self._is_restarting = None, False
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
-        elif isinstance(message, CoreFailed) and message.request_ids is not None:
-            self._lose_replica(message.engine_index, message.request_ids, replica_error(message))
+            if self._watchers:
+                self._client.send(SetTracing(True))
+            self._resume_requests()
+        elif isinstance(message, CoreFailed) and (message.restarting or not message.is_last):
+            self._lose_core(message)
         elif isinstance(message, CoreFailed):
             self._fail_streams(message)
 
@@ -431,24 +450,54 @@ class AsyncLLMEngine:
             stream.notify()
             if state.finished:
                 del self._streams[state.request.request_id]
+        if self.failover.note_tokens(processed.updated):
+            self._resume_requests()
         if outputs.record is not None:
             for watcher in self._watchers:
                 watcher.put(outputs.engine_index, outputs.record)
 
-    def _lose_replica(self, engine_index: int, request_ids: list[str], error: EngineDeadError) -> None:
-        """One of several replicas is gone: tell those whose requests were there."""
-        self._set_stats(engine_index, SchedulerStats())
-        for request_id in request_ids:
-            if request_id in self._streams:
-                self._fail_stream(self._streams.pop(request_id), error)
+    def _lose_core(self, failure: CoreFailed) -> None:
+        """A core is gone, and there are others, or will be: its requests go on there."""
+        self._set_stats(failure.engine_index, SchedulerStats())
+        request_ids = failure.request_ids
+        if request_ids is None:
+            request_ids = self.failover.sent
+            self._client.abort_requests(request_ids)  # if another core has been started since
+        for state in self.failover.lose(request_ids, has_died=failure.has_died):
+            self._fail_stream(self._streams.pop(state.request.request_id), EngineDeadError(give_up_reason(failure)))
+        self._resume_requests()
+
+    def _resume_requests(self) -> None:
+        """Send requests that wait for a core, or fail them if they have waited for too long."""
+        for state in self.failover.resume():
+            self.metrics.record_resumption(state)
+        if not self.failover.is_stuck:
+            self._closed_since = None
+        elif self._closed_since is None:
+            self._closed_since = time.monotonic()
+        if self._has_waited_in_vain():
+            reason = self.dead_error or EngineDeadError("There is no replica of the model that takes requests.")
+            for state in self.failover.waiting:
+                self._fail_stream(self._streams.pop(state.request.request_id), reason)
+        if self.failover.waiting and not self._is_tending and self._loop is not None and self._loop.is_running():
+            self._is_tending = True
+            self._loop.call_later(_PATIENCE_SECONDS, self._tend)
+
+    def _tend(self) -> None:
+        self._is_tending = False
+        self._resume_requests()
+
+    def _has_waited_in_vain(self) -> bool:
+        return self._closed_since is not None and time.monotonic() - self._closed_since > self._failover_timeout
 
     def _fail_stream(self, stream: RequestStream, error: EngineDeadError) -> None:
         self.output_processor.abort_request(stream.state.request.request_id)
+        self.failover.forget(stream.state.request.request_id)
         self.metrics.record_finish(stream.state, "error", time.perf_counter())
         stream.fail(error)
 
     def _fail_streams(self, failure: CoreFailed) -> None:
-        """The core is gone, or the last of several: tell everybody who waits."""
+        """The core is gone, or the last of several, and no other will come: tell everybody who waits."""
         error = dead_error(failure)
         for engine_index in list(self.stats_by_engine):
             self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))
@@ -456,35 +505,15 @@ class AsyncLLMEngine:
         for stream in streams.values():
             self._fail_stream(stream, error)
         watchers, self._watchers = self._watchers, set()
-        if watchers:
-            self._client.send(SetTracing(False))  # to one that is started again, too
         for watcher in watchers:
             watcher.fail(error)
-        if not failure.restarting:
-            self._is_final = True
-            for future in self._waiting_for_death:
-                if not future.done():
-                    future.set_result(None)
+        self._is_final = True
+        for future in self._waiting_for_death:
+            if not future.done():
+                future.set_result(None)
 
     def _set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self.stats_by_engine[engine_index] = stats
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
         if self._client.client_index == 0:  # one frontend is enough to tell of the cores
             self.metrics.set_stats(engine_index, stats)
-
-
-class _StepQueue:
-    """Steps for one reader."""
-
-    def __init__(self) -> None:
-        self.records: deque[tuple[int, StepRecord]] = deque(maxlen=_MAX_KEPT_STEPS)
-        self.failure: EngineDeadError | None = None
-        self.news = asyncio.Event()
-
-    def put(self, engine_index: int, record: StepRecord) -> None:
-        self.records.append((engine_index, record))
-        self.news.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self.failure = error
-        self.news.set()

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from weakref import WeakMethod
 
 from minivllm.engine.core_handle import CoreHandle
@@ -55,8 +55,8 @@ class EngineCoreClient(ABC):
     client_index, client_count = 0, 1
 
     @abstractmethod
-    def add_request(self, request: EngineCoreRequest) -> int:
-        """Queue a request. Returns the rank of the replica where it is; 0 if there is only one core."""
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+        """Queue a request, at none of these replicas. Returns the rank of the one where it is; 0 if there is only one core."""
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -82,7 +82,7 @@ class InprocClient(EngineCoreClient):
         self.core = core
         self.num_gpu_blocks = core.num_gpu_blocks
 
-    def add_request(self, request: EngineCoreRequest) -> int:
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
         self.core.add_request(request)
         return 0
 
@@ -107,7 +107,7 @@ class MPClient(EngineCoreClient):
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def add_request(self, request: EngineCoreRequest) -> int:
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
         self.send(AddRequest(request))
         return 0
 
@@ -188,6 +188,12 @@ class AsyncMPClient(MPClient):
     def send(self, message: ToCore) -> None:
         self._supervisor.core.send(message)
 
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+        """As in the base class; an EngineDeadError if there is no core now, or it is to be avoided."""
+        if avoid or not self._supervisor.is_ready:
+            raise EngineDeadError("There is no engine that takes requests.")
+        return super().add_request(request)
+
     def check_health(self) -> None:
         """Raise an EngineDeadError if the core is not responding."""
         heard = self._supervisor.core.last_heard
@@ -215,6 +221,8 @@ class CoreSupervisor:
 
     def __init__(self, start_core: Callable[[], CoreHandle], restart: bool) -> None:
         self.core = start_core()
+        self.is_ready = True
+        """Whether the core takes requests, as far as is known."""
         self._start_core = start_core
         self._restart = restart
         self._stopped = threading.Event()
@@ -241,6 +249,7 @@ class CoreSupervisor:
             failure = self._forward()
             if failure is None:
                 return
+            self.is_ready = False
             logger.error("%s", dead_error(failure))
             self.core.shutdown()
             if not self._restart:
@@ -286,7 +295,7 @@ class CoreSupervisor:
                 failure = CoreFailed("", f"starting another failed: {error}", restarting=True)
                 self._tell(failure)
                 continue
-            self.core = core
+            self.core, self.is_ready = core, True
             if self._stopped.is_set():
                 core.shutdown()
                 return False

@@ -169,7 +169,9 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         message: Why.
         restarting: Whether another core is being started in its place.
         engine_index: The rank of the replica.
-        request_ids: If other replicas go on: the requests that were at this one.
+        request_ids: The requests that were at this replica; None stands for all of them.
+        is_last: Whether no replica is left.
+        has_died: Whether one of its requests may have killed it. If not, it left, or is out of reach.
     """
 
     error_type: str
@@ -177,6 +179,8 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     restarting: bool = False
     engine_index: int = 0
     request_ids: list[str] | None = None
+    is_last: bool = True
+    has_died: bool = True
 
 
 class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -12,21 +12,31 @@ Mirrors `DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`.
 from __future__ import annotations
 
 import queue
+import time
 import weakref
+from collections.abc import Callable, Collection
 from weakref import WeakMethod
 
 from minivllm.engine.core_client import MPClient, OnMessage, dead_error
-from minivllm.engine.core_messages import CoreFailed, EngineCoreOutputs, FromCore, StoppedSequence, ToCore
+from minivllm.engine.core_messages import (
+    CoreFailed,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FromCore,
+    SchedulerStats,
+    StoppedSequence,
+    ToCore,
+)
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_launcher import FrontendPlace, ReplicaLauncher
-from minivllm.engine.replicas import Replicas, replica_error
+from minivllm.engine.replicas import Replicas
 from minivllm.request import EngineCoreRequest
 
 
 class DPLBAsyncMPClient(MPClient):
     """For a frontend that is told of each message, in a thread of the client's.
 
-    Messages are those of `AsyncMPClient`. A `CoreFailed` with `request_ids` is the end of one replica, and the others go on.
+    Messages are those of `AsyncMPClient`. A `CoreFailed` that `is_last` no replica is left after; else the others go on.
 
     Args:
         config: The engine's.
@@ -65,8 +75,8 @@ class DPLBAsyncMPClient(MPClient):
     def send(self, message: ToCore) -> None:
         self.replicas.send(message)
 
-    def add_request(self, request: EngineCoreRequest) -> int:
-        return self.replicas.add_request(request)
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+        return self.replicas.add_request(request, avoid)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.replicas.abort_requests(request_ids)
@@ -94,6 +104,10 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
         launcher = ReplicaLauncher(config)
         super().__init__(config, launcher.place, launcher)
         self._messages: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        self.on_loss: Callable[[CoreFailed], list[EngineCoreOutput]]
+        """What to do when a replica is lost and others go on; returns the requests that are given up. Set by the engine."""
+        self.on_outputs: Callable[[EngineCoreOutputs], None]
+        """What to do with outputs before they are returned. Set by the engine."""
         self.start(self._put)
 
     def _put(self, message: FromCore) -> None:
@@ -103,15 +117,18 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
         """Wait for the result of a step of any replica.
 
         Raises:
-            EngineDeadError: A replica has failed, or all were shut down.
+            EngineDeadError: No replica is left, or all were shut down.
         """
         while True:
             message = self._messages.get()
             if isinstance(message, EngineCoreOutputs):
+                self.on_outputs(message)
                 return message
-            if isinstance(message, CoreFailed):
+            if isinstance(message, CoreFailed) and message.is_last:
                 self.shutdown()
-                raise dead_error(message) if message.request_ids is None else replica_error(message)
+                raise dead_error(message)
+            if isinstance(message, CoreFailed) and (given_up := self.on_loss(message)):
+                return EngineCoreOutputs(given_up, time.perf_counter(), SchedulerStats(), engine_index=message.engine_index)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -125,14 +125,19 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            RequestError: Its id is in use.
+            RequestError: Its id is in use, or a scheduler of your own cannot resume it.
         """
         if request.request_id in self.scheduler.requests:
             raise RequestError(
                 f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
             )
         added = Request.from_engine_core_request(request)
-        self.scheduler.add_request(added)
+        if added.resumption is None:
+            self.scheduler.add_request(added)
+        elif hasattr(self.scheduler, "resume_request") and added.resumption.output_token_ids:
+            self.scheduler.resume_request(added, added.resumption)
+        else:
+            raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
         if self._recorder is not None:
             self._recorder.add_request(added)
 
@@ -153,8 +158,8 @@ class EngineCore:
             request = self.scheduler.requests.get(stopped.request_id)
             if request is None or request.number != stopped.number:
                 continue
-            seq = next(seq for seq in request.sequences if seq.index == stopped.index)
-            if seq.finished:
+            seq = next((seq for seq in request.sequences if seq.index == stopped.index), None)
+            if seq is None or seq.finished:
                 continue
             self.scheduler.finish_sequence(seq, SequenceStatus.FINISHED_STOPPED, stopped.stop_reason)
             if request.finished:

@@ -81,6 +81,11 @@ class Metrics:
         self._preemptions = make(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
         self._prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
         self._generation_tokens = make(Counter, "generation_tokens", "Generated tokens.")
+        self._resumptions = make(
+            Counter,
+            "num_resumed_requests",
+            "How often a request went on at this engine after another, or an earlier one, was lost.",
+        )
         self._ttft = make(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
         self._itl = make(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
         self._tpot = make(
@@ -119,6 +124,10 @@ class Metrics:
         self._cache_usage.labels(*labels).set(stats.cache_usage)
         self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - self._num_preemptions.get(engine_index, 0)))
         self._num_preemptions[engine_index] = stats.num_preemptions
+
+    def record_resumption(self, state: RequestState) -> None:
+        """A request whose engine was lost has been sent to another."""
+        self._resumptions.labels(*self._labels(state)).inc()
 
     def record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
         """A step added something to a request.

@@ -198,6 +198,11 @@ class LocalReplicas:
                     return index, end
         return None
 
+    def kill(self, index: int) -> None:
+        """Kill a replica's process, if it is there. `find_ended` will tell of it."""
+        if (process := self.processes.get(index)) is not None:
+            process.kill()
+
     def note_ready(self, index: int) -> None:
         """A replica has started."""
         self._ready_since[index] = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from minivllm.core.routing import ReplicaLoad, Router
@@ -98,14 +99,19 @@ class ReplicaTable:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineCoreRequest) -> int:
+    def add(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
         """Choose the replica of a request.
 
+        Args:
+            request: The request.
+            avoid: Replicas that it must not go to.
+
         Raises:
-            EngineDeadError: No replica is open.
+            EngineDeadError: No other replica is open.
         """
-        index = self._router.route(request.prompt_token_ids, request.cache_salt)
-        self._placed[request.request_id] = _Placed(request.number, index, set(range(request.sampling_params.n)))
+        index = self._router.route(request.prompt_token_ids, request.cache_salt, avoid)
+        sequences = set(request.resumption.output_token_ids if request.resumption else range(request.sampling_params.n))
+        self._placed[request.request_id] = _Placed(request.number, index, sequences)
         return index
 
     def abort(self, request_id: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +13,7 @@ import zmq
 
 from minivllm.core.routing import LoadPublisher, make_router
 from minivllm.engine import dp_messages
-from minivllm.engine.core_client import NOT_RESPONDING_SECONDS, OnMessage
+from minivllm.engine.core_client import OnMessage
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import (
     AbortRequests,
@@ -45,6 +45,8 @@ from minivllm.request import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
+_HOPELESS = 3
+"""A process of this machine that has been silent for so many timeouts is replaced."""
 _PAUSE_SECONDS = 2.0
 """A thread that has not come round for so long was stopped."""
 
@@ -66,7 +68,7 @@ class Replicas:
     def __init__(self, config: EngineConfig, place: FrontendPlace, launcher: ReplicaLauncher | None) -> None:
         self._config, self._place, self._launcher = config, place, launcher
         parallel = config.parallel_config
-        self._size = parallel.data_parallel_size
+        self._size, self._timeout = parallel.data_parallel_size, parallel.replica_timeout
         self._lock = threading.RLock()
         """Held while the table or the sending socket is used."""
         router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index)
@@ -175,15 +177,15 @@ class Replicas:
         assert self._launcher is not None
         return self._launcher.coordinator.process_id
 
-    def add_request(self, request: EngineCoreRequest) -> int:
-        """Send a request to the replica that the router chooses. Returns its rank.
+    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+        """Send a request to the replica that the router chooses, but none of these. Returns its rank.
 
         Raises:
-            EngineDeadError: No replica takes requests.
+            EngineDeadError: No other replica takes requests.
         """
         request = replace(request, client_index=self._place.client_index)
         with self._lock:
-            while not self._send(index := self._table.add(request), AddRequest(request)):
+            while not self._send(index := self._table.add(request, avoid), AddRequest(request)):
                 self._table.abort(request.request_id)  # no way leads there; when it is heard of again, it takes requests again
                 self._table.let_leave(index)
         return index
@@ -277,28 +279,20 @@ class Replicas:
         The coordinator is looked after, too.
         """
         self._check_coordinator()
-        if self._launcher is not None and (ended := self._launcher.local.find_ended()):
-            return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
         now = time.monotonic()
-        for index in self._table.members:
-            if now - self._last_heard[index] <= NOT_RESPONDING_SECONDS:
-                continue
-            if not self._is_told_of_the_end_of(index):
-                self._silent.add(index)
-                return CoreFailed("", f"nothing heard from it for {NOT_RESPONDING_SECONDS:.0f} seconds", engine_index=index)
-            if self._table.state_of(index) == "ready":  # its process is stopped, or very busy
-                logger.warning(
-                    "Nothing heard from replica %d for %.0f seconds: it gets no requests.", index, NOT_RESPONDING_SECONDS
-                )
-                with self._lock:
-                    self._table.let_leave(index)
-        return self._early.popitem()[1] if self._early else None  # as if it came now
-
-    def _is_told_of_the_end_of(self, index: int) -> bool:
-        """Whether this frontend is notified when a replica's process exits, so that silence need not mean that it has."""
         if self._launcher is not None:
-            return index in self._launcher.local.processes
-        return index in self._config.parallel_config.local_ranks and not self._has_no_coordinator
+            for index in self._silent:
+                if now - self._last_heard[index] > _HOPELESS * self._timeout:
+                    self._launcher.local.kill(index)
+            if ended := self._launcher.local.find_ended():
+                self._silent.discard(ended[0])
+                return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
+        for index in self._table.members:
+            if now - self._last_heard[index] > self._timeout:
+                self._silent.add(index)
+                message = f"nothing heard from it for {self._timeout} seconds"
+                return CoreFailed("", message, engine_index=index, has_died=False)
+        return self._early.popitem()[1] if self._early else None  # as if it came now
 
     def _check_coordinator(self) -> None:
         """Do without the coordinator if it is gone."""
@@ -359,7 +353,7 @@ class Replicas:
             return True
         if isinstance(message, CoreReady):
             if state != "gone":  # another process, after one whose end was not noticed
-                self._tell(self._lose(CoreFailed("", "it was started again", engine_index=index)))
+                self._tell(self._lose(CoreFailed("", "it was started again", engine_index=index, is_last=False)))
             if not self._take_in(message):
                 return True
             message = CoreReady(self.num_gpu_blocks, index)
@@ -417,16 +411,17 @@ class Replicas:
         if self._launcher is not None:
             logger.warning("Replica %d has left.", index)
         self._left.add(index)
-        return self._judge_loss(self._lose(CoreFailed("", "it left", engine_index=index)))
+        return self._judge_loss(self._lose(CoreFailed("", "it left", engine_index=index, has_died=False)))
 
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
-        """A replica has died: its requests fail."""
+        """A replica has died, or is out of reach."""
         index = failure.engine_index
         self._lose(failure)
         if self._launcher is not None:
             logger.error("%s", replica_error(failure))
-            self._launcher.local.remove(index)
-            self._launcher.local.start_another(index)
+            if index not in self._silent:
+                self._launcher.local.remove(index)
+                self._launcher.local.start_another(index)
         return self._judge_loss(failure)
 
     def _lose(self, failure: CoreFailed) -> CoreFailed:
@@ -440,14 +435,15 @@ class Replicas:
     def _judge_loss(self, failure: CoreFailed) -> CoreFailed:
         """What the end of a replica means for the engine: that of some requests, if there are other replicas, or of all."""
         index = failure.engine_index
-        if not self._table.is_empty:
+        failure.is_last = self._table.is_empty
+        if not failure.is_last:
             return failure
-        message = f"no replica of the model is left. The last one, {index}: {failure.message}"
         may_come = self._place.restarts
         if self._launcher is not None:
             may_come = bool(self._launcher.local.processes.keys() - self._left)
-        may_come = may_come or not self._config.parallel_config.is_on_one_machine
-        return CoreFailed(failure.error_type, message, restarting=may_come, engine_index=index)
+        failure.restarting = may_come or not self._config.parallel_config.is_on_one_machine
+        failure.message = f"no replica of the model is left. The last one, {index}: {failure.message}"
+        return failure
 
     def _tell(self, message: FromCore) -> bool:
         on_message = self._on_message()
@@ -461,7 +457,7 @@ class Replicas:
         """Raise an EngineDeadError if no replica is responding."""
         now = time.monotonic()
         silent = [now - self._last_heard[index] for index in self._table.open]
-        if silent and min(silent) > NOT_RESPONDING_SECONDS:
+        if silent and min(silent) > self._timeout:
             raise EngineDeadError(f"The replicas are not responding: nothing heard from them for {min(silent):.0f} seconds.")
 
     def let_go(self) -> None:

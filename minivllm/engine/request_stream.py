@@ -1,13 +1,18 @@
-"""The outputs of one request, between the event loop that adds to them and a coroutine that waits for them."""
+"""The outputs of one request, or the steps of the core, between the event loop that adds to them and a coroutine that waits for them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from minivllm.engine.output_processor import RequestState
+from minivllm.engine.trace import StepRecord
 from minivllm.errors import EngineDeadError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
+
+MAX_KEPT_STEPS = 256
+"""Steps kept for a slow reader; older ones are dropped."""
 
 
 class RequestStream:
@@ -45,3 +50,22 @@ class RequestStream:
             raise self._failure
         self._news.clear()
         return self.state.make_output()
+
+
+class StepQueue:
+    """Steps for one reader."""
+
+    def __init__(self) -> None:
+        self.records: deque[tuple[int, StepRecord]] = deque(maxlen=MAX_KEPT_STEPS)
+        self.failure: EngineDeadError | None = None
+        self.news = asyncio.Event()
+
+    def put(self, engine_index: int, record: StepRecord) -> None:
+        """There was a step."""
+        self.records.append((engine_index, record))
+        self.news.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        """There will be no more."""
+        self.failure = error
+        self.news.set()

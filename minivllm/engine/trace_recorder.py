@@ -226,7 +226,7 @@ class TraceRecorder:
         for field in ("first_scheduled_time", "first_token_time", "num_preemptions", "num_cached_tokens"):
             setattr(record, field, getattr(metrics, field))
         for seq in request.sequences:
-            if seq.index == len(record.output_token_ids):
+            while seq.index >= len(record.output_token_ids):
                 record.output_token_ids.append([])
             tokens = record.output_token_ids[seq.index]
             tokens += seq.token_ids[seq.num_prompt_tokens + len(tokens) :]

@@ -1,0 +1,139 @@
+"""What becomes of requests whose replica is lost: they go on at another one, where they were.
+
+    waiting ──► assigned ──token──► running ──► finished, aborted
+       ▲           │                   │
+       └───────────┴──── replica lost ─┘──► given up, after two deaths without a token in between
+
+A token depends on the request, its seed and its position alone, so another replica computes the same ones from the prompt and the output
+so far. A request that was at a replica that died may be what killed it. Until it has got another token it is a suspect: suspects go on
+one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from minivllm.engine.core_messages import CoreFailed
+from minivllm.engine.output_processor import OutputProcessor, RequestState
+from minivllm.errors import EngineDeadError
+
+MAX_DEATHS = 2
+"""Replicas that may die in a row while they compute a request without giving it a token."""
+
+
+class Failover:
+    """Sends requests to replicas, and again when their replica is lost.
+
+    Used from one thread.
+
+    Args:
+        output_processor: Has the state of every unfinished request.
+        add_request: Sends a request to any replica that takes requests, but not to these; returns its rank. Raises an EngineDeadError if
+            there is none.
+    """
+
+    def __init__(self, output_processor: OutputProcessor, add_request: Callable[..., int]) -> None:
+        self._output_processor, self._add_request = output_processor, add_request
+        self._waiting: dict[str, RequestState] = {}
+        """Requests that are at no replica, those that came first at the beginning."""
+        self._deaths: dict[str, int] = {}
+        """Of suspects: the deaths of replicas that had them since their latest token."""
+        self._tried: dict[str, int] = {}
+        """Of suspects that are at a replica: its rank."""
+
+    @property
+    def waiting(self) -> list[RequestState]:
+        """Requests that are at no replica."""
+        return list(self._waiting.values())
+
+    @property
+    def sent(self) -> list[str]:
+        """Requests that are at a replica."""
+        return [request_id for request_id in self._output_processor.states if request_id not in self._waiting]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests wait, and not only for their turn."""
+        return bool(self._waiting) and not self._tried
+
+    def submit(self, state: RequestState) -> bool:
+        """Send a new request to a replica. If none takes requests, it waits. Returns whether it was sent."""
+        return self._send(state, ()) or self._wait(state)
+
+    def lose(self, request_ids: Iterable[str], *, has_died: bool) -> list[RequestState]:
+        """A replica is lost with these requests: they wait to go on. Call `resume` then.
+
+        Args:
+            request_ids: Those that were there.
+            has_died: It may have been one of them that killed it. If not, it left, or is out of reach.
+
+        Returns:
+            The requests to be given up.
+        """
+        given_up = []
+        for request_id in request_ids:
+            state = self._output_processor.states.get(request_id)
+            self._tried.pop(request_id, None)
+            if state is None:
+                continue
+            if has_died:
+                self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
+            if self._deaths.get(request_id, 0) == MAX_DEATHS:
+                self.forget(request_id)
+                given_up.append(state)
+            else:
+                self._wait(state)
+        return given_up
+
+    def resume(self) -> list[RequestState]:
+        """Send the requests that wait, as far as replicas take them. Returns those that go on now."""
+        sent = []
+        for request_id, state in list(self._waiting.items()):
+            is_suspect = request_id in self._deaths
+            avoid = set(self._tried.values()) if is_suspect else ()
+            is_new = not state.was_sent
+            if self._send(state, avoid):
+                if not is_new:
+                    sent.append(state)
+                if is_suspect:
+                    self._tried[request_id] = state.engine_index
+            elif not avoid:
+                break  # nobody takes any
+        return sent
+
+    def note_tokens(self, states: Iterable[RequestState]) -> bool:
+        """Requests have got tokens, or have finished. Returns whether others may go on now: then call `resume`."""
+        if not self._deaths:
+            return False
+        num_tried = len(self._tried)
+        for state in states:
+            self.forget(state.request.request_id)
+        return len(self._tried) < num_tried
+
+    def forget(self, request_id: str) -> None:
+        """A request is a suspect no longer, or is gone."""
+        for requests in (self._waiting, self._deaths, self._tried):
+            requests.pop(request_id, None)
+
+    def _wait(self, state: RequestState) -> bool:
+        self._waiting[state.request.request_id] = state
+        return False
+
+    def _send(self, state: RequestState, avoid: Collection[int]) -> bool:
+        request = self._output_processor.renew(state) if state.was_sent else state.request
+        try:
+            state.engine_index = self._add_request(request, avoid) if avoid else self._add_request(request)
+        except EngineDeadError:
+            return False
+        state.was_sent = True
+        self._waiting.pop(request.request_id, None)
+        return True
+
+
+def give_up_reason(failure: CoreFailed) -> str:
+    """What the sender of a request that is given up is told."""
+    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+    return (
+        f"The request was given up: {MAX_DEATHS} replicas of the model in a row have died while they computed it. "
+        f"The last one, {failure.engine_index}: {cause.rstrip('.')}."
+    )
