@@ -304,9 +304,10 @@ class AsyncLLMEngine:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.output_processor.abort_request(request_id)
-            self.failover.forget(request_id)
             self.metrics.record_finish(stream.state, "abort", time.perf_counter())
             self._client.abort_requests([request_id])
+            if self.failover.forget(request_id):
+                self._resume_requests()
 
     def num_unfinished_requests(self) -> int:
         """Requests whose stream has not finished."""

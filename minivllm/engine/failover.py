@@ -105,15 +105,13 @@ class Failover:
         """Requests have got tokens, or have finished. Returns whether others may go on now: then call `resume`."""
         if not self._deaths:
             return False
-        num_tried = len(self._tried)
-        for state in states:
-            self.forget(state.request.request_id)
-        return len(self._tried) < num_tried
+        return sum(self.forget(state.request.request_id) for state in states) > 0
 
-    def forget(self, request_id: str) -> None:
-        """A request is a suspect no longer, or is gone."""
-        for requests in (self._waiting, self._deaths, self._tried):
-            requests.pop(request_id, None)
+    def forget(self, request_id: str) -> bool:
+        """A request is a suspect no longer, or is gone. Returns whether others may go on now: then call `resume`."""
+        self._waiting.pop(request_id, None)
+        self._deaths.pop(request_id, None)
+        return self._tried.pop(request_id, None) is not None
 
     def _wait(self, state: RequestState) -> bool:
         self._waiting[state.request.request_id] = state

@@ -163,8 +163,9 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> None:
         """Finish a request and free its blocks. Unknown and finished ids are ignored."""
         self.output_processor.abort_request(request_id)
-        self.failover.forget(request_id)
         self.engine_core.abort_requests([request_id])
+        if self.failover.forget(request_id):
+            self.failover.resume()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

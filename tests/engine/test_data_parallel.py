@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
@@ -91,6 +92,11 @@ def tokens_of(outputs):
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+def metric(engine, name, rank):
+    labels = {"model_name": engine.model_config.name, "engine": str(rank)}
+    return engine.metrics.registry.get_sample_value(f"minivllm:{name}_total", labels)
+
+
 def in_flight(engine):
     return engine._client.replicas._table._router.num_in_flight
 
@@ -105,12 +111,7 @@ def test_two_replicas_generate_what_one_engine_does_and_both_work(engine, alone)
     outputs = asyncio.run(run())
     assert tokens_of(outputs) == tokens_of(expected)
     assert in_flight(engine) == [0, 0]
-    finished = [
-        engine.metrics.registry.get_sample_value(
-            "minivllm:generation_tokens_total", {"model_name": engine.model_config.name, "engine": rank}
-        )
-        for rank in "01"
-    ]
+    finished = [metric(engine, "generation_tokens", rank) for rank in range(2)]
     assert sum(finished) == sum(len(tokens) for output in tokens_of(outputs) for tokens in output)
     assert min(finished) > 0.3 * max(finished)
 
@@ -124,8 +125,13 @@ def test_offline_prompts_are_spread_over_replicas(tiny, alone):
     assert tokens_of(outputs) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
     with pytest.raises(ConfigError, match="in another process, out of reach"):
         llm.llm_engine.start_trace()
-    os.kill(llm.llm_engine.engine_core.replicas.process_ids[1], signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=r"Replica 1 of the model has ended: its process was killed by SIGKILL\."):
+    first, second = llm.llm_engine.engine_core.replicas.process_ids
+    threading.Timer(1.0, os.kill, (second, signal.SIGKILL)).start()
+    expected = alone.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
+    outputs = llm.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
+    assert tokens_of(outputs) == tokens_of(expected), "those of the one that died went on at the other"
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"no replica of the model is left\. The last one, 0: its process was killed by SIGKILL\."):
         llm.generate([[5, 6]] * 4, LONG, use_tqdm=False)
 
 
@@ -171,9 +177,10 @@ def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog):
 
 
 @pytest.mark.slow
-def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_own(tiny, caplog):
+def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_with_it(tiny, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3))
     first, second, third = engine._client.replicas.process_ids
+    expected = tokens_of(alone.generate([[5 + i] * 4 for i in range(3)], LONG, use_tqdm=False))
 
     async def run():
         streams = [asyncio.create_task(collect(engine, [5 + i] * 4, LONG)) for i in range(3)]
@@ -186,20 +193,14 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
         busy = asyncio.create_task(collect(engine, [9] * 4, replace(LONG, max_tokens=4000)))  # its replica has no quiet moment
         await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
         os.kill(third, signal.SIGKILL)
-        await asyncio.wait([streams[2]], timeout=30)
-        assert streams[2].done()
+        await becomes(lambda: engine.replica_states[2] == "gone")
         late = EngineCoreOutputs([], 0.0, SchedulerStats(num_running=3), engine_index=2)
         for message in (late, Heartbeat(2)):  # what it had sent, and was not read yet
             assert engine._client.replicas._take(message)
         await asyncio.sleep(0.05)
         assert engine.replica_states[2] == "gone" and engine.stats_by_engine[2].num_running == 0
-        await asyncio.wait(streams, timeout=60)
-        failed = [task for task in streams if task.done() and task.exception()]
-        assert [str(task.exception()) for task in failed] == [
-            "Replica 2 of the model has ended: its process was killed by SIGKILL."
-        ]
-        finished = await asyncio.gather(*(task for task in streams if task not in failed))
-        assert [len(output.outputs[0].token_ids) for output in finished] == [1500, 1500]
+        assert tokens_of(await asyncio.gather(*streams)) == expected
+        assert metric(engine, "num_resumed_requests", 1) == 1
         await becomes(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
         await becomes(lambda: "Replica 0 has left." in caplog.text)
         engine.check_health()
@@ -217,7 +218,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_only_its_o
 
 
 @pytest.mark.slow
-def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny, caplog):
+def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny), restart=True)
     replicas = engine._client.replicas
 
@@ -232,13 +233,27 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny,
         os.kill(replicas.process_ids[1], signal.SIGTERM)
         await becomes(lambda: "Replica 1 has left." in caplog.text)
         assert replicas._table.open == [0]
-        # and now the only one that is left: until it is back, requests are refused
+        # and now the only one that is left: until it is back, requests wait
+        running = asyncio.create_task(collect(engine, [5] * 4, LONG))
+        await becomes(lambda: engine.stats.num_running)
         os.kill(replicas.process_ids[0], signal.SIGKILL)
         await becomes(lambda: engine.dead_error is not None)
         with pytest.raises(EngineDeadError, match="Another engine is being started"):
+            engine.check_health()
+        assert tokens_of([await collect(engine, [5], SHORT)]) == tokens_of(outputs[:1])
+        assert engine.dead_error is None
+        assert tokens_of([await running]) == tokens_of(alone.generate([[5] * 4], LONG, use_tqdm=False))
+        # and for how long is limited
+        engine._failover_timeout = 0.5
+        running = [asyncio.create_task(collect(engine, [5] * 4, LONG)) for _ in range(2)]
+        await becomes(lambda: engine.stats.num_running)
+        os.kill(replicas.process_ids[0], signal.SIGKILL)
+        await asyncio.wait(running)
+        assert {str(task.exception()) for task in running} == {str(engine.dead_error)}
+        with pytest.raises(EngineDeadError, match="Another engine is being started"):
             await collect(engine, [5], SHORT)
         await becomes(lambda: engine.dead_error is None, 30)
-        assert len((await collect(engine, [5], SHORT)).outputs[0].token_ids) == 5
+        await collect(engine, [5], SHORT)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())

@@ -1,0 +1,147 @@
+"""Requests that go on at another engine core, interrupted after every token: the tokens, texts and log-probabilities of an undisturbed run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.engine.core_messages import CoreFailed
+from minivllm.engine.failover import Failover, give_up_reason
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.errors import EngineDeadError
+from minivllm.sampling_params import RequestOutputKind
+from minivllm.worker.sampler import exponential_noise, random_key
+
+PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
+LENGTH = 40
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, seed=5)
+KINDS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "unseeded": replace(SEEDED, seed=None),
+    "three continuations": replace(SEEDED, n=3, top_p=0.95, logprobs=0),
+    "penalties": replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+    "min_tokens": replace(GREEDY, min_tokens=25, stop_token_ids=list(range(0, 2000))),
+    "a stop string": replace(GREEDY, stop=["<to be replaced>"]),
+    "three continuations with stops": replace(SEEDED, n=3, stop=[".", "\n"], seed=11),
+    "logprobs": replace(SEEDED, logprobs=3, top_k=20, logit_bias={198: 1.0}),
+    "prompt_logprobs": replace(GREEDY, prompt_logprobs=2, logprobs=1),
+}
+ENGINES = {
+    "default": {},
+    "chunked prefill, prefix cache": {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 48},
+    "speculative": {"num_speculative_tokens": 3},
+    "few blocks": {"num_gpu_blocks_override": 14, "max_num_seqs": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def params_of(llm):
+    """The kinds, with a stop string that several tokens make, in the middle of the text."""
+    tokens = list(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    decode = llm.get_tokenizer().decode
+    stop = decode(tokens[:24])[len(decode(tokens[:20])) + 1 : -1]
+    return KINDS | {"a stop string": replace(GREEDY, stop=[stop])}
+
+
+def start(engine, number, params):
+    """A request as a frontend sees it, with the engine core's side of it."""
+    processed = engine.input_processor.process_inputs(f"{number}", PROMPT, params)
+    processor = OutputProcessor(engine.tokenizer)
+    return processor, processor.add_request(processed)
+
+
+def run_alone(engine, params):
+    """Run a request. Returns its outputs, and its frontend's state before each token."""
+    processor, state = start(engine, "alone", params)
+    engine.core.add_request(state.request)
+    outputs, states = [], []
+    while True:
+        shared = {id(part): part for part in (engine.tokenizer, *vars(engine.tokenizer).values())}
+        states.append((copy.deepcopy(state, shared), len(outputs)))
+        processed = processor.process_outputs(engine.core.step())
+        engine.core.stop_sequences(processed.stopped)
+        if processed.updated:
+            outputs.append(state.make_output())
+        if state.finished:
+            return outputs, states
+
+
+def go_on(engine, states):
+    """Let interrupted requests go on, all in one batch. Returns the outputs of each."""
+    processor = OutputProcessor(engine.tokenizer)
+    outputs = {}
+    for number, state in enumerate(states):
+        state.request = replace(state.request, request_id=str(number))
+        processor.states[str(number)] = state
+        outputs[str(number)] = []
+        engine.core.add_request(processor.renew(state))
+    while processor.states:
+        processed = processor.process_outputs(engine.core.step())
+        engine.core.stop_sequences(processed.stopped)
+        for state in processed.updated:
+            outputs[state.request.request_id].append(state.make_output())
+    assert not engine.core.has_unfinished_requests()
+    assert engine.block_manager.get_num_free_gpu_blocks() == engine.core.num_gpu_blocks
+    return list(outputs.values())
+
+
+def joined(outputs, n):
+    """What a client makes of the pieces: by index, text, tokens, logprobs and how it ended."""
+    whole = [["", [], [], None, None] for _ in range(n)]
+    for output in outputs:
+        for piece in output.outputs:
+            mine = whole[piece.index]
+            assert mine[3] is None, "nothing comes after the end"
+            mine[0] += piece.text
+            mine[1] += piece.token_ids
+            mine[2] += piece.logprobs or []
+            mine[3:] = piece.finish_reason, piece.stop_reason
+    return whole
+
+
+def assert_same(got, expected):
+    """Equal, and log-probabilities within the rounding of another order of sums."""
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine[:2] == theirs[:2] and mine[3:] == theirs[3:]
+        for a, b in zip(mine[2], theirs[2], strict=True):
+            assert a.keys() == b.keys() or max(a.keys() ^ b.keys(), key=lambda t: (a | b)[t].rank) is not None
+            for token in a.keys() & b.keys():
+                assert a[token].logprob == pytest.approx(b[token].logprob, abs=2e-3)
+                assert a[token].decoded_token == b[token].decoded_token
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name):
+    """The second engine has other options than the first: where a request goes on, it has other neighbours and other chunks."""
+    other = llm if name == "default" else LLM("smollm2-135m", **{"max_num_seqs": 32, "kv_cache_memory_bytes": 2**28} | ENGINES[name])
+    interrupted, expected = [], []
+    for params in params_of.values():
+        params = replace(params, output_kind=RequestOutputKind.DELTA)
+        outputs, states = run_alone(llm.llm_engine, params)
+        assert len(states) > 1 and outputs[-1].finished
+        whole = joined(outputs, params.n)
+        for state, num_given in states:
+            if state.texts or num_given == 0:
+                interrupted.append(state)
+                expected.append((outputs, num_given, whole))
+    assert len(interrupted) > 300
+    if name == "few blocks":
+        interrupted, expected = interrupted[::7], expected[::7]
+    for outputs, (before, num_given, whole) in zip(go_on(other.llm_engine, interrupted), expected, strict=True):
+        assert_same(joined(before[:num_given] + outputs, len(whole)), whole)
+        last, undisturbed = outputs[-1], before[-1]
+        assert last.finished and last.error is None
+        assert last.metrics.num_cached_tokens == undisturbed.metrics.num_cached_tokens or num_given == 0
+        if num_given:
+            assert last.metrics.first_token_time == before[0].metrics.first_token_time
+            assert all(output.prompt_logprobs is None for output in outputs)
+        elif undisturbed.prompt_token_ids and before[0].prompt_logprobs:
+            assert len(outputs[0].prompt_logprobs) == len(before[0].prompt_logprobs)
