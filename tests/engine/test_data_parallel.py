@@ -165,11 +165,19 @@ def test_a_replica_that_seemed_out_of_reach_takes_requests_again_though_it_is_ne
     asyncio.run(run())
 
 
-def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog):
+def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog, monkeypatch):
     replicas = engine._client.replicas
-    with replicas._lock:  # the thread of messages waits at the next one
-        replicas._last_heard = dict.fromkeys(replicas._last_heard, time.monotonic() - 60)
-        replicas._latest_round = time.monotonic() - 60
+    next_message, is_done = replicas._next_message, threading.Event()
+
+    def after_a_pause():
+        if not is_done.is_set():  # between two rounds of the thread of messages
+            replicas._last_heard = dict.fromkeys(replicas._last_heard, time.monotonic() - 60)
+            replicas._latest_round = time.monotonic() - 60
+        is_done.set()
+        return next_message()
+
+    monkeypatch.setattr(replicas, "_next_message", after_a_pause)
+    assert is_done.wait(5)
     time.sleep(0.5)
     assert set(engine.replica_states.values()) == {"ready"}
     engine.check_health()
