@@ -62,6 +62,8 @@ class AsyncLLMEngine:
         stats: The scheduler's state after the latest step; the sum over replicas if there are several.
         stats_by_engine: That of each replica, by rank.
         metrics: For Prometheus.
+        num_resumed: How often a request has gone on at another core after its own was lost.
+        num_lost: Requests that failed because their core was lost.
         dead_error: Why the engine does nothing now; None while it is alive.
 
     Example:
@@ -97,6 +99,7 @@ class AsyncLLMEngine:
         if client.client_index == 0:
             for engine_index in range(client.num_engines):
                 self.metrics.set_stats(engine_index, SchedulerStats())  # shared gauges are shown once they are set
+                self.metrics.set_replica(engine_index, is_ready=client.replica_states[engine_index] == "ready")
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
@@ -104,6 +107,7 @@ class AsyncLLMEngine:
         )
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
         self.failover = Failover(self.output_processor, client.add_request)
+        self.num_resumed = self.num_lost = 0
         self._failover_timeout = failover_timeout
         self._closed_since: float | None = None
         """Since when no core has taken requests that wait for one; in seconds of `time.monotonic`."""
@@ -361,13 +365,31 @@ class AsyncLLMEngine:
 
     @property
     def replica_states(self) -> dict[int, str]:
-        """Of each replica, by rank: "ready", "leaving" (it finishes what it has), or "gone"."""
+        """Of each replica, by rank: "ready", "leaving" (it finishes what it has), "starting", "given up" (it died too often), or "gone"."""
         return self._client.replica_states
 
     @property
     def replica_blocks(self) -> dict[int, int]:
         """Blocks of the KV cache of each replica that is or was there, by rank."""
         return self._client.replica_blocks
+
+    @property
+    def replica_process_ids(self) -> dict[int, int]:
+        """The process of each replica that is or was there, by rank, on its machine."""
+        return self._client.replica_process_ids
+
+    @property
+    def replica_deaths(self) -> dict[int, int]:
+        """How often each replica of this machine has died, by rank; empty in an engine that has not started them."""
+        return self._client.replica_deaths
+
+    def restart_replica(self, rank: int) -> bool:
+        """Let a replica finish what it has, while others get the new requests, and start another in its place. False if it is gone."""
+        return self._client.restart_replica(rank)
+
+    def kill_replica(self, rank: int) -> bool:
+        """Kill a replica's process, to see its requests go on elsewhere. False if it is gone."""
+        return self._client.kill_replica(rank)
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""
@@ -388,7 +410,7 @@ class AsyncLLMEngine:
         Streams that have not finished get an EngineDeadError. Safe to call again, and from any thread.
         """
         self._client.shutdown()
-        self._receive(CoreFailed("", "it was shut down"))
+        self._receive(CoreFailed("", "it was shut down", has_died=False))
 
     # -- messages from the core ----------------------------------------------------------------------------------
 
@@ -430,6 +452,8 @@ class AsyncLLMEngine:
                 self._receive(CoreFailed(type(error).__name__, str(error)))
         elif isinstance(message, CoreReady) and not self._is_final:
             self.dead_error, self._is_restarting = None, False
+            if self._client.client_index == 0:
+                self.metrics.set_replica(message.engine_index, is_ready=True)
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
             if self._watchers:
@@ -460,6 +484,8 @@ class AsyncLLMEngine:
     def _lose_core(self, failure: CoreFailed) -> None:
         """A core is gone, and there are others, or will be: its requests go on there."""
         self._set_stats(failure.engine_index, SchedulerStats())
+        if self._client.client_index == 0:
+            self.metrics.set_replica(failure.engine_index, is_ready=False, has_died=failure.has_died)
         request_ids = failure.request_ids
         if request_ids is None:
             request_ids = self.failover.sent
@@ -471,6 +497,7 @@ class AsyncLLMEngine:
     def _resume_requests(self) -> None:
         """Send requests that wait for a core, or fail them if they have waited for too long."""
         for state in self.failover.resume():
+            self.num_resumed += 1
             self.metrics.record_resumption(state)
         if not self.failover.is_stuck:
             self._closed_since = None
@@ -492,6 +519,7 @@ class AsyncLLMEngine:
         return self._closed_since is not None and time.monotonic() - self._closed_since > self._failover_timeout
 
     def _fail_stream(self, stream: RequestStream, error: EngineDeadError) -> None:
+        self.num_lost += 1
         self.output_processor.abort_request(stream.state.request.request_id)
         self.failover.forget(stream.state.request.request_id)
         self.metrics.record_finish(stream.state, "error", time.perf_counter())
@@ -499,6 +527,8 @@ class AsyncLLMEngine:
 
     def _fail_streams(self, failure: CoreFailed) -> None:
         """The core is gone, or the last of several, and no other will come: tell everybody who waits."""
+        if self._client.client_index == 0:
+            self.metrics.set_replica(failure.engine_index, is_ready=False, has_died=failure.has_died)
         error = dead_error(failure)
         for engine_index in list(self.stats_by_engine):
             self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))

@@ -185,6 +185,24 @@ class AsyncMPClient(MPClient):
         """Blocks of the one core."""
         return {0: self._supervisor.core.ready.num_gpu_blocks}
 
+    @property
+    def replica_process_ids(self) -> dict[int, int]:
+        """The one process."""
+        return {0: self.process_id}
+
+    @property
+    def replica_deaths(self) -> dict[int, int]:
+        """How often the one core has died."""
+        return {0: self._supervisor.num_deaths}
+
+    def restart_replica(self, rank: int) -> bool:
+        """There is only one core, which is not restarted in order."""
+        return False
+
+    def kill_replica(self, rank: int) -> bool:
+        """There is only one core, which is not killed."""
+        return False
+
     def send(self, message: ToCore) -> None:
         self._supervisor.core.send(message)
 
@@ -223,6 +241,7 @@ class CoreSupervisor:
         self.core = start_core()
         self.is_ready = True
         """Whether the core takes requests, as far as is known."""
+        self.num_deaths = 0
         self._start_core = start_core
         self._restart = restart
         self._stopped = threading.Event()
@@ -250,6 +269,7 @@ class CoreSupervisor:
             if failure is None:
                 return
             self.is_ready = False
+            self.num_deaths += 1
             logger.error("%s", dead_error(failure))
             self.core.shutdown()
             if not self._restart:

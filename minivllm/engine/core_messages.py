@@ -87,6 +87,16 @@ class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     client_index: int = 0
 
 
+class Leave(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """To a replica: take no new requests, finish what there is, and end; if it `returns`, another is started in its place."""
+
+    returns: bool = False
+
+
+class Die(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """To a replica: be killed, for somebody who wants to see what happens then."""
+
+
 class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica that leaves: this API server sends it no more requests."""
 
@@ -97,7 +107,7 @@ class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Farewell | Shutdown
+ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | Farewell | Shutdown
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------
@@ -108,6 +118,7 @@ class CoreReady(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
     num_gpu_blocks: int
     engine_index: int = 0
+    process_id: int = 0
 
 
 class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,10 +195,12 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`. When it `has_left`, it has."""
+    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`. When it `has_left`, it has;
+    when it `returns`, another will be started in its place."""
 
     engine_index: int = 0
     has_left: bool = False
+    returns: bool = False
 
 
 class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):

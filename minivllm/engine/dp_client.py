@@ -20,9 +20,11 @@ from weakref import WeakMethod
 from minivllm.engine.core_client import MPClient, OnMessage, dead_error
 from minivllm.engine.core_messages import (
     CoreFailed,
+    Die,
     EngineCoreOutput,
     EngineCoreOutputs,
     FromCore,
+    Leave,
     SchedulerStats,
     StoppedSequence,
     ToCore,
@@ -66,7 +68,25 @@ class DPLBAsyncMPClient(MPClient):
     @property
     def replica_blocks(self) -> dict[int, int]:
         """As for `AsyncLLMEngine`."""
-        return self.replicas.blocks
+        return {index: ready.num_gpu_blocks for index, ready in self.replicas.ready.items()}
+
+    @property
+    def replica_process_ids(self) -> dict[int, int]:
+        """As for `AsyncLLMEngine`."""
+        return {index: ready.process_id for index, ready in self.replicas.ready.items()}
+
+    @property
+    def replica_deaths(self) -> dict[int, int]:
+        """As for `AsyncLLMEngine`."""
+        return self.replicas.num_deaths
+
+    def restart_replica(self, rank: int) -> bool:
+        """As for `AsyncLLMEngine`."""
+        return self.replicas.send_to(rank, Leave(returns=True))
+
+    def kill_replica(self, rank: int) -> bool:
+        """As for `AsyncLLMEngine`."""
+        return self.replicas.send_to(rank, Die())
 
     def start(self, on_message: OnMessage) -> None:
         """From now on, call a method with each message."""

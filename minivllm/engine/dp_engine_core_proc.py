@@ -17,11 +17,11 @@ import zmq
 
 from minivllm.core.routing import ReplicaLoad
 from minivllm.engine import core_messages, dp_messages
-from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore, Heartbeat
+from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore, Heartbeat, Leave
 from minivllm.engine.dp_messages import LoadReport, NodeWelcome
 from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, Leave, ProcessSetup, run_core
+from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, ProcessSetup, run_core
 
 
 class ReplicaSetup(ProcessSetup, kw_only=True):

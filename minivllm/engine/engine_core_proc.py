@@ -15,6 +15,7 @@ import os
 import pickle
 import queue
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -32,11 +33,13 @@ from minivllm.engine.core_messages import (
     CoreLeaving,
     CoreLog,
     CoreReady,
+    Die,
     EngineCoreOutput,
     EngineCoreOutputs,
     Farewell,
     FromCore,
     Heartbeat,
+    Leave,
     SetTracing,
     Shutdown,
     StopSequences,
@@ -57,12 +60,12 @@ HEARTBEAT_SECONDS = 1.0
 """A process that has nothing else to say sends a heartbeat this often."""
 
 
+RETURN_STATUS = 75
+"""The exit status of a process in whose place another is to be started."""
+
+
 class ExecutorFailed:
     """A worker is gone: said by the executor, in the queue of messages to the core, so that one who waits there hears it."""
-
-
-class Leave:
-    """Finish what there is, and end: said in the same queue when the process is told to."""
 
 
 class EngineCoreLoop:
@@ -76,21 +79,22 @@ class EngineCoreLoop:
         output_queue: Messages from the core; None after the last one.
         num_clients: API servers, each of which must say `Farewell` before the loop leaves.
         watchers: Those that want to see each step's record.
+        returns: Whether another core is to be started in its place when it has left.
     """
 
     num_clients = 1
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed | Leave] = queue.SimpleQueue()
+        self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
-        self._num_failed_steps, self._is_leaving = 0, False
+        self._num_failed_steps, self._is_leaving, self.returns = 0, False, False
         self.watchers: frozenset[int] = frozenset()
         self._farewells: set[int] = set()
         """API servers that send nothing more."""
         self._refused: list[EngineCoreOutput] = []
         """Errors of requests that could not be added; the next message carries them."""
-        self.output_queue.put(CoreReady(core.num_gpu_blocks))
+        self.output_queue.put(CoreReady(core.num_gpu_blocks, process_id=os.getpid()))
         core.executor.register_failure_callback(partial(self.input_queue.put, ExecutorFailed()))
 
     def run_busy_loop(self) -> bool:
@@ -104,7 +108,7 @@ class EngineCoreLoop:
                 if core.has_unfinished_requests():
                     self._step()
                 if len(self._farewells) == self.num_clients and not core.has_unfinished_requests():
-                    self.output_queue.put(CoreLeaving(has_left=True))
+                    self.output_queue.put(CoreLeaving(has_left=True, returns=self.returns))
                     break
             return True
         except EngineDeadError as error:  # the message says all that is known
@@ -135,7 +139,7 @@ class EngineCoreLoop:
             self._send(self.core.make_outputs([]))
         return True
 
-    def _handle(self, message: ToCore | ExecutorFailed | Leave) -> None:
+    def _handle(self, message: ToCore | ExecutorFailed) -> None:
         if isinstance(message, AddRequest):
             try:
                 self.core.add_request(message.request)
@@ -154,7 +158,7 @@ class EngineCoreLoop:
         elif isinstance(message, Leave):
             if not self._is_leaving:
                 self.output_queue.put(CoreLeaving())
-            self._is_leaving = True
+            self._is_leaving, self.returns = True, message.returns
         elif isinstance(message, Farewell):
             self._farewells.add(message.client_index)
         elif isinstance(message, SetTracing):
@@ -252,6 +256,8 @@ class EngineCoreProc:
         core.shutdown()
         sender.join()
         self._context.term()  # returns when the last message has gone out
+        if was_told and loop.returns:
+            return RETURN_STATUS
         return 0 if was_told else 1
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
@@ -263,7 +269,10 @@ class EngineCoreProc:
             while True:
                 data = self._receive()
                 try:
-                    loop.input_queue.put(decode_to_core(data))
+                    message = decode_to_core(data)
+                    if isinstance(message, Die):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    loop.input_queue.put(message)
                 except (msgspec.ValidationError, msgspec.DecodeError) as error:
                     logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:

@@ -81,6 +81,8 @@ class Metrics:
         self._preemptions = make(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
         self._prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
         self._generation_tokens = make(Counter, "generation_tokens", "Generated tokens.")
+        self._is_ready = make(Gauge, "engine_ready", "1 if the engine takes requests, 0 if not.")
+        self._deaths = make(Counter, "engine_deaths", "How often the engine's process has died.")
         self._resumptions = make(
             Counter,
             "num_resumed_requests",
@@ -124,6 +126,12 @@ class Metrics:
         self._cache_usage.labels(*labels).set(stats.cache_usage)
         self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - self._num_preemptions.get(engine_index, 0)))
         self._num_preemptions[engine_index] = stats.num_preemptions
+
+    def set_replica(self, engine_index: int, *, is_ready: bool, has_died: bool = False) -> None:
+        """An engine takes requests from now on, or is gone."""
+        labels = (self._model_name, str(engine_index))
+        self._is_ready.labels(*labels).set(is_ready)
+        self._deaths.labels(*labels).inc(has_died)
 
     def record_resumption(self, state: RequestState) -> None:
         """A request whose engine was lost has been sent to another."""

@@ -24,6 +24,7 @@ from minivllm.engine.dp_engine_core_proc import ReplicaSetup
 from minivllm.engine.dp_messages import NodeWelcome, ReplicaDied, encode
 from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.engine_core_proc import RETURN_STATUS
 from minivllm.executor.processes import describe_exit, start_python
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,11 @@ class ChildProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    @property
+    def exit_status(self) -> int | None:
+        """As in `subprocess`; None while it runs."""
+        return self._process.poll()
 
     def poll(self) -> str | None:
         """How it ended, in words that follow its name; None while it runs."""
@@ -165,8 +171,15 @@ class LocalReplicas:
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
-        self._restart = restart
-        self._failed_starts = dict.fromkeys(ranks, 0)
+        self._restart, self._max_deaths = restart, config.parallel_config.max_replica_deaths
+        self._short_lives = dict.fromkeys(ranks, 0)
+        """By rank: how often in a row it has died soon after it was ready, or before."""
+        self._due: dict[int, float] = {}
+        """When to start another in place of one that has died, in seconds of `time.monotonic`."""
+        self.num_deaths = dict.fromkeys(ranks, 0)
+        """By rank: how often it has died."""
+        self.given_up: set[int] = set()
+        """Those that have died too often and are not started again."""
         self.processes: dict[int, ReplicaProcess] = {}
         """Those that run, by rank."""
         self._ended_since: dict[int, float] = {}
@@ -186,13 +199,18 @@ class LocalReplicas:
     def find_ended(self) -> tuple[int, str] | None:
         """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten.
 
-        The coordinator is told, for frontends that do not see these processes.
+        The coordinator is told, for frontends that do not see these processes. Those that are due are started again.
         """
+        for index in [index for index, due in self._due.items() if time.monotonic() >= due]:
+            del self._due[index]
+            self._start_one(index)
         for index, process in self.processes.items():
             if end := process.poll():
                 since = self._ended_since.setdefault(index, time.monotonic())
                 if time.monotonic() - since >= LAST_WORDS_SECONDS:
                     self.remove(index)
+                    if process.exit_status == RETURN_STATUS and not self._is_shut_down:
+                        self._due[index] = 0.0
                     with contextlib.suppress(zmq.Again):  # the coordinator is gone
                         self._reports.send(encode(ReplicaDied(index, f"its process {end}")), zmq.NOBLOCK)
                     return index, end
@@ -214,20 +232,34 @@ class LocalReplicas:
             process.kill()
 
     def start_another(self, index: int) -> None:
-        """Start another in place of one that has died, if that is wanted, and has not failed too often."""
-        if not self._restart or self._is_shut_down or index not in self._failed_starts:
+        """One has died: another is started in its place, if that is wanted.
+
+        At once if it had lived for a while, else after a pause that doubles with each short life; and not at all after too many of them.
+        """
+        if self._is_shut_down or index not in self.num_deaths or index in self._due:
             return
-        if time.monotonic() - self._ready_since.pop(index, math.inf) > CoreSupervisor.SHORT_LIFE_SECONDS:
-            self._failed_starts[index] = 0
-        if self._failed_starts[index] == CoreSupervisor.MAX_FAILED_STARTS:
-            logger.error("Replica %d has failed %d times in a row: giving up.", index, CoreSupervisor.MAX_FAILED_STARTS)
+        self.num_deaths[index] += 1
+        if not self._restart:
             return
-        self._failed_starts[index] += 1
-        self._start_one(index)
+        lived = time.monotonic() - self._ready_since.pop(index, math.inf)
+        short_lives = self._short_lives[index] = 0 if lived > CoreSupervisor.SHORT_LIFE_SECONDS else self._short_lives[index] + 1
+        if short_lives == self._max_deaths:
+            self.given_up.add(index)
+            logger.error("Replica %d has died %d times in a row, each time soon: it is given up.", index, short_lives)
+            return
+        pause = 2 ** (short_lives - 1) if short_lives else 0
+        if pause:
+            logger.warning("Replica %d is started again in %d s.", index, pause)
+        self._due[index] = time.monotonic() + pause
+
+    def is_coming(self, index: int) -> bool:
+        """Whether its process runs, or is to be started."""
+        return index in self.processes or index in self._due
 
     def shutdown(self, told: Collection[int]) -> None:
         """End all: those that have been told to end get a little time for it."""
         self._is_shut_down = True
+        self._due.clear()
         end = time.monotonic() + GRACE_SECONDS
         for index, process in list(self.processes.items()):
             if index in told:

@@ -78,6 +78,8 @@ class Replicas:
         """What each replica said when it was ready."""
         self._left: set[int] = set()
         """Those that have left, as they were told to, while their processes end."""
+        self._returning: set[int] = set()
+        """Those of them in whose place another is started."""
         self._announced: set[int] = set()
         """Those that have said that they leave."""
         self._said_hello: set[bytes] = set()
@@ -157,13 +159,19 @@ class Replicas:
 
     @property
     def states(self) -> dict[int, str]:
-        """Of each replica, by rank: "ready", "leaving" or "gone"."""
-        return {index: self._table.state_of(index) for index in range(self._size)}
+        """As for `AsyncLLMEngine`. Only the first frontend knows of those that start or are given up."""
+        states = {index: self._table.state_of(index) for index in range(self._size)}
+        if self._launcher is not None:
+            local = self._launcher.local
+            for index, state in states.items():
+                if state == "gone" and index not in self._silent | (self._left - self._returning):
+                    states[index] = "given up" if index in local.given_up else "starting" if local.is_coming(index) else "gone"
+        return states
 
     @property
-    def blocks(self) -> dict[int, int]:
-        """Blocks of each replica that is or was there, by rank."""
-        return {index: ready.num_gpu_blocks for index, ready in list(self._ready.items())}
+    def num_deaths(self) -> dict[int, int]:
+        """How often each replica of this machine has died, by rank; in the first frontend."""
+        return dict(self._launcher.local.num_deaths) if self._launcher is not None else {}
 
     @property
     def process_ids(self) -> list[int]:
@@ -203,6 +211,16 @@ class Replicas:
             for sequence in sequences:
                 if (index := self._table.stop(sequence)) is not None:
                     self._send(index, StopSequences([sequence]))
+
+    @property
+    def ready(self) -> dict[int, CoreReady]:
+        """What each replica that is or was there said when it was ready, by rank."""
+        return dict(self._ready)
+
+    def send_to(self, index: int, message: ToCore) -> bool:
+        """Send a message to one replica. False if it is gone."""
+        with self._lock:
+            return self._table.state_of(index) != "gone" and self._send(index, message)
 
     def send(self, message: ToCore) -> None:
         """Send a message to all replicas."""
@@ -348,7 +366,7 @@ class Replicas:
             message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
             if message.has_left:
-                return self._tell(self._note_left(index))
+                return self._tell(self._note_left(message))
             self._let_leave(index)
             return True
         if isinstance(message, CoreReady):
@@ -377,7 +395,7 @@ class Replicas:
                 self._early[index] = ready
                 return False
             self._ready[index] = ready
-            for gone in (self._left, self._announced, self._silent):
+            for gone in (self._left, self._returning, self._announced, self._silent):
                 gone.discard(index)
             self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
@@ -406,11 +424,14 @@ class Replicas:
         if self._launcher is not None or num_requests:
             logger.warning("Replica %d leaves: it finishes what it has (requests: %d) and gets no more.", index, num_requests)
 
-    def _note_left(self, index: int) -> CoreFailed:
+    def _note_left(self, message: CoreLeaving) -> CoreFailed:
         """A replica has finished what it had."""
+        index = message.engine_index
         if self._launcher is not None:
-            logger.warning("Replica %d has left.", index)
+            logger.warning("Replica %d has left%s.", index, ", and is started again" if message.returns else "")
         self._left.add(index)
+        if message.returns:
+            self._returning.add(index)
         return self._judge_loss(self._lose(CoreFailed("", "it left", engine_index=index, has_died=False)))
 
     def _give_up(self, failure: CoreFailed) -> CoreFailed:
@@ -440,8 +461,9 @@ class Replicas:
             return failure
         may_come = self._place.restarts
         if self._launcher is not None:
-            may_come = bool(self._launcher.local.processes.keys() - self._left)
-        failure.restarting = may_come or not self._config.parallel_config.is_on_one_machine
+            ranks = self._config.parallel_config.local_ranks
+            may_come = any(self._launcher.local.is_coming(index) for index in ranks if index not in self._left)
+        failure.restarting = may_come or bool(self._returning) or not self._config.parallel_config.is_on_one_machine
         failure.message = f"no replica of the model is left. The last one, {index}: {failure.message}"
         return failure
 

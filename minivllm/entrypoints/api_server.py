@@ -20,7 +20,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
 from minivllm.entrypoints.middleware import KeyMiddleware, RequestMiddleware
@@ -36,6 +35,8 @@ from minivllm.entrypoints.openai.protocol import (
     GenerationBody,
     TokenizeRequest,
 )
+from minivllm.entrypoints.replicas_api import describe_replicas
+from minivllm.entrypoints.replicas_api import router as replicas_router
 from minivllm.entrypoints.server_state import ServerState
 from minivllm.errors import EngineDeadError, RequestError
 
@@ -125,7 +126,8 @@ def make_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     app.include_router(router)
-    add_dashboard(app, lambda: _healthy_engine(state))
+    app.include_router(replicas_router)
+    add_dashboard(app, lambda: _healthy_engine(state), may_kill=state.settings.allow_kill)
     add_error_handlers(app)
     if state.settings.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
@@ -261,11 +263,7 @@ async def health(request: Request) -> Response:
     engine.check_health()
     if engine.num_engines == 1:
         return _json({"status": "ok"})
-    replicas = []
-    for rank, replica_state in engine.replica_states.items():
-        load = engine.stats_by_engine.get(rank, SchedulerStats()).load
-        replicas.append({"rank": rank, "state": replica_state, **load._asdict()})
-    return _json({"status": "ok", "replicas": replicas})
+    return _json({"status": "ok", "replicas": describe_replicas(engine)})
 
 
 @router.get("/version", responses={200: {"model": shapes.VersionResponse}})

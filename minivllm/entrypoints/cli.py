@@ -21,6 +21,7 @@ from minivllm.entrypoints.options import (
     check_writable,
     engine_args,
 )
+from minivllm.entrypoints.replicas_cli import add_replicas_command
 from minivllm.entrypoints.serve_cli import add_make_key_command, add_serve_command
 from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
 from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_serve_command(commands)
     add_make_key_command(commands)
+    add_replicas_command(commands)
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")

@@ -124,7 +124,7 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
     for index in replicas.processes:
         replicas.note_ready(index)  # as far as can be known here
     try:
-        while replicas.processes:
+        while any(replicas.is_coming(index) for index in replicas.num_deaths):
             time.sleep(POLL_MS / 1000)
             connection.check()
             if stop.count and not is_leaving:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import ipaddress
 import os
 import signal
 import sys
@@ -45,7 +46,14 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_option(group, "--max-waiting", 1024, waiting)
     add_option(group, "--request-timeout SECONDS", float, "abort requests that take longer")
     add_option(group, "--shutdown-timeout SECONDS", 30.0, "grace period of running requests after Ctrl-C or SIGTERM")
-    add_option(group, "--restart-engine", False, "restart the engine when it dies, instead of exiting with status 1")
+    group.add_argument(
+        "--restart-engine", action=argparse.BooleanOptionalAction,
+        help="start another engine when one dies, where its requests go on; without it, the server exits with status 1 when the last one dies "
+        "(default: with --data-parallel-size)",
+    )  # fmt: skip
+    add_option(
+        group, "--allow-kill", False, "show buttons on the live page that kill replicas; only where no other machine can reach it"
+    )
     add_option(
         group,
         "--headless",
@@ -91,6 +99,13 @@ def limit_steps(args: EngineArgs) -> EngineArgs:
     return dataclasses.replace(args, max_num_batched_tokens=budget)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve, with one API server or several."""
     if arguments.api_server_count == 1:
@@ -117,14 +132,28 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
     from minivllm.entrypoints.server import run_server
     from minivllm.entrypoints.server_state import ServerSettings
 
+    args = EngineArgs(**engine_args(arguments))
+    restart = args.parallel_config().has_replicas if arguments.restart_engine is None else arguments.restart_engine
+    is_local = arguments.host == "localhost" or _is_loopback(arguments.host)
+    if arguments.allow_kill and not is_local:
+        raise ConfigError(
+            f"With --allow-kill the server listens for this machine alone, and not on {arguments.host}: leave out --host."
+        )
     settings = ServerSettings(
         api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
         **{
             name: getattr(arguments, name)
-            for name in ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count")
+            for name in (
+                "max_request_bytes",
+                "max_waiting",
+                "request_timeout",
+                "shutdown_timeout",
+                "api_server_count",
+                "allow_kill",
+            )
         },
+        may_manage=is_local or bool(arguments.api_key or os.environ.get(API_KEY_VARIABLE)),
     )
-    args = EngineArgs(**engine_args(arguments))
     if arguments.mode == "static":  # as it was before there were chunks
         args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)
     if arguments.served_model is not None:
@@ -135,14 +164,14 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
 
         if arguments.api_server_count != 1:
             raise ConfigError("With --headless there is no API server here: leave out --api-server-count.")
-        return run_headless(limit_steps(args), restart=arguments.restart_engine)
+        return run_headless(limit_steps(args), restart=restart)
     if args.data_parallel_start_rank:
         raise ConfigError("The API server's machine has the replicas from 0 on: --data-parallel-start-rank is for --headless.")
 
     def start_engine(others: ApiServerProcesses | None) -> AsyncLLMEngine:
         if make_engine is not None:
             return make_engine(limit_steps(args))
-        return AsyncLLMEngine.from_engine_args(limit_steps(args), restart=arguments.restart_engine, others=others)
+        return AsyncLLMEngine.from_engine_args(limit_steps(args), restart=restart, others=others)
 
     where = {"host": arguments.host, "port": arguments.port}
     return run_server(start_engine, settings, **where, seed=args.seed, log_level=arguments.log_level)

@@ -34,6 +34,8 @@ class ServerSettings:
         request_timeout: Time limit per request in seconds, or None.
         shutdown_timeout: Grace period for running requests at shutdown, in seconds.
         api_server_count: API servers, which divide the sequences in flight among them.
+        allow_kill: Whether whoever reaches the server may kill replicas.
+        may_manage: Whether whoever gets past the key may restart replicas.
 
     Raises:
         ConfigError: A value is out of range.
@@ -45,6 +47,8 @@ class ServerSettings:
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
     api_server_count: int = 1
+    allow_kill: bool = False
+    may_manage: bool = True
 
     def __post_init__(self) -> None:
         for key in self.api_keys:

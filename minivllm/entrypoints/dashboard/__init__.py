@@ -39,12 +39,13 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> None:
+def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine], *, may_kill: bool = False) -> None:
     """Add the page, its files and its event stream to a server.
 
     Args:
         app: Gets `GET /`, `GET /dashboard/{name}` and `GET /live`. The OpenAPI description leaves them out.
         get_engine: Returns the engine; called for each connection, as the engine may have been restarted.
+        may_kill: Whether the page has buttons that kill replicas.
     """
 
     @app.get("/", include_in_schema=False)
@@ -62,4 +63,4 @@ def add_dashboard(app: FastAPI, get_engine: Callable[[], AsyncLLMEngine]) -> Non
         if not 0 <= replica < engine.num_engines:
             raise HTTPException(400, f"There is no replica {replica}: they are 0 to {engine.num_engines - 1}.")
         headers = HEADERS | {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return _EventStream(live_events(engine, replica), headers=headers)
+        return _EventStream(live_events(engine, replica, may_kill=may_kill), headers=headers)

@@ -35,14 +35,16 @@ HEARTBEAT_PAUSE = 5.0
 """Seconds of silence until a comment is sent."""
 
 
-async def live_events(engine: AsyncLLMEngine, replica: int = 0) -> AsyncGenerator[bytes, None]:
+async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: bool = False) -> AsyncGenerator[bytes, None]:
     """A page's events, until the engine is dead or the generator is closed.
 
     Args:
         engine: The engine.
         replica: Whose steps to tell.
+        may_kill: Whether the page has buttons that kill replicas.
     """
-    yield _event("engine", describe_engine(engine, replica) | {"num_engines": engine.num_engines, "replica": replica})
+    more = {"num_engines": engine.num_engines, "replica": replica, "may_kill": may_kill and engine.num_engines > 1}
+    yield _event("engine", describe_engine(engine, replica) | more)
     views = _Views(engine, replica)
     view, news, replicas = views.steps, views.news, b""
     watcher = asyncio.create_task(views.follow())
@@ -50,7 +52,7 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0) -> AsyncGenerato
     said, last_said = b"", now()
     try:
         while not watcher.done():
-            if engine.num_engines > 1 and (told := _event("replicas", {"replicas": views.report_replicas()})) != replicas:
+            if engine.num_engines > 1 and (told := _event("replicas", views.report_replicas())) != replicas:
                 yield told
                 replicas = told
             try:
@@ -119,9 +121,11 @@ class _Views:
         finally:
             self.news.set()
 
-    def report_replicas(self) -> list[dict[str, Any]]:
-        """As `ReplicaView.report`."""
-        return self.replicas.report(self._engine.replica_states, self._engine.stats_by_engine, self._engine.replica_blocks)
+    def report_replicas(self) -> dict[str, Any]:
+        """As `ReplicaView.report`, and how many requests have gone on elsewhere, and how many were lost."""
+        engine = self._engine
+        replicas = self.replicas.report(engine.replica_states, engine.stats_by_engine, engine.replica_blocks)
+        return {"replicas": replicas, "streams_resumed": engine.num_resumed, "streams_lost": engine.num_lost}
 
 
 def _why_it_ended(watcher: asyncio.Task[None]) -> str:

@@ -201,13 +201,29 @@ class DetokenizeResponse(TypedDict):
 
 
 class ReplicaHealth(TypedDict):
-    """A replica in the response of /health: its rank, its sequences, and the fraction of its cache in use."""
+    """A replica in the response of /health: its rank, its sequences, the fraction of its cache in use, and how often it has died."""
 
     rank: int
-    state: Literal["ready", "leaving", "gone"]
+    state: str
+    process_id: int | None
     waiting: int
     running: int
     kv_cache_usage: float
+    deaths: NotRequired[int]
+
+
+class ReplicasResponse(TypedDict):
+    """The response of /replicas."""
+
+    replicas: list[ReplicaHealth]
+    streams_resumed: int
+    streams_lost: int
+
+
+class AcceptedResponse(TypedDict):
+    """The response to what is done soon."""
+
+    status: Literal["restarting", "killed"]
 
 
 class HealthResponse(TypedDict):

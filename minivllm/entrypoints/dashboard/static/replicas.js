@@ -1,6 +1,13 @@
 // The replicas side by side: who waits and runs there, how full the cache is, and how fast it generates. A press shows its steps below.
 
-const STATES = { ready: "", leaving: "leaving: finishes what it has", gone: "gone" };
+import { ask } from "./events.js";
+
+const STATES = {
+  leaving: "leaving: finishes what it has",
+  starting: "another is being started",
+  "given up": "given up: it died too often",
+  gone: "gone",
+};
 
 export class Replicas {
   #drawn = null;
@@ -21,9 +28,10 @@ export class Replicas {
     this.#drawn = replicas;
     this.section.hidden = replicas.length < 2;
     if (this.#cards.length !== replicas.length) this.#make(replicas);
-    replicas.forEach((replica, i) => this.#cards[i].show(replica, replica.rank === engine.replica));
+    replicas.forEach((replica, i) => this.#cards[i].show(replica, replica.rank === engine.replica, engine.may_kill));
     const rate = replicas.reduce((sum, replica) => sum + replica.tokens_per_second, 0);
-    const sum = `together ${Math.round(rate)} tokens/s`;
+    const { resumed, lost } = this.state.streams;
+    const sum = `together ${Math.round(rate)} tokens/s · streams that went on elsewhere: ${resumed} · streams lost: ${lost}`;
     if (this.sum.textContent !== sum) this.sum.textContent = sum;
   }
 
@@ -47,16 +55,22 @@ class Card {
     this.bar.className = "blocks";
     this.fill = this.bar.appendChild(document.createElement("span"));
     this.blocks = this.#add("small");
-    this.item.append(this.button);
+    this.kill = Object.assign(document.createElement("button"), { type: "button", className: "kill", textContent: "Kill" });
+    this.kill.setAttribute("aria-label", `Kill replica ${rank}`);
+    this.kill.addEventListener("click", () => kill(rank, this.kill));
+    this.item.append(this.button, this.kill);
   }
 
-  show(replica, isShown) {
+  show(replica, isShown, mayKill) {
     const { state, num_running: running, num_waiting: waiting, num_swapped: swapped } = replica;
     this.button.dataset.state = state;
     this.button.setAttribute("aria-pressed", String(isShown));
     const queues = `running ${running}, waiting ${waiting}${swapped ? `, swapped out ${swapped}` : ""}`;
-    write(this.rate, state === "gone" ? "" : `${Math.round(replica.tokens_per_second)} tokens/s`);
-    write(this.queues, state === "ready" ? queues : state === "gone" ? STATES.gone : `${queues}, ${STATES[state]}`);
+    const isThere = state === "ready" || state === "leaving";
+    this.kill.hidden = !mayKill;
+    this.kill.disabled = !isThere;
+    write(this.rate, isThere ? `${Math.round(replica.tokens_per_second)} tokens/s` : "");
+    write(this.queues, state === "ready" ? queues : isThere ? `${queues}, ${STATES[state]}` : STATES[state]);
     const { num_used_blocks: used, num_gpu_blocks: all } = replica;
     this.fill.style.width = `${all ? (100 * used) / all : 0}%`;
     write(this.blocks, `${used} of ${all} blocks`);
@@ -64,6 +78,17 @@ class Card {
 
   #add(tag, text = "") {
     return this.button.appendChild(Object.assign(document.createElement(tag), { textContent: text }));
+  }
+}
+
+/** Ask the server to kill a replica. What comes of it, the events tell. */
+async function kill(rank, button) {
+  button.disabled = true;
+  try {
+    await ask(`replicas/${rank}/kill`, { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
+  } catch (error) {
+    button.title = error.message;
+    button.disabled = false;
   }
 }
 

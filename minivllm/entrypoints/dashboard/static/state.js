@@ -30,6 +30,8 @@ export class LiveState {
   error = null;
   /** All replicas at a glance; empty if there is only one. Another list with every event. */
   replicas = [];
+  /** How many requests have gone on elsewhere when their replica was lost, and how many were lost with it. */
+  streams = { resumed: 0, lost: 0 };
   /** Point number of the curves → what the steps in it add up to. Of those before the window, the last one is there too. */
   bins = new Map();
   /** [engine's time, seconds] for each first token. */
@@ -50,7 +52,10 @@ export class LiveState {
   apply(event, content) {
     this.version += 1;
     if (event === "engine") this.#begin(content);
-    if (event === "replicas") this.replicas = content.replicas;
+    if (event === "replicas") {
+      this.replicas = content.replicas;
+      this.streams = { resumed: content.streams_resumed, lost: content.streams_lost };
+    }
     if (event === "steps") this.#takeSteps(content);
     if (event === "idle") this.#clear();
     if (event === "busy") this.isIdle = false;
