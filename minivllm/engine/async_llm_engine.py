@@ -269,11 +269,11 @@ class AsyncLLMEngine:
             RequestError: It cannot be served; raised before anything is queued.
             EngineDeadError: The engine has failed, before or meanwhile.
         """
-        self._check_takes_requests()
+        self.check_takes_requests()
         self._bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
             prompt = await self.process_inputs(prompt, params, request_id, priority=priority, arrival_time=arrival_time)
-            self._check_takes_requests()
+            self.check_takes_requests()
         request = prompt.core_request
         if request.request_id in self._streams:
             raise RequestError(
@@ -358,7 +358,7 @@ class AsyncLLMEngine:
             raise EngineDeadError(str(self.dead_error))
         self._client.check_health()
 
-    def _check_takes_requests(self) -> None:
+    def check_takes_requests(self) -> None:
         """As `check_health`; but while a core is being started, requests wait for it, up to a limit."""
         if self.dead_error is None or not self._is_restarting or self._has_waited_in_vain():
             self.check_health()
@@ -490,7 +490,7 @@ class AsyncLLMEngine:
         if request_ids is None:
             request_ids = self.failover.sent
             self._client.abort_requests(request_ids)  # if another core has been started since
-        for state in self.failover.lose(request_ids, has_died=failure.has_died):
+        for state in self.failover.lose(request_ids, has_died=failure.has_died, was_killed=failure.was_killed):
             self._fail_stream(self._streams.pop(state.request.request_id), EngineDeadError(give_up_reason(failure)))
         self._resume_requests()
 

@@ -275,7 +275,7 @@ class CoreSupervisor:
             if not self._restart:
                 self._tell(failure)
                 return
-            self._tell(CoreFailed(failure.error_type, failure.message, restarting=True))
+            self._tell(CoreFailed(failure.error_type, failure.message, restarting=True, was_killed=failure.was_killed))
             failed_starts = failed_starts + 1 if time.monotonic() - started < self.SHORT_LIFE_SECONDS else 0
             if not self._start_another(failed_starts, failure):
                 return

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -195,7 +196,7 @@ class CoreProcess:
                     continue
                 status = self._process.poll()
                 if status is not None and not self._output.poll(0):
-                    return CoreFailed("", f"its process {describe_exit(status)}")
+                    return CoreFailed("", f"its process {describe_exit(status)}", was_killed=status == -signal.SIGKILL)
         return None
 
     def shutdown(self) -> None:

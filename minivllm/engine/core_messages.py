@@ -183,6 +183,7 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         request_ids: The requests that were at this replica; None stands for all of them.
         is_last: Whether no replica is left.
         has_died: Whether one of its requests may have killed it. If not, it left, or is out of reach.
+        was_killed: Whether that was by SIGKILL, so that it may have been somebody else.
     """
 
     error_type: str
@@ -192,6 +193,7 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
     is_last: bool = True
     has_died: bool = True
+    was_killed: bool = False
 
 
 class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):

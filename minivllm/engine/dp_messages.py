@@ -69,10 +69,11 @@ class LoadReport(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class ReplicaDied(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica's process has ended, in these words: said by who started it, and passed on to all API servers."""
+    """A replica's process has ended, in these words, perhaps by SIGKILL: said by who started it, and passed on to all API servers."""
 
     engine_index: int
     end: str
+    was_killed: bool = False
 
 
 class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -6,11 +6,14 @@
 
 A token depends on the request, its seed and its position alone, so another replica computes the same ones from the prompt and the output
 so far. A request that was at a replica that died may be what killed it. Until it has got another token it is a suspect: suspects go on
-one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there.
+one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there. And where replicas that did
+not have it were killed, too, somebody else may be killing them.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from minivllm.engine.core_messages import CoreFailed
@@ -18,7 +21,9 @@ from minivllm.engine.output_processor import OutputProcessor, RequestState
 from minivllm.errors import EngineDeadError
 
 MAX_DEATHS = 2
-"""Replicas that may die in a row while they compute a request without giving it a token."""
+"""Replicas that may die in a row while they compute a request without giving it a token. One more for each that was killed elsewhere lately."""
+MEMORY_SECONDS, MAX_KILLS = 60.0, 4
+"""How long a kill elsewhere speaks for a request, and how many do."""
 
 
 class Failover:
@@ -40,6 +45,8 @@ class Failover:
         """Of suspects: the deaths of replicas that had them since their latest token."""
         self._tried: dict[str, int] = {}
         """Of suspects that are at a replica: its rank."""
+        self._kills: deque[tuple[float, frozenset[str]]] = deque(maxlen=32)
+        """Replicas that were killed by SIGKILL, by a request or from outside: when, and the requests that they had."""
 
     @property
     def waiting(self) -> list[RequestState]:
@@ -60,17 +67,20 @@ class Failover:
         """Send a new request to a replica. If none takes requests, it waits. Returns whether it was sent."""
         return self._send(state, ()) or self._wait(state)
 
-    def lose(self, request_ids: Iterable[str], *, has_died: bool) -> list[RequestState]:
+    def lose(self, request_ids: Collection[str], *, has_died: bool, was_killed: bool = False) -> list[RequestState]:
         """A replica is lost with these requests: they wait to go on. Call `resume` then.
 
         Args:
             request_ids: Those that were there.
             has_died: It may have been one of them that killed it. If not, it left, or is out of reach.
+            was_killed: By SIGKILL, so that it may have been somebody else.
 
         Returns:
             The requests to be given up.
         """
         given_up = []
+        if was_killed:
+            self._kills.append((time.monotonic(), frozenset(request_ids)))
         for request_id in request_ids:
             state = self._output_processor.states.get(request_id)
             self._tried.pop(request_id, None)
@@ -78,9 +88,11 @@ class Failover:
                 continue
             if has_died:
                 self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
-            if self._deaths.get(request_id, 0) == MAX_DEATHS:
+            if has_died and self._deaths[request_id] >= MAX_DEATHS + was_killed * self._count_kills_without(request_id):
                 self.forget(request_id)
                 given_up.append(state)
+                for kill in [kill for kill in self._kills if request_id in kill[1]]:  # these are explained
+                    self._kills.remove(kill)
             else:
                 self._wait(state)
         return given_up
@@ -113,6 +125,11 @@ class Failover:
         self._deaths.pop(request_id, None)
         return self._tried.pop(request_id, None) is not None
 
+    def _count_kills_without(self, request_id: str) -> int:
+        """How many replicas were killed lately that did not have a request."""
+        since = time.monotonic() - MEMORY_SECONDS
+        return min(MAX_KILLS, sum(moment > since and request_id not in requests for moment, requests in self._kills))
+
     def _wait(self, state: RequestState) -> bool:
         self._waiting[state.request.request_id] = state
         return False
@@ -132,6 +149,6 @@ def give_up_reason(failure: CoreFailed) -> str:
     """What the sender of a request that is given up is told."""
     cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
     return (
-        f"The request was given up: {MAX_DEATHS} replicas of the model in a row have died while they computed it. "
+        f"The request was given up: at least {MAX_DEATHS} replicas of the model in a row have died while they computed it. "
         f"The last one, {failure.engine_index}: {cause.rstrip('.')}."
     )

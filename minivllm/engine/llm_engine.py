@@ -203,7 +203,7 @@ class LLMEngine:
 
     def _lose_replica(self, failure: CoreFailed) -> list[EngineCoreOutput]:
         """One of several replicas is gone: its requests go on at others. Returns the errors of those that are given up."""
-        given_up = self.failover.lose(failure.request_ids or [], has_died=failure.has_died)
+        given_up = self.failover.lose(failure.request_ids or [], has_died=failure.has_died, was_killed=failure.was_killed)
         self.failover.resume()
         error = give_up_reason(failure)
         return [

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -196,7 +197,7 @@ class LocalReplicas:
         """The processes, by rank."""
         return [process.process_id for _, process in sorted(self.processes.items())]
 
-    def find_ended(self) -> tuple[int, str] | None:
+    def find_ended(self) -> ReplicaDied | None:
         """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten.
 
         The coordinator is told, for frontends that do not see these processes. Those that are due are started again.
@@ -209,11 +210,12 @@ class LocalReplicas:
                 since = self._ended_since.setdefault(index, time.monotonic())
                 if time.monotonic() - since >= LAST_WORDS_SECONDS:
                     self.remove(index)
+                    died = ReplicaDied(index, f"its process {end}", was_killed=process.exit_status == -signal.SIGKILL)
                     if process.exit_status == RETURN_STATUS and not self._is_shut_down:
                         self._due[index] = 0.0
                     with contextlib.suppress(zmq.Again):  # the coordinator is gone
-                        self._reports.send(encode(ReplicaDied(index, f"its process {end}")), zmq.NOBLOCK)
-                    return index, end
+                        self._reports.send(encode(died), zmq.NOBLOCK)
+                    return died
         return None
 
     def kill(self, index: int) -> None:

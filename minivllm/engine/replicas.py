@@ -303,8 +303,8 @@ class Replicas:
                 if now - self._last_heard[index] > _HOPELESS * self._timeout:
                     self._launcher.local.kill(index)
             if ended := self._launcher.local.find_ended():
-                self._silent.discard(ended[0])
-                return CoreFailed("", f"its process {ended[1]}", engine_index=ended[0])
+                self._silent.discard(ended.engine_index)
+                return CoreFailed("", ended.end, engine_index=ended.engine_index, was_killed=ended.was_killed)
         for index in self._table.members:
             if now - self._last_heard[index] > self._timeout:
                 self._silent.add(index)
@@ -336,7 +336,7 @@ class Replicas:
         if isinstance(message, ReplicaDied):
             self._silent.discard(message.engine_index)
             if self._table.state_of(message.engine_index) != "gone":
-                return CoreFailed("", message.end, engine_index=message.engine_index)
+                return CoreFailed("", message.end, engine_index=message.engine_index, was_killed=message.was_killed)
         elif isinstance(message, Loads):
             with self._lock:
                 self._table.update_loads(message.loads)

@@ -138,8 +138,8 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
                 print(f"minivllm: the API server has been gone for {GONE_SECONDS:.0f} seconds.", file=sys.stderr)
                 return 1
             if ended := replicas.find_ended():
-                index, end = ended
-                print(f"minivllm: replica {index} {end}.", file=sys.stderr, flush=True)
+                index = ended.engine_index
+                print(f"minivllm: replica {index}: {ended.end}.", file=sys.stderr, flush=True)
                 if not is_leaving:
                     replicas.start_another(index)
                     replicas.note_ready(index)

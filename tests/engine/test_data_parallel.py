@@ -131,7 +131,9 @@ def test_offline_prompts_are_spread_over_replicas(tiny, alone):
     outputs = llm.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
     assert tokens_of(outputs) == tokens_of(expected), "those of the one that died went on at the other"
     os.kill(first, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=r"no replica of the model is left\. The last one, 0: its process was killed by SIGKILL\."):
+    with pytest.raises(
+        EngineDeadError, match=r"no replica of the model is left\. The last one, 0: its process was killed by SIGKILL\."
+    ):
         llm.generate([[5, 6]] * 4, LONG, use_tqdm=False)
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.engine.core_messages import CoreFailed
-from minivllm.engine.failover import Failover, give_up_reason
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.errors import EngineDeadError
 from minivllm.sampling_params import RequestOutputKind
-from minivllm.worker.sampler import exponential_noise, random_key
 
 PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
 LENGTH = 40
@@ -36,7 +29,11 @@ KINDS = {
 }
 ENGINES = {
     "default": {},
-    "chunked prefill, prefix cache": {"enable_chunked_prefill": True, "enable_prefix_caching": True, "max_num_batched_tokens": 48},
+    "chunked prefill, prefix cache": {
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 48,
+    },
     "speculative": {"num_speculative_tokens": 3},
     "few blocks": {"num_gpu_blocks_override": 14, "max_num_seqs": 8},
 }
@@ -121,7 +118,9 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("name", ENGINES)
 def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name):
     """The second engine has other options than the first: where a request goes on, it has other neighbours and other chunks."""
-    other = llm if name == "default" else LLM("smollm2-135m", **{"max_num_seqs": 32, "kv_cache_memory_bytes": 2**28} | ENGINES[name])
+    other = (
+        llm if name == "default" else LLM("smollm2-135m", **{"max_num_seqs": 32, "kv_cache_memory_bytes": 2**28} | ENGINES[name])
+    )
     interrupted, expected = [], []
     for params in params_of.values():
         params = replace(params, output_kind=RequestOutputKind.DELTA)

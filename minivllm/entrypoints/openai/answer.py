@@ -159,7 +159,7 @@ class Answer(ABC):
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come, with the prompt's number. All prompts are validated before generation starts."""
-        self.engine.check_health()
+        self.engine.check_takes_requests()
         requests = [
             await self.engine.process_inputs(
                 salted(prompt, self.body.cache_salt),
