@@ -383,6 +383,10 @@ class AsyncLLMEngine:
         """How often each replica of this machine has died, by rank; empty in an engine that has not started them."""
         return self._client.replica_deaths
 
+    def drop_client(self, client_index: int) -> None:
+        """Another API server that uses the same cores has died: they drop its requests."""
+        self._client.drop_client(client_index)
+
     def restart_replica(self, rank: int) -> bool:
         """Let a replica finish what it has, while others get the new requests, and start another in its place. False if it is gone."""
         return self._client.restart_replica(rank)

@@ -195,6 +195,9 @@ class AsyncMPClient(MPClient):
         """How often the one core has died."""
         return {0: self._supervisor.num_deaths}
 
+    def drop_client(self, client_index: int) -> None:
+        """The one core has no other API server."""
+
     def restart_replica(self, rank: int) -> bool:
         """There is only one core, which is not restarted in order."""
         return False

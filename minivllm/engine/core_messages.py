@@ -97,6 +97,12 @@ class Die(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica: be killed, for somebody who wants to see what happens then."""
 
 
+class DropClient(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """An API server has died: nobody waits for its requests any more."""
+
+    client_index: int
+
+
 class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica that leaves: this API server sends it no more requests."""
 
@@ -107,7 +113,7 @@ class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | Farewell | Shutdown
+ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | DropClient | Farewell | Shutdown
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------

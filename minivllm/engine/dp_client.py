@@ -80,6 +80,10 @@ class DPLBAsyncMPClient(MPClient):
         """As for `AsyncLLMEngine`."""
         return self.replicas.num_deaths
 
+    def drop_client(self, client_index: int) -> None:
+        """As for `AsyncLLMEngine`."""
+        self.replicas.drop_client(client_index)
+
     def restart_replica(self, rank: int) -> bool:
         """As for `AsyncLLMEngine`."""
         return self.replicas.send_to(rank, Leave(returns=True))

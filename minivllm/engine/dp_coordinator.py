@@ -54,6 +54,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
         size: How many replicas there may be.
         config_hash: Of the configuration that they must have.
         log_level: As in `logging`.
+        known: If it is started in place of one that has died: the addresses of all API servers, and of the one before.
     """
 
     handshake_address: str
@@ -64,6 +65,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     size: int
     config_hash: str
     log_level: int
+    known: NodeWelcome | None = None
 
 
 class DPCoordinatorProc:
@@ -82,6 +84,9 @@ class DPCoordinatorProc:
         self._refusals = RefusalLog(self._handshake)
         self._last_report: dict[int, float] = {}
         self._frontends: dict[int, HelloFrontend] = {}
+        if setup.known is not None:
+            addresses = zip(setup.known.input_addresses, setup.known.output_addresses, strict=True)
+            self._frontends = {index: HelloFrontend(index, *pair) for index, pair in enumerate(addresses)}
         self._nodes: list[tuple[bytes, HelloNode]] = []
         """Nodes that wait until all API servers are there."""
         self._publisher = LoadPublisher(time.monotonic())

@@ -58,6 +58,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=0) for address in setup.addresses.output_addresses]
         self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
         self._reported: ReplicaLoad | None = None
+        self._loop: EngineCoreLoop | None = None
         self._start(setup.config, True, setup.log_level)
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
@@ -75,17 +76,23 @@ class DPEngineCoreProc(EngineCoreProc):
         """Outputs go to the API servers that wait for them, records of steps to those that watch, anything else to all."""
         message.engine_index = self._engine_index
         if isinstance(message, EngineCoreOutputs):
+            assert self._loop is not None
             self._report(message.stats.load)
             outputs, record, watchers = message.outputs, message.record, self._loop.watchers
-            for client, socket in enumerate(self._outputs):
+            for client, socket in self._living():
                 message.outputs = [output for output in outputs if output.client_index == client]
                 message.record = record if client in watchers else None
                 socket.send(core_messages.encode(message))
             return
         if isinstance(message, CoreReady | Heartbeat):
             self._report(self._reported or ReplicaLoad(), again=True)
-        for socket in self._outputs:
+        for _, socket in self._living():
             socket.send(core_messages.encode(message))
+
+    def _living(self) -> list[tuple[int, zmq.Socket[bytes]]]:
+        """The sockets to API servers, without those that have died."""
+        dropped = self._loop.dropped if self._loop is not None else ()
+        return [(client, socket) for client, socket in enumerate(self._outputs) if client not in dropped]
 
     def _report(self, load: ReplicaLoad, again: bool = False) -> None:
         """Tell the coordinator, if anything has changed."""

@@ -34,6 +34,7 @@ from minivllm.engine.core_messages import (
     CoreLog,
     CoreReady,
     Die,
+    DropClient,
     EngineCoreOutput,
     EngineCoreOutputs,
     Farewell,
@@ -79,6 +80,7 @@ class EngineCoreLoop:
         output_queue: Messages from the core; None after the last one.
         num_clients: API servers, each of which must say `Farewell` before the loop leaves.
         watchers: Those that want to see each step's record.
+        dropped: API servers that have died.
         returns: Whether another core is to be started in its place when it has left.
     """
 
@@ -90,6 +92,7 @@ class EngineCoreLoop:
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
         self._num_failed_steps, self._is_leaving, self.returns = 0, False, False
         self.watchers: frozenset[int] = frozenset()
+        self.dropped: frozenset[int] = frozenset()
         self._farewells: set[int] = set()
         """API servers that send nothing more."""
         self._refused: list[EngineCoreOutput] = []
@@ -161,8 +164,17 @@ class EngineCoreLoop:
             self._is_leaving, self.returns = True, message.returns
         elif isinstance(message, Farewell):
             self._farewells.add(message.client_index)
+        elif isinstance(message, DropClient):
+            self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):
             self._set_tracing(message)
+
+    def _drop_client(self, client_index: int) -> None:
+        requests = self.core.scheduler.requests.items()
+        self.core.abort_requests([name for name, request in requests if request.data.client_index == client_index])
+        self._farewells.add(client_index)
+        self.dropped |= {client_index}
+        self._set_tracing(SetTracing(False, client_index))
 
     def _set_tracing(self, message: SetTracing) -> None:
         if message.on and not self.watchers:

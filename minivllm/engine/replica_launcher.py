@@ -30,6 +30,9 @@ from minivllm.errors import ConfigError, EngineDeadError
 POLL_MS = 100
 """How long a process may be gone before it is noticed."""
 
+MAX_COORDINATORS = 20
+"""Coordinators that are started in place of others."""
+
 
 class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of the frontends that send requests to the same replicas, and what it needs to reach them.
@@ -106,11 +109,12 @@ class ReplicaLauncher:
         ]
         self.place = places[0]
         self._hash, log_level = hash_config(config), logging.getLogger().getEffectiveLevel()
-        setup = CoordinatorSetup(
+        self._setup = CoordinatorSetup(
             handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
             parallel.data_parallel_size, self._hash, log_level,
         )  # fmt: skip
-        self.coordinator = DPCoordinator(setup)
+        self.coordinator = DPCoordinator(self._setup)
+        self._num_coordinators = 1
         if others is not None:
             try:
                 others.start(config, places[1:])
@@ -138,7 +142,16 @@ class ReplicaLauncher:
         if isinstance(addresses, Refused):
             raise ConfigError(addresses.message)
         assert isinstance(addresses, NodeWelcome)
+        self._setup = msgspec.structs.replace(self._setup, report_address=addresses.report_address, known=addresses)
         self._local = LocalReplicas(self._config, addresses, sockets, restart=self._restart, socket_folder=self.place.folder)
+
+    def restart_coordinator(self) -> bool:
+        """Start another coordinator in place of one that has died, at the same addresses. False if too many have died."""
+        if self._num_coordinators > MAX_COORDINATORS:
+            return False
+        self._num_coordinators += 1
+        self.coordinator = DPCoordinator(self._setup)
+        return True
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
         """The coordinator's answer, while all processes run."""

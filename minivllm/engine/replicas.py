@@ -22,6 +22,7 @@ from minivllm.engine.core_messages import (
     CoreLeaving,
     CoreLog,
     CoreReady,
+    DropClient,
     EngineCoreOutputs,
     Farewell,
     FromCore,
@@ -87,6 +88,8 @@ class Replicas:
         self._early: dict[int, CoreReady] = {}
         """Those that are ready, and have not said hello; looked at again at the next check."""
         self._is_tracing = False
+        self._dropped: set[int] = set()
+        """API servers that have died."""
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
         self._is_let_go = False
@@ -222,6 +225,11 @@ class Replicas:
         with self._lock:
             return self._table.state_of(index) != "gone" and self._send(index, message)
 
+    def drop_client(self, client_index: int) -> None:
+        """Another API server has died: replicas drop its requests, also those that come later."""
+        self._dropped.add(client_index)
+        self.send(DropClient(client_index))
+
     def send(self, message: ToCore) -> None:
         """Send a message to all replicas."""
         with self._lock:
@@ -313,7 +321,7 @@ class Replicas:
         return self._early.popitem()[1] if self._early else None  # as if it came now
 
     def _check_coordinator(self) -> None:
-        """Do without the coordinator if it is gone."""
+        """Do without the coordinator if it is gone, until another has been started."""
         if self._has_no_coordinator:
             return
         if self._launcher is not None:
@@ -322,10 +330,12 @@ class Replicas:
             is_silent = time.monotonic() - self._coordinator_heard > 3 * LoadPublisher.IDLE_SECONDS
             end = "is not responding" if is_silent else None
         if end is not None:
-            self._has_no_coordinator = True
             with self._lock:
                 self._table.stop_reports()
-            logger.error("The coordinator of the replicas %s: routing goes by what is in flight, and no replica can join.", end)
+            logger.error("The coordinator of the replicas %s: routing goes by what is in flight until there is another.", end)
+            self._has_no_coordinator = self._launcher is None or not self._launcher.restart_coordinator()
+            if self._has_no_coordinator and self._launcher is not None:
+                logger.error("Too many coordinators have died: no replica can join any more.")
 
     def _take_published(self, data: bytes) -> CoreFailed | None:
         """Handle what the coordinator says. Returns the end of a replica that it tells of."""
@@ -400,6 +410,8 @@ class Replicas:
             self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
                 self._send(index, SetTracing(True, self._place.client_index))
+            for client_index in self._dropped:
+                self._send(index, DropClient(client_index))
         if self._launcher is not None:
             self._launcher.local.note_ready(index)
             if self._thread is not None or index not in self._launcher.local.processes:

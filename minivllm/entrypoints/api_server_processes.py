@@ -82,40 +82,49 @@ class ApiServerProcesses:
     def __init__(self, listeners: list[socket.socket], settings: ServerSettings, seed: int, log_level: str) -> None:
         self.num_others = len(listeners)
         self._listeners, self._settings, self._seed, self._log_level = listeners, settings, seed, log_level
-        self._processes: list[_ApiServerProcess] = []
+        self._processes: dict[int, _ApiServerProcess] = {}
+        """Those that run, by `FrontendPlace.client_index`."""
 
     def start(self, config: EngineConfig, places: list[FrontendPlace]) -> None:
         """Start them."""
         packed = config.to_bytes()
         for place, listener in zip(places, self._listeners, strict=True):
             setup = ApiServerSetup(packed, self._seed, place, self._settings, listener.fileno(), sys.path, self._log_level)
-            self._processes.append(_ApiServerProcess(setup))
+            self._processes[place.client_index] = _ApiServerProcess(setup)
             listener.close()  # or connections would be queued here when the process has closed its own
 
     def poll(self) -> str | None:
         """How one of them has ended, such as "was killed by SIGKILL"; None while all run."""
-        return next((end for process in self._processes if (end := process.poll())), None)
+        return next((end for process in self._processes.values() if (end := process.poll())), None)
+
+    def find_ended(self) -> tuple[int, str] | None:
+        """One that has ended, and how. It is forgotten."""
+        for client_index, process in self._processes.items():
+            if end := process.poll():
+                del self._processes[client_index]
+                return client_index, end
+        return None
 
     def finish(self) -> None:
         """Tell them to finish what they have, and end."""
-        for process in self._processes:
+        for process in self._processes.values():
             process.finish()
 
     def end_now(self) -> None:
         """Tell them to end what they have with an error, and end."""
-        for process in self._processes:
+        for process in self._processes.values():
             process.end_now()
 
     def wait(self, seconds: float) -> None:
         """Wait until all have ended, but not for longer."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not all(process.poll() for process in self._processes):
+        while time.monotonic() < end and not all(process.poll() for process in self._processes.values()):
             time.sleep(0.05)
 
     def shutdown(self) -> None:
         """End those that have not ended."""
-        for process in self._processes:
+        for process in self._processes.values():
             process.hang_up()
         self.wait(GRACE_SECONDS)
-        for process in self._processes:
+        for process in self._processes.values():
             process.shutdown()

@@ -166,7 +166,7 @@ class ApiServer(uvicorn.Server):
             raise ConfigError(_port_sentence(*self._address[:2], error)) from error
         self._watches = [asyncio.create_task(self._exit_with_engine())]
         if self._others is not None:
-            self._watches.append(asyncio.create_task(self._exit_with_others(self._others)))
+            self._watches.append(asyncio.create_task(self._watch_others(self._others)))
         if not self._is_first:
             asyncio.get_running_loop().add_signal_handler(END_NOW, self._state.closing.end_now)
         else:
@@ -191,12 +191,13 @@ class ApiServer(uvicorn.Server):
             logger.exception("Watching the engine failed; the server shuts down.")
         await self._exit_with_failure()
 
-    async def _exit_with_others(self, others: ApiServerProcesses) -> None:
-        while not (end := others.poll()):
+    async def _watch_others(self, others: ApiServerProcesses) -> None:
+        while not self._state.closing.begun:
+            if ended := others.find_ended():
+                client_index, end = ended
+                logger.error("API server %d %s: its clients' connections have ended, and the others go on.", client_index, end)
+                self._state.engine.drop_client(client_index)
             await asyncio.sleep(_POLL_SECONDS)
-        if not self._state.closing.begun:
-            logger.error("An API server %s, so all of them shut down.", end)
-            await self._exit_with_failure()
 
     async def _exit_with_failure(self) -> None:
         await asyncio.sleep(self.LAST_WORDS_SECONDS)
