@@ -99,6 +99,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")
 
     demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
+    demo.add_argument(
+        "topic", nargs="?", choices=("batching", "failover"), default="batching",
+        help="batching (the default): static against continuous; failover: kill a replica in the middle of its answers",
+    )  # fmt: skip
     add_option(demo, "--output FOLDER", Path("out"), "where to save the picture")
     return parser
 
@@ -171,6 +175,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Show what the engine does."""
+    if arguments.topic == "failover":
+        from minivllm.entrypoints.demo_failover import demo_failover
+
+        return demo_failover()
     from minivllm.entrypoints.demo import demo
 
     demo(arguments.output)
