@@ -479,7 +479,7 @@ class AsyncLLMEngine:
             stream.notify()
             if state.finished:
                 del self._streams[state.request.request_id]
-        if self.failover.note_tokens(processed.updated):
+        if self.failover.note_tokens(state.request.request_id for state in processed.updated):
             self._resume_requests()
         if outputs.record is not None:
             for watcher in self._watchers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from weakref import WeakMethod
 
 from minivllm.engine.core_client import MPClient, OnMessage, dead_error
@@ -30,8 +30,11 @@ from minivllm.engine.core_messages import (
     ToCore,
 )
 from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.failover import Failover, give_up_reason
+from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.replica_launcher import FrontendPlace, ReplicaLauncher
 from minivllm.engine.replicas import Replicas
+from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
 
@@ -128,14 +131,16 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
         launcher = ReplicaLauncher(config)
         super().__init__(config, launcher.place, launcher)
         self._messages: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
-        self.on_loss: Callable[[CoreFailed], list[EngineCoreOutput]]
-        """What to do when a replica is lost and others go on; returns the requests that are given up. Set by the engine."""
-        self.on_outputs: Callable[[EngineCoreOutputs], None]
-        """What to do with outputs before they are returned. Set by the engine."""
+        self._failover: Failover
         self.start(self._put)
 
     def _put(self, message: FromCore) -> None:
         self._messages.put(message)
+
+    def use(self, output_processor: OutputProcessor) -> Failover:
+        """Let requests go on elsewhere when their replica is lost. The engine submits its requests to what this returns."""
+        self._failover = Failover(output_processor, self.add_request)
+        return self._failover
 
     def get_output(self) -> EngineCoreOutputs:
         """Wait for the result of a step of any replica.
@@ -146,13 +151,22 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
         while True:
             message = self._messages.get()
             if isinstance(message, EngineCoreOutputs):
-                self.on_outputs(message)
+                if self._failover.note_tokens(output.request_id for output in message.outputs if output.sequences):
+                    self._failover.resume()
                 return message
             if isinstance(message, CoreFailed) and message.is_last:
                 self.shutdown()
                 raise dead_error(message)
-            if isinstance(message, CoreFailed) and (given_up := self.on_loss(message)):
+            if isinstance(message, CoreFailed) and (given_up := self._lose_replica(message)):
                 return EngineCoreOutputs(given_up, time.perf_counter(), SchedulerStats(), engine_index=message.engine_index)
+
+    def _lose_replica(self, failure: CoreFailed) -> list[EngineCoreOutput]:
+        """One of several replicas is gone: its requests go on at others. Returns the errors of those that are given up."""
+        died = {"has_died": failure.has_died, "was_killed": failure.was_killed}
+        given_up = [state.request for state in self._failover.lose(failure.request_ids or [], **died)]
+        self._failover.resume()
+        error, metrics = give_up_reason(failure), RequestMetrics(time.perf_counter())
+        return [EngineCoreOutput(request.request_id, request.number, [], True, metrics, error=error) for request in given_up]
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -113,11 +113,11 @@ class Failover:
                 break  # nobody takes any
         return sent
 
-    def note_tokens(self, states: Iterable[RequestState]) -> bool:
+    def note_tokens(self, request_ids: Iterable[str]) -> bool:
         """Requests have got tokens, or have finished. Returns whether others may go on now: then call `resume`."""
         if not self._deaths:
             return False
-        return sum(self.forget(state.request.request_id) for state in states) > 0
+        return sum(self.forget(request_id) for request_id in request_ids) > 0
 
     def forget(self, request_id: str) -> bool:
         """A request is a suspect no longer, or is gone. Returns whether others may go on now: then call `resume`."""

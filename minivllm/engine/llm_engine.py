@@ -15,10 +15,8 @@ from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfi
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_client import InprocClient, SyncMPClient
-from minivllm.engine.core_messages import CoreFailed, EngineCoreOutput, EngineCoreOutputs
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore, make_executor
-from minivllm.engine.failover import Failover, give_up_reason
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
@@ -31,6 +29,7 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.engine.dp_client import DPLBSyncMPClient
+    from minivllm.engine.failover import Failover
 
 
 class LLMEngine:
@@ -66,9 +65,10 @@ class LLMEngine:
         """Tokens that the whole KV cache holds."""
         self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
-        self.failover = Failover(self.output_processor, engine_core.add_request)
-        if not isinstance(engine_core, (InprocClient, SyncMPClient)):
-            engine_core.on_loss, engine_core.on_outputs = self._lose_replica, self._note_tokens
+        self.failover: Failover | None = None
+        """With replicas: what becomes of requests whose replica is lost."""
+        if (use := getattr(engine_core, "use", None)) is not None:
+            self.failover = use(self.output_processor)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
@@ -157,14 +157,17 @@ class LLMEngine:
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )  # fmt: skip
         state = self.output_processor.add_request(processed)
-        self.failover.submit(state)
+        if self.failover is not None:
+            self.failover.submit(state)
+        else:
+            self.engine_core.add_request(state.request)
         return state.request
 
     def abort_request(self, request_id: str) -> None:
         """Finish a request and free its blocks. Unknown and finished ids are ignored."""
         self.output_processor.abort_request(request_id)
         self.engine_core.abort_requests([request_id])
-        if self.failover.forget(request_id):
+        if self.failover is not None and self.failover.forget(request_id):
             self.failover.resume()
 
     def has_unfinished_requests(self) -> bool:
@@ -200,21 +203,6 @@ class LLMEngine:
             for state in processed.updated
             if state.finished or state.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
-
-    def _lose_replica(self, failure: CoreFailed) -> list[EngineCoreOutput]:
-        """One of several replicas is gone: its requests go on at others. Returns the errors of those that are given up."""
-        given_up = self.failover.lose(failure.request_ids or [], has_died=failure.has_died, was_killed=failure.was_killed)
-        self.failover.resume()
-        error = give_up_reason(failure)
-        return [
-            EngineCoreOutput(state.request.request_id, state.request.number, [], True, state.metrics, error=error)
-            for state in given_up
-        ]
-
-    def _note_tokens(self, outputs: EngineCoreOutputs) -> None:
-        states = self.output_processor.states
-        if self.failover.note_tokens(states[output.request_id] for output in outputs.outputs if output.request_id in states):
-            self.failover.resume()
 
     @property
     def clock(self) -> Callable[[], float]:

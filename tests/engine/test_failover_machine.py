@@ -133,7 +133,7 @@ class World:
             return
         outputs = [output for output in outputs if self.table.take_output(index, output)]
         processed = self.processor.process_outputs(EngineCoreOutputs(outputs, 0.0, SchedulerStats(), engine_index=index))
-        if self.failover.note_tokens(processed.updated):
+        if self.failover.note_tokens(state.request.request_id for state in processed.updated):
             self.failover.resume()
 
     def lose(self, index, *, has_died, was_killed=False, last_words=True):

@@ -177,6 +177,7 @@ class ReplicatedEngine(ScriptedEngine):
         self.num_engines, self.replica_blocks = 2, {0: 20, 1: 30}
         self.stats_by_engine[1] = SchedulerStats(num_gpu_blocks=20)
         self.replica_states = {0: "ready", 1: "ready"}
+        self.num_resumed = self.num_lost = 0
 
 
 def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch):
@@ -208,6 +209,7 @@ def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch)
     assert idle, told
     assert idle[0]["num_running"] == 0, "the replica that is shown has nothing to do, though the other one has"
     assert [item["state"] for item in seen[-1]] == ["gone", "leaving"]
+    assert {(content["streams_resumed"], content["streams_lost"]) for name, content in told if name == "replicas"} == {(0, 0)}
 
 
 def test_the_rate_of_a_replica_is_that_of_the_last_seconds():

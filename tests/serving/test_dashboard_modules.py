@@ -131,22 +131,28 @@ REPLICAS = """async () => {
         num_gpu_blocks: 20, tokens_per_second: 30.4, ...more });
     const seen = [];
     const look = () => seen.push([...document.querySelectorAll("#replica-cards .replica")].map((card) => card.innerText.split("\\n")));
-    state.apply("engine", { num_gpu_blocks: 20, num_engines: 4, replica: 0 });
+    const streams = { streams_resumed: 2, streams_lost: 0 };
+    const asked = [];
+    globalThis.fetch = async (path, options) => (asked.push([path, options.method]), new Response("{}"));
+    state.apply("engine", { num_gpu_blocks: 20, num_engines: 4, replica: 0, may_kill: true });
     panel.draw();
     const isHidden = document.getElementById("replicas").hidden;
-    state.apply("replicas", { replicas: [0, 1, 2, 3].map((rank) => replica(rank)) });
+    state.apply("replicas", { replicas: [0, 1, 2, 3].map((rank) => replica(rank)), ...streams });
     panel.draw();
     look();
     state.apply("replicas", { replicas: [replica(0), replica(1, { state: "gone", tokens_per_second: 0, num_used_blocks: 0 }),
-        replica(2, { state: "leaving", num_swapped: 2 }), replica(3)] });
+        replica(2, { state: "leaving", num_swapped: 2 }), replica(3)], ...streams });
     panel.draw();
     look();
+    const kills = [...document.querySelectorAll("#replica-cards .kill")];
+    const mayBeKilled = kills.map((button) => !button.hidden && !button.disabled);
+    kills[3].click();
     document.querySelectorAll("#replica-cards .replica")[3].click();
     state.numEnded = 7;
     state.showReplica(3);
     panel.draw();
     const pressed = [...document.querySelectorAll("#replica-cards .replica")].map((card) => card.getAttribute("aria-pressed"));
-    return { isHidden, seen, chosen, pressed, sum: document.getElementById("replica-sum").textContent, numEnded: state.numEnded };
+    return { isHidden, seen, chosen, pressed, asked, mayBeKilled, sum: document.getElementById("replica-sum").textContent, numEnded: state.numEnded };
 }"""
 
 
@@ -159,4 +165,6 @@ def test_replicas_stand_side_by_side_and_one_can_be_chosen(page):
     assert second[1] == ["Replica 1", "gone", "0 of 20 blocks"]
     assert second[2][2] == "running 2, waiting 1, swapped out 2, leaving: finishes what it has"
     assert (result["chosen"], result["pressed"]) == ([3], ["false", "false", "false", "true"])
-    assert (result["sum"], result["numEnded"]) == ("together 91 tokens/s", 0)
+    words = "together 91 tokens/s · streams that went on elsewhere: 2 · streams lost: 0"
+    assert (result["sum"], result["numEnded"]) == (words, 0)
+    assert (result["mayBeKilled"], result["asked"]) == ([True, False, True, True], [["replicas/3/kill", "POST"]])
