@@ -12,7 +12,7 @@ from minivllm.engine.output_processor import OutputProcessor
 from minivllm.sampling_params import RequestOutputKind
 
 PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
-LENGTH = 40
+LENGTH = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=5)
 KINDS = {
@@ -21,7 +21,7 @@ KINDS = {
     "unseeded": replace(SEEDED, seed=None),
     "three continuations": replace(SEEDED, n=3, top_p=0.95, logprobs=0),
     "penalties": replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
-    "min_tokens": replace(GREEDY, min_tokens=25, stop_token_ids=list(range(0, 2000))),
+    "min_tokens": replace(GREEDY, min_tokens=12, stop_token_ids=list(range(0, 2000))),
     "a stop string": replace(GREEDY, stop=["<to be replaced>"]),
     "three continuations with stops": replace(SEEDED, n=3, stop=[".", "\n"], seed=11),
     "logprobs": replace(SEEDED, logprobs=3, top_k=20, logit_bias={198: 1.0}),
@@ -44,7 +44,7 @@ def params_of(llm):
     """The kinds, with a stop string that several tokens make, in the middle of the text."""
     tokens = list(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
     decode = llm.get_tokenizer().decode
-    stop = decode(tokens[:24])[len(decode(tokens[:20])) + 1 : -1]
+    stop = decode(tokens[:16])[len(decode(tokens[:12])) + 1 : -1]
     return KINDS | {"a stop string": replace(GREEDY, stop=[stop])}
 
 
@@ -109,7 +109,6 @@ def assert_same(got, expected):
     for mine, theirs in zip(got, expected, strict=True):
         assert mine[:2] == theirs[:2] and mine[3:] == theirs[3:]
         for a, b in zip(mine[2], theirs[2], strict=True):
-            assert a.keys() == b.keys() or max(a.keys() ^ b.keys(), key=lambda t: (a | b)[t].rank) is not None
             for token in a.keys() & b.keys():
                 assert a[token].logprob == pytest.approx(b[token].logprob, abs=2e-3)
                 assert a[token].decoded_token == b[token].decoded_token
@@ -131,8 +130,8 @@ def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, par
             if state.texts or num_given == 0:
                 interrupted.append(state)
                 expected.append((outputs, num_given, whole))
-    assert len(interrupted) > 300
-    if name == "few blocks":
+    assert len(interrupted) > 180
+    if name != "default":
         interrupted, expected = interrupted[::7], expected[::7]
     for outputs, (before, num_given, whole) in zip(go_on(other.llm_engine, interrupted), expected, strict=True):
         assert_same(joined(before[:num_given] + outputs, len(whole)), whole)
