@@ -126,7 +126,7 @@ def make_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     app.include_router(router)
-    app.include_router(replicas_router)
+    app.include_router(replicas_router, responses=_ERRORS)
     add_dashboard(app, lambda: _healthy_engine(state), may_kill=state.settings.allow_kill)
     add_error_handlers(app)
     if state.settings.api_keys:
