@@ -1,11 +1,10 @@
 """Replicas die while they stream: does every client get what it would have got, and how long does it wait?
 
-    python benchmarks/failover.py storm --json storm.json         one of three is killed or stopped every 5 seconds, for two minutes
-    python benchmarks/failover.py every-token --json tokens.json  requests of many kinds, killed after each of their 40 tokens
-    python benchmarks/failover.py gap --json gap.json             from SIGKILL to the next token, and what others notice of it
-    python benchmarks/failover.py cost --json cost.json           tokens/s with and without what it takes, when nobody dies
+    python benchmarks/failover.py storm --json storm.json   one of three is killed or stopped every 5 seconds, for two minutes
+    python benchmarks/failover.py gap --json gap.json       from SIGKILL to the next token, and what others notice of it
+    python benchmarks/failover.py cost --json cost.json     tokens/s with and without what it takes, when nobody dies
 
-The texts are compared with those of `LLM.generate`, which nobody disturbs. The exit status is 1 if any differs, or anything is left over.
+In the storm, answers are compared with those of `LLM.generate`, which nobody disturbs. The exit status is 1 if any differs, or anything is left over. `every_token.py` compares them after each token.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,26 +19,21 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import aclosing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 from server_process import ServerProcess, start_server
+from streams import MODEL, Stream, all_ready, ask, fault, percentile, replicas_of
 from tqdm import tqdm
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.openai_client import WORDS, read_events
+from minivllm.bench.openai_client import WORDS
 from minivllm.bench.report import format_table, report
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.outputs import RequestOutput
 
-MODEL = "smollm2-135m"
-LENGTH = 40
-PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
 KILL_EVERY, STREAMS, STORM_SECONDS = 5.0, 200, 120.0
 TIMEOUT = 3
 """`--replica-timeout` in the storm: seconds of silence after which a stopped replica is lost."""
@@ -48,104 +41,10 @@ STOPPED_SECONDS = (1.0, 30.0)
 """How long a stopped replica stays so."""
 
 
-@dataclass
-class Stream:
-    """What a client got, and when: the pieces of each answer, by index."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    error: str = ""
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between two pieces."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-
-
-async def stream(
-    session: aiohttp.ClientSession, url: str, prompt: str, params: dict[str, Any], into: Stream | None = None
-) -> Stream:
-    """Stream an answer."""
-    got = into or Stream()
-    body = {"model": MODEL, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}} | params
-    try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                got.error = f"status {response.status}: {(await response.text())[:200]}"
-                return got
-            async with aclosing(read_events(response.content.iter_any())) as events:
-                async for event in events:
-                    if event == b"[DONE]":
-                        return got
-                    take(got, json.loads(event))
-            got.error = got.error or "the stream broke off"
-    except (aiohttp.ClientError, OSError) as error:
-        got.error = f"{type(error).__name__}: {error}"
-    return got
-
-
-def take(got: Stream, chunk: dict[str, Any]) -> None:
-    """Add a chunk to what was got."""
-    if "error" in chunk:
-        got.error = chunk["error"]["message"]
-        return
-    got.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", got.num_tokens)
-    for choice in chunk["choices"]:
-        index = choice["index"]
-        if index in got.reasons:
-            got.error = "a piece came after the end"
-        got.texts[index] = got.texts.get(index, "") + choice["text"]
-        got.times.append(time.perf_counter())
-        if choice["finish_reason"]:
-            got.reasons[index] = choice["finish_reason"]
-        if choice.get("logprobs"):
-            got.logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
-
-
-def fault(got: Stream, expected: RequestOutput) -> str:
-    """How an answer differs from that of `LLM.generate`; "" if it does not."""
-    if got.error:
-        return got.error
-    texts = {output.index: output.text for output in expected.outputs}
-    if got.texts != texts:
-        return f"the text differs: {got.texts} instead of {texts}"
-    if got.reasons != {output.index: output.finish_reason for output in expected.outputs}:
-        return f"it ends otherwise: {got.reasons}"
-    num_tokens = sum(len(output.token_ids) for output in expected.outputs)
-    return "" if got.num_tokens == num_tokens else f"{got.num_tokens} tokens are counted instead of {num_tokens}"
-
-
-async def replicas_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """The answer of /replicas."""
-    async with session.get(f"{url}/replicas") as response:
-        answer: dict[str, Any] = await response.json()
-        return answer
-
-
-async def all_ready(session: aiohttp.ClientSession, url: str, seconds: float = 120.0) -> dict[str, Any]:
-    """Wait until every replica takes requests and has none."""
-    end = time.monotonic() + seconds
-    while True:
-        answer = await replicas_of(session, url)
-        if all(item["state"] == "ready" and not item["running"] + item["waiting"] for item in answer["replicas"]):
-            return answer
-        if time.monotonic() > end:
-            raise RuntimeError(f"The replicas are not ready: {answer}")
-        await asyncio.sleep(0.05)
-
-
 def leftovers() -> set[str]:
     """What the package leaves among temporary files and in shared memory, if it leaves anything."""
     folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
     return {str(path) for folder in folders if folder.is_dir() for path in folder.glob("*minivllm*")}
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Of a list that may be empty."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 # -- storm -----------------------------------------------------------------------------------------------------------
@@ -172,7 +71,7 @@ async def storm(
 
         async def later(delay: float, prompt: str, params: dict[str, Any]) -> Stream:
             await asyncio.sleep(delay)
-            return await stream(session, url, prompt, params)
+            return await ask(session, url, prompt, params)
 
         tasks = [asyncio.create_task(later(rng.uniform(0, seconds), *request)) for request in requests]
         resumed: list[asyncio.Task[None]] = []
@@ -246,86 +145,6 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-# -- every token -----------------------------------------------------------------------------------------------------
-
-
-def kinds_of_requests(stop: str) -> dict[str, dict[str, Any]]:
-    """Parameters of the API by kind."""
-    greedy = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
-    seeded = greedy | {"temperature": 0.9, "seed": 5}
-    return {
-        "greedy": greedy,
-        "seeded": seeded,
-        "three continuations": seeded | {"n": 3, "seed": 6},
-        "penalties": greedy | {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-        "min_tokens and stop ids": seeded | {"min_tokens": 30, "stop_token_ids": list(range(0, 2000, 3))},
-        "a stop string": greedy | {"stop": [stop]},
-        "logprobs": seeded | {"logprobs": 2, "seed": 8},
-        "prompt logprobs": greedy | {"prompt_logprobs": 1},
-    }
-
-
-async def kill_at(
-    server: ServerProcess, kinds: dict[str, dict[str, Any]], position: int
-) -> tuple[dict[str, Stream], dict[str, int]]:
-    """Stream a request of each kind at once, and kill a replica when the first has so many tokens. Returns what came, and how much had come."""
-    url, streams = server.base_url, {name: Stream() for name in kinds}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        answer = await all_ready(session, url)
-        tasks = [asyncio.create_task(stream(session, url, PROMPT, params, streams[name])) for name, params in kinds.items()]
-        first = streams["greedy"]
-        while len(first.times) < position and not first.error:
-            await asyncio.sleep(0.001)
-        reached = {name: len(got.times) // max(1, len(got.texts)) for name, got in streams.items()}
-        for item in answer["replicas"][:1]:
-            os.kill(item["process_id"], signal.SIGKILL)
-        await asyncio.gather(*tasks)
-    return streams, reached
-
-
-def run_every_token(arguments: argparse.Namespace) -> int:
-    llm = LLM(MODEL, kv_cache_memory_bytes=512 * 2**20, dtype=arguments.dtype, quantization=arguments.quantization)
-    plain = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True), use_tqdm=False)[0].outputs[
-        0
-    ]
-    decode = llm.get_tokenizer().decode
-    start = len(decode(plain.token_ids[:20]))
-    kinds = kinds_of_requests(plain.text[start + 1 : start + 14])
-    sampling = {
-        name: SamplingParams(**{key: value for key, value in params.items() if key != "prompt_logprobs"})
-        for name, params in kinds.items()
-    }
-    expected = {name: llm.generate([PROMPT], params, use_tqdm=False)[0] for name, params in sampling.items()}
-    del llm
-    faults, resumed, covered = [], 0, {name: set() for name in kinds}
-    options = ["--dtype", arguments.dtype] + (["--quantization", arguments.quantization] if arguments.quantization else [])
-    # All requests go to one replica, and at its death to the other.
-    options += [
-        "--data-parallel-size",
-        "2",
-        "--data-parallel-routing",
-        "prefix-aware",
-        "--max-num-seqs",
-        "32",
-        "--max-replica-deaths",
-        "1000",
-    ]
-    with start_server(MODEL, *options) as server:
-        for position in tqdm(range(LENGTH), desc="killed after each token", dynamic_ncols=True):
-            streams, reached = asyncio.run(kill_at(server, kinds, position))
-            for name, got in streams.items():
-                covered[name].add(reached[name])
-                if words := fault(got, expected[name]):
-                    faults.append(f"{name}, after {position}: {words}")
-        resumed = int(server.metrics()["minivllm:num_resumed_requests_total"])
-    rows = [(name, len(covered[name]), sum(words.startswith(f"{name},") for words in faults)) for name in kinds]
-    table = format_table(("kind", "positions at which a replica was killed", "answers that differ"), rows)
-    table += f"\n\n{LENGTH} kills; requests went on at the other replica {resumed} times."
-    report("Killed after every token", table, {"faults": faults, "resumed": resumed}, file=arguments.json)
-    print("\n".join(faults[:10]))
-    return 1 if faults else 0
-
-
 # -- gap -------------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +158,7 @@ async def one_gap(server: ServerProcess, count: int, rng: random.Random) -> tupl
         for number, got in enumerate(streams):  # round robin: every second one at the same replica
             text = " ".join(rng.choices(WORDS, k=40))
             params = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
-            tasks.append(asyncio.create_task(stream(session, url, text, params, got)))
+            tasks.append(asyncio.create_task(ask(session, url, text, params, got)))
             while not got.times:
                 await asyncio.sleep(0.005)
             del number
@@ -447,7 +266,7 @@ def run_cost(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(required=True, metavar="MODE")
-    for name, run in {"storm": run_storm, "every-token": run_every_token, "gap": run_gap, "cost": run_cost}.items():
+    for name, run in {"storm": run_storm, "gap": run_gap, "cost": run_cost}.items():
         mode = modes.add_parser(name)
         mode.set_defaults(run=run)
         mode.add_argument("--seed", type=int, default=0)
@@ -455,9 +274,6 @@ def main() -> int:
         if name == "storm":
             mode.add_argument("--streams", type=int, default=STREAMS)
             mode.add_argument("--seconds", type=float, default=STORM_SECONDS)
-        if name == "every-token":
-            mode.add_argument("--dtype", default="float32")
-            mode.add_argument("--quantization")
         if name in ("gap", "cost"):
             mode.add_argument("--rounds", type=int, default=5 if name == "gap" else 15)
         if name == "gap":

@@ -1,0 +1,246 @@
+"""A replica is killed after each of the 40 tokens of requests of many kinds: what the clients receive, and whether it is what they would have received.
+
+    python benchmarks/every_token.py --json tokens.json
+    python benchmarks/every_token.py --dtype bfloat16 --json tokens.json
+    python benchmarks/every_token.py --quantization int8 --json tokens.json
+
+The requests go to a server of two replicas over HTTP, all of them to one, which is killed. The answers are compared with those of `LLM`, which nobody disturbs.
+
+In float32 they must be equal. In bfloat16 and int8, a token that is computed together with its prompt can differ in its last bits from one that was decoded. So where an answer differs, this shows that rounding
+decided, and nothing else: an engine in this process that computes prompt and output so far at once, and goes on from there, gives exactly the client's answer; and at the first token that differs, the logarithms of the
+probabilities of both candidates are the same either way to within `TIE` nats. The exit status is 1 if anything else differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from server_process import ServerProcess, start_server
+from streams import MODEL, Stream, all_ready, ask, fault
+from tqdm import tqdm
+
+from minivllm import LLM, SamplingParams
+from minivllm.bench.report import format_table, report
+from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.request import EngineCoreRequest, RequestMetrics, Resumption
+
+LENGTH = 40
+PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
+TIE = 0.5
+"""Nats by which rounding may move the score of one token against another's."""
+CANDIDATES = 20
+"""Tokens whose log-probabilities are looked at where an answer differs."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request: parameters of the API, by which of its routes, and whether the answer is streamed."""
+
+    params: dict[str, Any]
+    chat: bool = False
+    streamed: bool = True
+
+    def sampling_params(self) -> SamplingParams:
+        """The same for `LLM`, which does without the log-probabilities."""
+        left_out = {"prompt_logprobs", "logprobs", "top_logprobs"}
+        return SamplingParams(**{key: value for key, value in self.params.items() if key not in left_out})
+
+
+def kinds_of_requests(stop: str) -> dict[str, Kind]:
+    """The kinds by name. `stop` is a stop string that several tokens make."""
+    greedy = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}
+    seeded = greedy | {"temperature": 0.9, "seed": 5}
+    return {
+        "greedy": Kind(greedy),
+        "greedy, whole": Kind(greedy, streamed=False),
+        "seeded": Kind(seeded),
+        "three continuations": Kind(seeded | {"n": 3, "seed": 6}),
+        "penalties": Kind(greedy | {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}),
+        "min_tokens and stop ids": Kind(seeded | {"min_tokens": 30, "stop_token_ids": list(range(0, 2000, 3))}),
+        "a stop string": Kind(greedy | {"stop": [stop]}),
+        "logprobs": Kind(seeded | {"logprobs": 2, "seed": 8}),
+        "prompt logprobs, whole": Kind(greedy | {"prompt_logprobs": 1}, streamed=False),
+        "chat": Kind(seeded | {"seed": 9}, chat=True),
+        "chat, logprobs": Kind(seeded | {"seed": 10, "logprobs": True, "top_logprobs": 2}, chat=True),
+        "chat, whole": Kind(greedy, chat=True, streamed=False),
+    }
+
+
+async def kill_at(server: ServerProcess, kinds: dict[str, Kind], position: int) -> tuple[dict[str, Stream], dict[str, int]]:
+    """Send a request of each kind at once, and kill their replica when the first has so many tokens. Returns what came, and the pieces that had come."""
+    url, streams = server.base_url, {name: Stream() for name in kinds}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        answer = await all_ready(session, url)
+        tasks = [
+            asyncio.create_task(ask(session, url, PROMPT, kind.params, streams[name], chat=kind.chat, streamed=kind.streamed))
+            for name, kind in kinds.items()
+        ]
+        first = streams["greedy"]
+        while len(first.times) < position and not first.error:
+            await asyncio.sleep(0.001)
+        reached = {name: len(got.times) // max(1, len(got.texts)) for name, got in streams.items()}
+        reached |= {name: reached["greedy"] for name, kind in kinds.items() if not kind.streamed}
+        os.kill(answer["replicas"][0]["process_id"], signal.SIGKILL)
+        await asyncio.gather(*tasks)
+    return streams, reached
+
+
+# -- what rounding may decide ----------------------------------------------------------------------------------------
+
+
+class Recomputed:
+    """The answers to a request whose output so far is computed anew at some position, with its prompt, as after a preemption.
+
+    Attributes:
+        texts: By the position, the text of each continuation.
+        shifts: By the position, how far the scores of two tokens moved against each other where the first continuation took
+            another one than in the undisturbed answer, in nats; 0 for an answer that is equal.
+    """
+
+    def __init__(self, llm: LLM, kind: Kind, undisturbed: RequestOutput) -> None:
+        assert undisturbed.prompt_token_ids is not None
+        engine = llm.llm_engine
+        params = replace(kind.sampling_params(), logprobs=CANDIDATES, stop=[])
+        request = engine.input_processor.process_inputs("whole", list(undisturbed.prompt_token_ids), params).core_request
+        whole = _run(llm, [request])["whole"]
+        positions = range(1, max(len(output.token_ids) for output in undisturbed.outputs))
+        requests = []
+        for position in positions:
+            so_far = {
+                index: list(answer.token_ids[:position]) for index, answer in whole.items() if position < len(answer.token_ids)
+            }
+            requests.append(replace(request, request_id=f"{position}", resumption=Resumption(so_far, RequestMetrics(0.0))))
+        answers = _run(llm, requests)
+        decode, stops = llm.get_tokenizer().decode, kind.params.get("stop", ())
+        self.texts: dict[int, dict[int, str]] = {}
+        self.shifts: dict[int, float] = {}
+        for position in positions:
+            self.texts[position], shifts = {}, [0.0]
+            for index, old in whole.items():
+                new = answers[f"{position}"].get(index)
+                token_ids = list(old.token_ids)
+                if new is not None:
+                    token_ids[position:] = new.token_ids
+                    shifts.append(shift(old, new, position))
+                self.texts[position][index] = cut(decode(token_ids), stops)
+            self.shifts[position] = max(shifts)
+
+
+def _run(llm: LLM, requests: list[EngineCoreRequest]) -> dict[str, dict[int, CompletionOutput]]:
+    """Compute requests one after another in the engine core. Returns their new tokens and log-probabilities."""
+    core, answers = llm.llm_engine.engine_core.core, {}
+    for request in requests:
+        answer = answers[request.request_id] = {}
+        core.add_request(request)
+        while core.has_unfinished_requests():
+            for output in core.step().outputs:
+                for new in output.sequences:
+                    whole = answer.setdefault(new.index, CompletionOutput(new.index, "", [], None))
+                    whole.token_ids += new.token_ids
+                    whole.logprobs = (whole.logprobs or []) + (new.logprobs or [])
+    return answers
+
+
+def shift(old: CompletionOutput, new: CompletionOutput, position: int) -> float:
+    """How far two tokens moved against each other where `new`, which begins at a position of `old`, first differs; infinite if one is not among the candidates."""
+    assert old.logprobs is not None and new.logprobs is not None
+    for offset, mine in enumerate(new.token_ids):
+        theirs = old.token_ids[position + offset]
+        if mine != theirs:
+            before, after = old.logprobs[position + offset], new.logprobs[offset]
+            if not {mine, theirs} <= before.keys() & after.keys():
+                return float("inf")
+            return abs(margin(before, mine, theirs) - margin(after, mine, theirs))
+    return 0.0
+
+
+def margin(logprobs: dict[int, Logprob], mine: int, theirs: int) -> float:
+    """By how much one token is likelier than another, in nats."""
+    return logprobs[mine].logprob - logprobs[theirs].logprob
+
+
+def cut(text: str, stops: list[str] | tuple[()]) -> str:
+    """The text before the first stop string."""
+    return text[: min([len(text), *(text.find(stop) for stop in stops if stop in text)])]
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization")
+    parser.add_argument("--positions", type=int, nargs="+", default=list(range(LENGTH)), metavar="N", help="after which tokens")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    arguments = parser.parse_args()
+
+    llm = LLM(MODEL, kv_cache_memory_bytes=512 * 2**20, dtype=arguments.dtype, quantization=arguments.quantization)
+    [plain] = llm.generate([PROMPT], kinds_of_requests("<no stop yet>")["greedy"].sampling_params(), use_tqdm=False)
+    start = len(llm.get_tokenizer().decode(list(plain.outputs[0].token_ids)[:20]))
+    kinds = kinds_of_requests(plain.outputs[0].text[start + 1 : start + 14])
+    expected = {name: undisturbed(llm, kind) for name, kind in kinds.items()}
+    is_exact = arguments.dtype == "float32" and arguments.quantization is None
+    recomputed = {} if is_exact else {name: Recomputed(llm, kind, expected[name]) for name, kind in kinds.items()}
+    llm.llm_engine.shutdown()
+    del llm
+
+    options = ["--dtype", arguments.dtype] + (["--quantization", arguments.quantization] if arguments.quantization else [])
+    options += ["--data-parallel-size", "2", "--data-parallel-routing", "prefix-aware"]  # all requests go to one replica
+    options += ["--max-num-seqs", "32", "--max-num-batched-tokens", "4096", "--max-replica-deaths", "1000"]
+    faults, ties = [], []
+    covered: dict[str, set[int]] = {name: set() for name in kinds}
+    with start_server(MODEL, *options) as server:
+        for position in tqdm(arguments.positions, desc="killed after each token", dynamic_ncols=True):
+            streams, reached = asyncio.run(kill_at(server, kinds, position))
+            for name, got in streams.items():
+                covered[name].add(reached[name])
+                if not (words := fault(got, expected[name])):
+                    continue
+                matches = [at for at, texts in recomputed[name].texts.items() if texts == got.texts] if recomputed else []
+                if matches and recomputed[name].shifts[matches[0]] <= TIE:
+                    ties.append(
+                        {"kind": name, "killed": position, "recomputed": matches, "nats": recomputed[name].shifts[matches[0]]}
+                    )
+                else:
+                    faults.append(f"{name}, after {position}: {words}")
+        resumed = int(server.metrics()["minivllm:num_resumed_requests_total"])
+    rows = [
+        (
+            name,
+            len(covered[name]),
+            sum(tie["kind"] == name for tie in ties),
+            sum(words.startswith(f"{name}, after") for words in faults),
+        )
+        for name in kinds
+    ]
+    table = format_table(
+        ("kind", "positions at which its replica was killed", "ties that rounding decided", "other differences"), rows
+    )
+    table += f"\n\n{len(arguments.positions)} kills; requests went on at the other replica {resumed} times."
+    if ties:
+        table += f" The scores of two tokens in a tie moved by at most {max(tie['nats'] for tie in ties):.3f} nats."
+    what = arguments.quantization or arguments.dtype
+    report(f"Killed after every token, {what}", table, {"faults": faults, "ties": ties, "resumed": resumed}, file=arguments.json)
+    print("\n".join(faults[:10]))
+    return 1 if faults else 0
+
+
+def undisturbed(llm: LLM, kind: Kind) -> RequestOutput:
+    """The answer of `LLM`."""
+    params = kind.sampling_params()
+    if kind.chat:
+        return llm.chat([{"role": "user", "content": PROMPT}], params, use_tqdm=False)[0]
+    return llm.generate([PROMPT], params, use_tqdm=False)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
