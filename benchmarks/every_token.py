@@ -4,7 +4,7 @@
     python benchmarks/every_token.py --dtype bfloat16 --json tokens.json
     python benchmarks/every_token.py --quantization int8 --json tokens.json
 
-The requests go to a server of two replicas over HTTP, all of them to one, which is killed. The answers are compared with those of `LLM`, which nobody disturbs.
+The requests go to a server of two replicas over HTTP. At each position first one of these is killed, then, with the same requests, the other. The answers are compared with those of `LLM`, which nobody disturbs.
 
 In float32 they must be equal. In bfloat16 and int8, a token that is computed together with its prompt can differ in its last bits from one that was decoded. So where an answer differs, this shows that rounding
 decided, and nothing else: an engine in this process that computes prompt and output so far at once, and goes on from there, gives exactly the client's answer; and at the first token that differs, the logarithms of the
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -74,8 +75,10 @@ def kinds_of_requests(stop: str) -> dict[str, Kind]:
     }
 
 
-async def kill_at(server: ServerProcess, kinds: dict[str, Kind], position: int) -> tuple[dict[str, Stream], dict[str, int]]:
-    """Send a request of each kind at once, and kill their replica when the first has so many tokens. Returns what came, and the pieces that had come."""
+async def kill_at(
+    server: ServerProcess, kinds: dict[str, Kind], position: int, victim: int
+) -> tuple[dict[str, Stream], dict[str, int]]:
+    """Send a request of each kind at once, and kill a replica when the first has so many tokens. Returns what came, and the pieces that had come."""
     url, streams = server.base_url, {name: Stream() for name in kinds}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         answer = await all_ready(session, url)
@@ -88,7 +91,7 @@ async def kill_at(server: ServerProcess, kinds: dict[str, Kind], position: int) 
             await asyncio.sleep(0.001)
         reached = {name: len(got.times) // max(1, len(got.texts)) for name, got in streams.items()}
         reached |= {name: reached["greedy"] for name, kind in kinds.items() if not kind.streamed}
-        os.kill(answer["replicas"][0]["process_id"], signal.SIGKILL)
+        os.kill(answer["replicas"][victim]["process_id"], signal.SIGKILL)
         await asyncio.gather(*tasks)
     return streams, reached
 
@@ -194,13 +197,14 @@ def main() -> int:
     del llm
 
     options = ["--dtype", arguments.dtype] + (["--quantization", arguments.quantization] if arguments.quantization else [])
-    options += ["--data-parallel-size", "2", "--data-parallel-routing", "prefix-aware"]  # all requests go to one replica
+    options += ["--data-parallel-size", "2", "--data-parallel-routing", "prefix-aware"]  # each kind stays with its replica
     options += ["--max-num-seqs", "32", "--max-num-batched-tokens", "4096", "--max-replica-deaths", "1000"]
     faults, ties = [], []
     covered: dict[str, set[int]] = {name: set() for name in kinds}
     with start_server(MODEL, *options) as server:
-        for position in tqdm(arguments.positions, desc="killed after each token", dynamic_ncols=True):
-            streams, reached = asyncio.run(kill_at(server, kinds, position))
+        kills = list(itertools.product(arguments.positions, (0, 1)))
+        for position, victim in tqdm(kills, desc="killed after each token", dynamic_ncols=True):
+            streams, reached = asyncio.run(kill_at(server, kinds, position, victim))
             for name, got in streams.items():
                 covered[name].add(reached[name])
                 if not (words := fault(got, expected[name])):
@@ -225,7 +229,7 @@ def main() -> int:
     table = format_table(
         ("kind", "positions at which its replica was killed", "ties that rounding decided", "other differences"), rows
     )
-    table += f"\n\n{len(arguments.positions)} kills; requests went on at the other replica {resumed} times."
+    table += f"\n\n{len(kills)} kills; requests went on at the other replica {resumed} times."
     if ties:
         table += f" The scores of two tokens in a tie moved by at most {max(tie['nats'] for tie in ties):.3f} nats."
     what = arguments.quantization or arguments.dtype
