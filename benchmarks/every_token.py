@@ -35,6 +35,8 @@ from minivllm.request import EngineCoreRequest, RequestMetrics, Resumption
 
 LENGTH = 40
 PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n"
+LIFE_SECONDS = 4.0
+"""How long all replicas live before one is killed."""
 TIE = 0.5
 """Nats by which rounding may move the score of one token against another's."""
 CANDIDATES = 20
@@ -82,6 +84,7 @@ async def kill_at(
     url, streams = server.base_url, {name: Stream() for name in kinds}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         answer = await all_ready(session, url)
+        await asyncio.sleep(LIFE_SECONDS)  # one that dies too soon is started again only after a pause
         tasks = [
             asyncio.create_task(ask(session, url, PROMPT, kind.params, streams[name], chat=kind.chat, streamed=kind.streamed))
             for name, kind in kinds.items()

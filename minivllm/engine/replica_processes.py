@@ -30,6 +30,8 @@ from minivllm.executor.processes import describe_exit, start_python
 
 logger = logging.getLogger(__name__)
 
+MAX_PAUSE_SECONDS = 32
+"""The longest wait before a replica is started again."""
 LAST_WORDS_SECONDS = 0.1
 """What a process has sent before it ended has arrived after this time."""
 
@@ -249,7 +251,7 @@ class LocalReplicas:
             self.given_up.add(index)
             logger.error("Replica %d has died %d times in a row, each time soon: it is given up.", index, short_lives)
             return
-        pause = 2 ** (short_lives - 1) if short_lives else 0
+        pause = min(2 ** (short_lives - 1), MAX_PAUSE_SECONDS) if short_lives else 0
         if pause:
             logger.warning("Replica %d is started again in %d s.", index, pause)
         self._due[index] = time.monotonic() + pause
