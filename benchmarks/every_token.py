@@ -141,17 +141,17 @@ class Recomputed:
 
 
 def _run(llm: LLM, requests: list[EngineCoreRequest]) -> dict[str, dict[int, CompletionOutput]]:
-    """Compute requests one after another in the engine core. Returns their new tokens and log-probabilities."""
-    core, answers = llm.llm_engine.engine_core.core, {}
+    """Compute requests in the engine core; a row's result does not depend on its batch. Returns their new tokens and log-probabilities."""
+    core = llm.llm_engine.engine_core.core
+    answers: dict[str, dict[int, CompletionOutput]] = {request.request_id: {} for request in requests}
     for request in requests:
-        answer = answers[request.request_id] = {}
         core.add_request(request)
-        while core.has_unfinished_requests():
-            for output in core.step().outputs:
-                for new in output.sequences:
-                    whole = answer.setdefault(new.index, CompletionOutput(new.index, "", [], None))
-                    whole.token_ids += new.token_ids
-                    whole.logprobs = (whole.logprobs or []) + (new.logprobs or [])
+    while core.has_unfinished_requests():
+        for output in core.step().outputs:
+            for new in output.sequences:
+                whole = answers[output.request_id].setdefault(new.index, CompletionOutput(new.index, "", [], None))
+                whole.token_ids += new.token_ids
+                whole.logprobs = (whole.logprobs or []) + (new.logprobs or [])
     return answers
 
 

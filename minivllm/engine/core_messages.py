@@ -97,6 +97,12 @@ class Die(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica: be killed, for somebody who wants to see what happens then."""
 
 
+class BeginAnew(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """To a replica that was thought to be gone: abort all requests of this API server. They go on elsewhere."""
+
+    client_index: int
+
+
 class DropClient(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """An API server has died: nobody waits for its requests any more."""
 
@@ -113,7 +119,7 @@ class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | DropClient | Farewell | Shutdown
+ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | BeginAnew | DropClient | Farewell | Shutdown
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------

@@ -51,11 +51,13 @@ class DPEngineCoreProc(EngineCoreProc):
         self._engine_index = setup.engine_index
         self._inputs, self._poller = [], zmq.Poller()
         for address in setup.addresses.input_addresses:
-            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity_of(setup.engine_index), RCVHWM=0)
-            socket.send(b"")  # now the frontend can send to this identity
+            # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
+            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity_of(setup.engine_index), RCVHWM=0, PROBE_ROUTER=1)
             self._inputs.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=0) for address in setup.addresses.output_addresses]
+        self._num_sent = [0] * len(self._outputs)
+        """Messages to each API server."""
         self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
         self._reported: ReplicaLoad | None = None
         self._loop: EngineCoreLoop | None = None
@@ -82,12 +84,17 @@ class DPEngineCoreProc(EngineCoreProc):
             for client, socket in self._living():
                 message.outputs = [output for output in outputs if output.client_index == client]
                 message.record = record if client in watchers else None
-                socket.send(core_messages.encode(message))
+                self._send_numbered(client, socket, message)
             return
         if isinstance(message, CoreReady | Heartbeat):
             self._report(self._reported or ReplicaLoad(), again=True)
-        for _, socket in self._living():
-            socket.send(core_messages.encode(message))
+        for client, socket in self._living():
+            self._send_numbered(client, socket, message)
+
+    def _send_numbered(self, client: int, socket: zmq.Socket[bytes], message: FromCore) -> None:
+        """Send a message after its number, so that its receiver knows when one before it was lost with a connection."""
+        socket.send_multipart([self._num_sent[client].to_bytes(8, "little"), core_messages.encode(message)])
+        self._num_sent[client] += 1
 
     def _living(self) -> list[tuple[int, zmq.Socket[bytes]]]:
         """The sockets to API servers, without those that have died."""
@@ -113,6 +120,11 @@ class DPEngineCoreProc(EngineCoreProc):
 def identity_of(engine_index: int) -> bytes:
     """The name by which an API server sends to a replica."""
     return engine_index.to_bytes(2, "little")
+
+
+def index_of(identity: bytes) -> int:
+    """The rank of a replica with this name."""
+    return int.from_bytes(identity, "little")
 
 
 if __name__ == "__main__":

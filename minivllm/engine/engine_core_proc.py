@@ -29,6 +29,7 @@ import zmq
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    BeginAnew,
     CoreFailed,
     CoreLeaving,
     CoreLog,
@@ -164,14 +165,19 @@ class EngineCoreLoop:
             self._is_leaving, self.returns = True, message.returns
         elif isinstance(message, Farewell):
             self._farewells.add(message.client_index)
+        elif isinstance(message, BeginAnew):
+            self._abort_all_of(message.client_index)
         elif isinstance(message, DropClient):
             self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):
             self._set_tracing(message)
 
-    def _drop_client(self, client_index: int) -> None:
+    def _abort_all_of(self, client_index: int) -> None:
         requests = self.core.scheduler.requests.items()
         self.core.abort_requests([name for name, request in requests if request.data.client_index == client_index])
+
+    def _drop_client(self, client_index: int) -> None:
+        self._abort_all_of(client_index)
         self._farewells.add(client_index)
         self.dropped |= {client_index}
         self._set_tracing(SetTracing(False, client_index))

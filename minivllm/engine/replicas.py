@@ -18,6 +18,7 @@ from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    BeginAnew,
     CoreFailed,
     CoreLeaving,
     CoreLog,
@@ -35,9 +36,9 @@ from minivllm.engine.core_messages import (
     decode_from_core,
     encode,
 )
-from minivllm.engine.dp_engine_core_proc import identity_of
+from minivllm.engine.dp_engine_core_proc import identity_of, index_of
 from minivllm.engine.dp_messages import FrontendWelcome, HelloFrontend, Loads, Refused, ReplicaDied
-from minivllm.engine.dp_sockets import Sockets
+from minivllm.engine.dp_sockets import GapFinder, Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_launcher import POLL_MS, FrontendPlace, ReplicaLauncher
 from minivllm.engine.replica_table import ReplicaTable
@@ -85,6 +86,9 @@ class Replicas:
         """Those that have said that they leave."""
         self._said_hello: set[bytes] = set()
         """Those that messages can be sent to."""
+        self._broken: set[int] = set()
+        """Those whose connection was made anew, so that messages to them may be lost."""
+        self._gaps = GapFinder()
         self._early: dict[int, CoreReady] = {}
         """Those that are ready, and have not said hello; looked at again at the next check."""
         self._is_tracing = False
@@ -95,7 +99,7 @@ class Replicas:
         self._is_let_go = False
         self._thread: threading.Thread | None = None
         self._silent: set[int] = set()
-        """Those that were given up because nothing was heard of them: their processes may be there."""
+        """Those that were given up though their processes may be there: nothing was heard of them, or messages were lost."""
         self._coordinator_heard, self._has_no_coordinator = time.monotonic(), False
         self._latest_round = time.monotonic()
         self._poller, self._next_check = zmq.Poller(), 0.0
@@ -282,13 +286,18 @@ class Replicas:
         if self._outputs not in events:
             return None
         try:
-            message = decode_from_core(self._outputs.recv())
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            number, data = self._outputs.recv_multipart()
+            message = decode_from_core(data)
+        except (ValueError, msgspec.MsgspecError) as error:
             logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
             return None
-        if not 0 <= message.engine_index < self._size:
+        index = message.engine_index
+        if not 0 <= index < self._size:
             return None
-        self._last_heard[message.engine_index] = time.monotonic()
+        self._last_heard[index] = time.monotonic()
+        is_missing = self._gaps.is_missing(index, int.from_bytes(number, "little"))
+        if is_missing and index in self._table.members and not isinstance(message, CoreReady | CoreLeaving | CoreFailed):
+            return self._fence(index, "messages of it were lost")
         return message
 
     def _note_pause(self) -> None:
@@ -313,12 +322,30 @@ class Replicas:
             if ended := self._launcher.local.find_ended():
                 self._silent.discard(ended.engine_index)
                 return CoreFailed("", ended.end, engine_index=ended.engine_index, was_killed=ended.was_killed)
+        self._take_hellos()
+        for index in self._table.members:
+            if index in self._broken:
+                return self._fence(index, "its connection broke, and messages to it may be lost")
         for index in self._table.members:
             if now - self._last_heard[index] > self._timeout:
-                self._silent.add(index)
-                message = f"nothing heard from it for {self._timeout} seconds"
-                return CoreFailed("", message, engine_index=index, has_died=False)
+                return self._fence(index, f"nothing heard from it for {self._timeout} seconds")
         return self._early.popitem()[1] if self._early else None  # as if it came now
+
+    def _fence(self, index: int, reason: str) -> CoreFailed:
+        """A replica is out of reach, or was for a moment. What it had goes on elsewhere; when it is heard again, it begins anew."""
+        self._silent.add(index)
+        self._broken.discard(index)
+        return CoreFailed("", reason, engine_index=index, has_died=False)
+
+    def _take_hellos(self) -> None:
+        """Note the replicas that messages can be sent to, and those among them that could be sent to already, on another connection."""
+        with self._lock:
+            while self._requests.poll(0):
+                identity = self._requests.recv_multipart()[0]
+                index = index_of(identity)
+                if identity in self._said_hello and index in self._table.members:
+                    self._broken.add(index)
+                self._said_hello.add(identity)
 
     def _check_coordinator(self) -> None:
         """Do without the coordinator if it is gone, until another has been started."""
@@ -373,6 +400,8 @@ class Replicas:
                 self._remind(index)
             if state != "gone" or index not in self._silent or index in self._early:
                 return True
+            if not self._send(index, BeginAnew(self._place.client_index)):
+                return True  # it is heard, and no way leads there yet
             message = self._ready[index]  # it was thought to be gone, and is not
         if isinstance(message, CoreLeaving):
             if message.has_left:
@@ -398,14 +427,13 @@ class Replicas:
     def _take_in(self, ready: CoreReady) -> bool:
         """A replica takes requests from now on. False if it has not said hello yet on the socket that they are sent to."""
         index = ready.engine_index
+        self._take_hellos()
         with self._lock:
-            while self._requests.poll(0):
-                self._said_hello.add(self._requests.recv_multipart()[0])
             if identity_of(index) not in self._said_hello:
                 self._early[index] = ready
                 return False
             self._ready[index] = ready
-            for gone in (self._left, self._returning, self._announced, self._silent):
+            for gone in (self._left, self._returning, self._announced, self._silent, self._broken):
                 gone.discard(index)
             self._table.take_in(index, ready.num_gpu_blocks)
             if self._is_tracing:
@@ -462,7 +490,7 @@ class Replicas:
         index = failure.engine_index
         with self._lock:
             failure.request_ids = self._table.remove(index)
-            self._send(index, AbortRequests(failure.request_ids))  # if it is there after all
+            self._send(index, BeginAnew(self._place.client_index))  # if it is there after all
         return failure
 
     def _judge_loss(self, failure: CoreFailed) -> CoreFailed:

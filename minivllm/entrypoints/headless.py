@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 POLL_MS = 200
 NOTICE_SECONDS = 10.0
 """How often to say that the API server does not answer."""
-GONE_SECONDS = 30.0
+GONE_SECONDS = 60.0
 """The replicas end when the API server has been gone for so long."""
 
 

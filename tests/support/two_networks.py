@@ -54,12 +54,13 @@ class Node:
 
 
 class Link:
-    """Carries packets between two nodes, each after a delay, and loses some."""
+    """Carries packets between two nodes, each after a delay, and loses some: all of them while `is_cut`."""
 
     def __init__(self, nodes: tuple[Node, Node], delay: float, loss: float, seed: int = 0) -> None:
         self._others = {nodes[0].tun: nodes[1].tun, nodes[1].tun: nodes[0].tun}
         self._delay, self._loss, self._rng = delay, loss, random.Random(seed)
         self.num_carried = self.num_lost = 0
+        self.is_cut = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
@@ -70,7 +71,7 @@ class Link:
             wait = max(0.0, queue[0][0] - time.monotonic()) if queue else 0.1
             for tun in select.select(list(self._others), [], [], wait)[0]:
                 packet = os.read(tun, 65536)
-                if self._rng.random() < self._loss:
+                if self.is_cut or self._rng.random() < self._loss:
                     self.num_lost += 1
                     continue
                 self.num_carried += 1
