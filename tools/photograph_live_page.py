@@ -67,11 +67,15 @@ async def load(url: str) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def browser_path() -> str | None:
+    """The installed Chromium."""
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
+
+
 async def photograph(url: str, picture: Path) -> None:
     """Watch the page for the whole minute, with one prompt of its own, and take its picture."""
-    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = await playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox", "--disable-gpu"])
         page = await browser.new_page(viewport={"width": 1400, "height": 900})
         await page.goto(url)
         loading = asyncio.create_task(load(url))
