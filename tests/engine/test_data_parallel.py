@@ -199,7 +199,6 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
         )
         os.kill(first, signal.SIGTERM)
         await becomes(lambda: "Replica 0 leaves" in caplog.text)
-        await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(6)])
         busy = asyncio.create_task(collect(engine, [9] * 4, replace(LONG, max_tokens=4000)))  # its replica has no quiet moment
         await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
         os.kill(third, signal.SIGKILL)
@@ -209,6 +208,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
             assert engine._client.replicas._take(message)
         await asyncio.sleep(0.05)
         assert engine.replica_states[2] == "gone" and engine.stats_by_engine[2].num_running == 0
+        await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(6)])
         assert tokens_of(await asyncio.gather(*streams)) == expected
         assert metric(engine, "num_resumed_requests", 1) == 1
         await becomes(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)

@@ -210,7 +210,10 @@ def test_an_api_server_that_dies_takes_only_its_own_connections_with_it(own):
     while total(metrics(own), "num_requests_running") + total(metrics(own), "num_requests_waiting") < 24:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    connections = [len([item for item in server.net_connections("tcp") if item.status == "ESTABLISHED"]) for server in servers]
+    connections = []
+    while sum(connections) != 24:  # the connections of metrics() end too, a moment later
+        assert time.monotonic() < deadline
+        connections = [sum(item.status == "ESTABLISHED" for item in server.net_connections("tcp")) for server in servers]
     servers[0].kill()
     for listener in listeners:
         listener.join()
