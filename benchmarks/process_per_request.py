@@ -25,14 +25,14 @@ from minivllm.engine.core_handle import CoreProcess
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
-    CoreFailed,
+    CoreLost,
     CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
-    FromCore,
     SchedulerStats,
     StopSequences,
     ToCore,
+    ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints import cli, serve_cli
@@ -64,7 +64,7 @@ class ProcessPerRequestCore:
         self._lock = threading.Lock()
         self._requests: dict[str, _RequestProcess] = {}
         """The requests that wait or run."""
-        self._messages: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ToFrontend | None] = queue.SimpleQueue()
 
     def send(self, message: ToCore) -> None:
         with self._lock:
@@ -80,7 +80,7 @@ class ProcessPerRequestCore:
                     if found := self._requests.get(stopped.request_id):
                         found.stop(stopped)
 
-    def receive(self) -> FromCore | None:
+    def receive(self) -> ToFrontend | None:
         return self._messages.get()
 
     def shutdown(self) -> None:
@@ -96,18 +96,16 @@ class ProcessPerRequestCore:
             if not request.finished.is_set():
                 request.run(self._config, self._num_threads, self._forward)
         except Exception as error:  # no memory, no process: this request fails alone
-            self._forward(request, CoreFailed("", str(error)))
+            self._forward(request, CoreLost(str(error)))
         finally:
             with self._lock:
                 if self._requests.get(request.id) is request:
                     del self._requests[request.id]
 
-    def _forward(self, request: _RequestProcess, message: FromCore) -> None:
+    def _forward(self, request: _RequestProcess, message: ToFrontend) -> None:
         """Pass on a message of a process. One that dies fails its own request only."""
-        if isinstance(message, CoreFailed):
-            message = EngineCoreOutputs(
-                [request.failure(f"The engine has ended: {message.message}.")], time.perf_counter(), SchedulerStats()
-            )
+        if isinstance(message, CoreLost):
+            message = EngineCoreOutputs([request.failure(str(message.error))], time.perf_counter(), SchedulerStats())
         if isinstance(message, EngineCoreOutputs):
             with self._lock:
                 num_running = sum(other.is_running for other in self._requests.values())
@@ -136,7 +134,7 @@ class _RequestProcess:
             self._core.send(AddRequest(self._request))
             while not self.finished.is_set() and (message := self._core.receive()) is not None:
                 forward(self, message)
-                if isinstance(message, CoreFailed) or message.stats.num_running + message.stats.num_waiting == 0:
+                if isinstance(message, CoreLost) or message.stats.num_running + message.stats.num_waiting == 0:
                     break
         finally:
             self.finished.set()

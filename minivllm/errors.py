@@ -25,6 +25,10 @@ class EngineDeadError(MinivllmError, RuntimeError):
     """The engine has failed or was shut down; the message says why. It gives no further output."""
 
 
+class RequestGivenUpError(EngineDeadError):
+    """A request is not computed any further, because replicas of the model died while they computed it. Sending it again may kill more."""
+
+
 class KernelError(MinivllmError, ValueError):
     """Tensors that a kernel does not support: shape, dtype, device or memory layout, or values out of range."""
 

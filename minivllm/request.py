@@ -58,6 +58,7 @@ class EngineCoreRequest:
         cache_salt: The prefix cache shares blocks only between requests with the same salt; None is one too.
         client_index: The API server that sent it, and gets its outputs.
         resumption: If another core has begun it: where to go on. Workers need not know.
+        data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     client_index: int = 0
     resumption: Resumption | None = None
+    data_parallel_rank: int | None = None
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
@@ -203,6 +205,7 @@ class Request:
         cache_salt: str | None = None,
         client_index: int = 0,
         resumption: Resumption | None = None,
+        data_parallel_rank: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -226,6 +229,7 @@ class Request:
             number,
             cache_salt,
             client_index,
+            data_parallel_rank=data_parallel_rank,
         )
         """What does not change while the request runs, for the workers."""
         self.stop_reasons = self.data.stop_reasons

@@ -132,6 +132,10 @@ class Router(ABC):
         finally:
             for other in avoided:
                 self.reopen(other)
+        return self.assign(replica)
+
+    def assign(self, replica: int) -> int:
+        """Count a request at a replica. Returns the replica."""
         self.num_in_flight[replica] += 1
         load = self._loads[replica]  # the next report may come only after the next request
         self.update(replica, load._replace(waiting=load.waiting + self.client_count) if self.has_reports else load)

@@ -16,18 +16,19 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
-from minivllm.engine.core_client import AsyncMPClient, dead_error
+from minivllm.engine.core_client import AsyncMPClient
 from minivllm.engine.core_handle import CoreProcess, CoreThread
-from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, FromCore, SchedulerStats, SetTracing
+from minivllm.engine.core_messages import CoreLost, EngineCoreOutputs, SchedulerStats, SetTracing, ToFrontend
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.dp_client import DPLBAsyncMPClient
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.failover import Failover, give_up_reason
+from minivllm.engine.failover import Failover, give_up_error
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.metrics import Metrics
+from minivllm.engine.metrics import Metrics, TokenRate
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.replica_launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
 from minivllm.engine.request_stream import RequestStream, StepQueue
@@ -62,8 +63,7 @@ class AsyncLLMEngine:
         stats: The scheduler's state after the latest step; the sum over replicas if there are several.
         stats_by_engine: That of each replica, by rank.
         metrics: For Prometheus.
-        num_resumed: How often a request has gone on at another core after its own was lost.
-        num_lost: Requests that failed because their core was lost.
+        replicas: What the replicas do, and how to restart one.
         dead_error: Why the engine does nothing now; None while it is alive.
 
     Example:
@@ -95,19 +95,20 @@ class AsyncLLMEngine:
         self.num_gpu_blocks, self.num_engines = client.num_gpu_blocks, client.num_engines
         self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
+        self._token_rates = [TokenRate() for _ in range(client.num_engines)]
         self.metrics = Metrics(model_config.name, client.num_engines, is_shared=client.client_count > 1)
+        self.replicas = client.replicas
         if client.client_index == 0:
-            for engine_index in range(client.num_engines):
-                self.metrics.set_stats(engine_index, SchedulerStats())  # shared gauges are shown once they are set
-                self.metrics.set_replica(engine_index, is_ready=client.replica_states[engine_index] == "ready")
+            for status in self.replicas.statuses():
+                self.metrics.set_stats(status.rank, SchedulerStats())  # shared gauges are shown once they are set
+                self.metrics.set_replica(status.rank, is_ready=status.state == "ready")
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
             model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
         )
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
-        self.failover = Failover(self.output_processor, client.add_request)
-        self.num_resumed = self.num_lost = 0
+        self.failover = Failover(self.output_processor, client)
         self._failover_timeout = failover_timeout
         self._closed_since: float | None = None
         """Since when no core has taken requests that wait for one; in seconds of `time.monotonic`."""
@@ -228,6 +229,7 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        data_parallel_rank: int | None = None,
     ) -> ProcessedRequest:
         """Validate, tokenize and seed a request, for `generate`.
 
@@ -237,15 +239,21 @@ class AsyncLLMEngine:
             request_id: Your name for it; one is made up if None.
             priority: With the "priority" policy, smaller goes first.
             arrival_time: Seconds of `time.perf_counter`; now if None.
+            data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
 
         Raises:
             RequestError: It cannot be served.
         """
+        if data_parallel_rank is not None and not 0 <= data_parallel_rank < self.num_engines:
+            raise RequestError(f"data_parallel_rank is {data_parallel_rank}, but must be from 0 to {self.num_engines - 1}.")
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         process = self.input_processor.process_inputs
         # In a thread: a long text takes long to encode, and other requests must not wait for it.
-        return await asyncio.to_thread(process, request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+        processed = await asyncio.to_thread(process, request_id, prompt, params, arrival_time=arrival_time, priority=priority)
+        if data_parallel_rank is None:
+            return processed
+        return replace(processed, core_request=replace(processed.core_request, data_parallel_rank=data_parallel_rank))
 
     async def generate(
         self,
@@ -255,6 +263,7 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request as they come. The last one has `finished` set; that of a request that failed, `error` too.
 
@@ -263,7 +272,7 @@ class AsyncLLMEngine:
 
         Args:
             prompt: As for `process_inputs`, or what that returned.
-            params, request_id, priority, arrival_time: As for `process_inputs`.
+            params, request_id, priority, arrival_time, data_parallel_rank: As for `process_inputs`.
 
         Raises:
             RequestError: It cannot be served; raised before anything is queued.
@@ -272,7 +281,14 @@ class AsyncLLMEngine:
         self.check_takes_requests()
         self._bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
-            prompt = await self.process_inputs(prompt, params, request_id, priority=priority, arrival_time=arrival_time)
+            prompt = await self.process_inputs(
+                prompt,
+                params,
+                request_id,
+                priority=priority,
+                arrival_time=arrival_time,
+                data_parallel_rank=data_parallel_rank,
+            )
             self.check_takes_requests()
         request = prompt.core_request
         if request.request_id in self._streams:
@@ -316,6 +332,10 @@ class AsyncLLMEngine:
     def num_unfinished_requests(self) -> int:
         """Requests whose stream has not finished."""
         return len(self._streams)
+
+    def tokens_per_second(self, engine_index: int = 0) -> float:
+        """How fast a core has generated in the last two seconds, for all its frontends together."""
+        return self._token_rates[engine_index].rate(time.monotonic())
 
     # -- observation and health ----------------------------------------------------------------------------------
 
@@ -363,38 +383,6 @@ class AsyncLLMEngine:
         if self.dead_error is None or not self._is_restarting or self._has_waited_in_vain():
             self.check_health()
 
-    @property
-    def replica_states(self) -> dict[int, str]:
-        """Of each replica, by rank: "ready", "leaving" (it finishes what it has), "starting", "given up" (it died too often), or "gone"."""
-        return self._client.replica_states
-
-    @property
-    def replica_blocks(self) -> dict[int, int]:
-        """Blocks of the KV cache of each replica that is or was there, by rank."""
-        return self._client.replica_blocks
-
-    @property
-    def replica_process_ids(self) -> dict[int, int]:
-        """The process of each replica that is or was there, by rank, on its machine."""
-        return self._client.replica_process_ids
-
-    @property
-    def replica_deaths(self) -> dict[int, int]:
-        """How often each replica of this machine has died, by rank; empty in an engine that has not started them."""
-        return self._client.replica_deaths
-
-    def drop_client(self, client_index: int) -> None:
-        """Another API server that uses the same cores has died: they drop its requests."""
-        self._client.drop_client(client_index)
-
-    def restart_replica(self, rank: int) -> bool:
-        """Let a replica finish what it has, while others get the new requests, and start another in its place. False if it is gone."""
-        return self._client.restart_replica(rank)
-
-    def kill_replica(self, rank: int) -> bool:
-        """Kill a replica's process, to see its requests go on elsewhere. False if it is gone."""
-        return self._client.kill_replica(rank)
-
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""
         self._bind_to_loop()
@@ -414,7 +402,7 @@ class AsyncLLMEngine:
         Streams that have not finished get an EngineDeadError. Safe to call again, and from any thread.
         """
         self._client.shutdown()
-        self._receive(CoreFailed("", "it was shut down", has_died=False))
+        self._receive(CoreLost("it was shut down", has_died=False))
 
     # -- messages from the core ----------------------------------------------------------------------------------
 
@@ -433,12 +421,12 @@ class AsyncLLMEngine:
         for stream in list(self._streams.values()):
             self._abort(stream)
 
-    def _receive(self, message: FromCore) -> None:
+    def _receive(self, message: ToFrontend) -> None:
         """Take a message from a thread of the client's to the event loop."""
-        if isinstance(message, CoreFailed) and message.is_last and (self.dead_error is None or self._is_restarting):
-            self._is_restarting = message.restarting
-            again = " Another engine is being started: try again in some seconds." if message.restarting else ""
-            self.dead_error = EngineDeadError(f"{dead_error(message)}{again}")  # known at once, whatever the event loop does
+        if isinstance(message, CoreLost) and message.is_last and (self.dead_error is None or self._is_restarting):
+            self._is_restarting = message.may_return
+            again = " Another engine is being started: try again in some seconds." if message.may_return else ""
+            self.dead_error = EngineDeadError(f"{message.error}{again}")  # known at once, whatever the event loop does
         loop = self._loop
         if loop is not None and loop.is_running():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
@@ -446,15 +434,22 @@ class AsyncLLMEngine:
                 return
         self._handle(message)  # there is no event loop whose streams it could disturb
 
-    def _handle(self, message: FromCore) -> None:
-        if isinstance(message, EngineCoreOutputs) and not self._is_final:
+    def _handle(self, message: ToFrontend) -> None:
+        if isinstance(message, CoreLost):
+            if message.may_return or not message.is_last:
+                self._lose_core(message)
+            else:
+                self._fail_streams(message)
+        elif self._is_final:
+            return
+        elif isinstance(message, EngineCoreOutputs):
             try:
                 self._handle_outputs(message)
             except Exception as error:  # the requests of this step have lost tokens: go no further
                 logger.exception("The outputs of a step could not be processed.")
                 threading.Thread(target=self._client.shutdown).start()
-                self._receive(CoreFailed(type(error).__name__, str(error)))
-        elif isinstance(message, CoreReady) and not self._is_final:
+                self._receive(CoreLost(f"{type(error).__name__}: {error}"))
+        else:
             self.dead_error, self._is_restarting = None, False
             if self._client.client_index == 0:
                 self.metrics.set_replica(message.engine_index, is_ready=True)
@@ -463,10 +458,6 @@ class AsyncLLMEngine:
             if self._watchers:
                 self._client.send(SetTracing(True))
             self._resume_requests()
-        elif isinstance(message, CoreFailed) and (message.restarting or not message.is_last):
-            self._lose_core(message)
-        elif isinstance(message, CoreFailed):
-            self._fail_streams(message)
 
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
         self._set_stats(outputs.engine_index, outputs.stats)
@@ -485,23 +476,22 @@ class AsyncLLMEngine:
             for watcher in self._watchers:
                 watcher.put(outputs.engine_index, outputs.record)
 
-    def _lose_core(self, failure: CoreFailed) -> None:
+    def _lose_core(self, lost: CoreLost) -> None:
         """A core is gone, and there are others, or will be: its requests go on there."""
-        self._set_stats(failure.engine_index, SchedulerStats())
+        self._forget_stats(lost.engine_index)
         if self._client.client_index == 0:
-            self.metrics.set_replica(failure.engine_index, is_ready=False, has_died=failure.has_died)
-        request_ids = failure.request_ids
-        if request_ids is None:
-            request_ids = self.failover.sent
-            self._client.abort_requests(request_ids)  # if another core has been started since
-        for state in self.failover.lose(request_ids, has_died=failure.has_died, was_killed=failure.was_killed):
-            self._fail_stream(self._streams.pop(state.request.request_id), EngineDeadError(give_up_reason(failure)))
+            self.metrics.set_replica(lost.engine_index, is_ready=False, has_died=lost.has_died)
+        requests = lost.requests
+        if requests is None:
+            requests = self.failover.sent
+            self._client.abort_requests([request_id for request_id, _ in requests])  # if another core has been started since
+        for state in self.failover.lose(requests, has_died=lost.has_died, was_killed=lost.was_killed):
+            self._fail_stream(self._streams.pop(state.request.request_id), give_up_error(lost))
         self._resume_requests()
 
     def _resume_requests(self) -> None:
         """Send requests that wait for a core, or fail them if they have waited for too long."""
         for state in self.failover.resume():
-            self.num_resumed += 1
             self.metrics.record_resumption(state)
         if not self.failover.is_stuck:
             self._closed_since = None
@@ -523,19 +513,19 @@ class AsyncLLMEngine:
         return self._closed_since is not None and time.monotonic() - self._closed_since > self._failover_timeout
 
     def _fail_stream(self, stream: RequestStream, error: EngineDeadError) -> None:
-        self.num_lost += 1
+        self.metrics.record_lost_request(stream.state)
         self.output_processor.abort_request(stream.state.request.request_id)
         self.failover.forget(stream.state.request.request_id)
         self.metrics.record_finish(stream.state, "error", time.perf_counter())
         stream.fail(error)
 
-    def _fail_streams(self, failure: CoreFailed) -> None:
+    def _fail_streams(self, lost: CoreLost) -> None:
         """The core is gone, or the last of several, and no other will come: tell everybody who waits."""
         if self._client.client_index == 0:
-            self.metrics.set_replica(failure.engine_index, is_ready=False, has_died=failure.has_died)
-        error = dead_error(failure)
+            self.metrics.set_replica(lost.engine_index, is_ready=False, has_died=lost.has_died)
+        error = lost.error
         for engine_index in list(self.stats_by_engine):
-            self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=self.num_gpu_blocks))
+            self._forget_stats(engine_index)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             self._fail_stream(stream, error)
@@ -547,8 +537,15 @@ class AsyncLLMEngine:
             if not future.done():
                 future.set_result(None)
 
+    def _forget_stats(self, engine_index: int) -> None:
+        """A core is gone, and with it what it had; its counts go on if it is back."""
+        known = self.stats_by_engine.get(engine_index, SchedulerStats())
+        counts = {name: getattr(known, name) for name in ("num_steps", "num_preemptions", "num_generated_tokens")}
+        self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=known.num_gpu_blocks, **counts))
+
     def _set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self.stats_by_engine[engine_index] = stats
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
+        self._token_rates[engine_index].update(stats.num_generated_tokens, time.monotonic())
         if self._client.client_index == 0:  # one frontend is enough to tell of the cores
             self.metrics.set_stats(engine_index, stats)

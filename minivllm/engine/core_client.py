@@ -15,30 +15,68 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakMethod
 
 from minivllm.engine.core_handle import CoreHandle
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
-    CoreFailed,
+    CoreLost,
     EngineCoreOutputs,
-    FromCore,
     Shutdown,
     StoppedSequence,
     StopSequences,
     ToCore,
+    ToFrontend,
 )
 from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.errors import EngineDeadError
 from minivllm.request import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
-OnMessage = Callable[[FromCore], None]
+OnMessage = Callable[[ToFrontend], None]
 
 NOT_RESPONDING_SECONDS = 10.0
 """A core that is silent for longer is reported as not responding."""
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """What is known of a replica.
+
+    Attributes:
+        rank: Which one.
+        state: "ready", "leaving" (it finishes what it has), "unreachable", "starting", "given up" (it died too often), or "gone".
+        process_id: Its process, on its machine, or the one before it; 0 if there was none.
+        num_gpu_blocks: Of its KV cache; 0 if there was none.
+        num_deaths: How often its process has died.
+    """
+
+    rank: int
+    state: str
+    process_id: int = 0
+    num_gpu_blocks: int = 0
+    num_deaths: int = 0
+
+
+class ReplicaControl(Protocol):
+    """For those who run a server: what its replicas do, and how to end one."""
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """What is known of each replica, by rank."""
+
+    def restart(self, rank: int) -> bool:
+        """Let a replica finish what it has, while others get the new requests, and start another in its place. False if it is not ready."""
+
+    def kill(self, rank: int) -> bool:
+        """Kill a replica's process, to see its requests go on elsewhere. False if it is gone."""
+
+    def drop_client(self, client_index: int) -> None:
+        """Another frontend that uses the same replicas has died: they drop its requests."""
 
 
 class EngineCoreClient(ABC):
@@ -54,9 +92,18 @@ class EngineCoreClient(ABC):
     num_engines: int = 1
     client_index, client_count = 0, 1
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether there is a core that takes requests, as far as is known."""
+        return True
+
     @abstractmethod
     def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
-        """Queue a request, at none of these replicas. Returns the rank of the one where it is; 0 if there is only one core."""
+        """Queue a request, at none of these replicas. Returns the rank of the one where it is; 0 if there is only one core.
+
+        Raises:
+            EngineDeadError: There is no core that takes it.
+        """
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -142,7 +189,7 @@ class SyncMPClient(MPClient):
         message = self._core.receive()
         if isinstance(message, EngineCoreOutputs):
             return message
-        raise dead_error(message if isinstance(message, CoreFailed) else CoreFailed("", "it was shut down"))
+        raise (message if isinstance(message, CoreLost) else CoreLost("it was shut down")).error
 
     def shutdown(self) -> None:
         self._core.shutdown()
@@ -151,7 +198,7 @@ class SyncMPClient(MPClient):
 class AsyncMPClient(MPClient):
     """For a frontend that is told of each message, in a thread of the client's.
 
-    A message is an `EngineCoreOutputs`, a `CoreFailed` (the last one, unless `restarting` is set), or a `CoreReady` after a restart.
+    A message is an `EngineCoreOutputs`, a `CoreLost` (the last one, unless the core `may_return`), or a `CoreReady` after a restart.
 
     Args:
         start_core: Starts a core and returns it when it is ready.
@@ -165,6 +212,7 @@ class AsyncMPClient(MPClient):
         self._supervisor = CoreSupervisor(start_core, restart)
         self._finalizer = weakref.finalize(self, self._supervisor.let_go)  # its thread holds the supervisor, and not the client
         self.num_gpu_blocks = self._supervisor.core.ready.num_gpu_blocks
+        self.replicas: ReplicaControl = _OneReplica(self._supervisor)
 
     @property
     def process_id(self) -> int:
@@ -175,42 +223,14 @@ class AsyncMPClient(MPClient):
         """From now on, call a method with each message."""
         self._supervisor.start(WeakMethod(on_message))
 
-    @property
-    def replica_states(self) -> dict[int, str]:
-        """The one core, which is ready."""
-        return {0: "ready"}
-
-    @property
-    def replica_blocks(self) -> dict[int, int]:
-        """Blocks of the one core."""
-        return {0: self._supervisor.core.ready.num_gpu_blocks}
-
-    @property
-    def replica_process_ids(self) -> dict[int, int]:
-        """The one process."""
-        return {0: self.process_id}
-
-    @property
-    def replica_deaths(self) -> dict[int, int]:
-        """How often the one core has died."""
-        return {0: self._supervisor.num_deaths}
-
-    def drop_client(self, client_index: int) -> None:
-        """The one core has no other API server."""
-
-    def restart_replica(self, rank: int) -> bool:
-        """There is only one core, which is not restarted in order."""
-        return False
-
-    def kill_replica(self, rank: int) -> bool:
-        """There is only one core, which is not killed."""
-        return False
-
     def send(self, message: ToCore) -> None:
         self._supervisor.core.send(message)
 
+    @property
+    def takes_requests(self) -> bool:
+        return self._supervisor.is_ready
+
     def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
-        """As in the base class; an EngineDeadError if there is no core now, or it is to be avoided."""
         if avoid or not self._supervisor.is_ready:
             raise EngineDeadError("There is no engine that takes requests.")
         return super().add_request(request)
@@ -226,6 +246,27 @@ class AsyncMPClient(MPClient):
         self._supervisor.stop()
 
 
+class _OneReplica:
+    """The only core, as a `ReplicaControl`: there is no other that could take its requests."""
+
+    def __init__(self, supervisor: CoreSupervisor) -> None:
+        self._supervisor = supervisor
+
+    def statuses(self) -> list[ReplicaStatus]:
+        core = self._supervisor.core
+        state = "ready" if self._supervisor.is_ready else "gone"
+        return [ReplicaStatus(0, state, core.process_id, core.ready.num_gpu_blocks, self._supervisor.num_deaths)]
+
+    def restart(self, rank: int) -> bool:
+        return False
+
+    def kill(self, rank: int) -> bool:
+        return False
+
+    def drop_client(self, client_index: int) -> None:
+        pass
+
+
 class CoreSupervisor:
     """Forwards a core's messages, and replaces the core when it dies.
 
@@ -234,11 +275,7 @@ class CoreSupervisor:
     """
 
     MAX_FAILED_STARTS = 3
-    """Failed starts in a row before giving up."""
-    SHORT_LIFE_SECONDS = 10.0
-    """A restarted core that dies sooner counts as a failed start."""
-    PAUSE_SECONDS = 1.0
-    """Between a failed start and the next."""
+    """Failed starts in a row before giving up; a core that dies soon counts as one."""
 
     def __init__(self, start_core: Callable[[], CoreHandle], restart: bool) -> None:
         self.core = start_core()
@@ -266,57 +303,50 @@ class CoreSupervisor:
         self.core.send(Shutdown())
 
     def _run(self) -> None:
-        failed_starts, started = 0, -float("inf")
-        while True:
-            failure = self._forward()
-            if failure is None:
-                return
+        policy, started = RestartPolicy(self.MAX_FAILED_STARTS), -float("inf")
+        while (lost := self._forward()) is not None:
             self.is_ready = False
             self.num_deaths += 1
-            logger.error("%s", dead_error(failure))
+            logger.error("%s", lost.error)
             self.core.shutdown()
-            if not self._restart:
-                self._tell(failure)
-                return
-            self._tell(CoreFailed(failure.error_type, failure.message, restarting=True, was_killed=failure.was_killed))
-            failed_starts = failed_starts + 1 if time.monotonic() - started < self.SHORT_LIFE_SECONDS else 0
-            if not self._start_another(failed_starts, failure):
+            lost.may_return = self._restart
+            self._tell(lost)
+            if not self._restart or not self._start_another(policy, time.monotonic() - started, lost):
                 return
             started = time.monotonic()
 
-    def _forward(self) -> CoreFailed | None:
-        """Forward messages until the core fails. None if it was shut down, or nobody wants them any more."""
+    def _forward(self) -> CoreLost | None:
+        """Forward messages until the core is lost. None if it was shut down, or nobody wants them any more."""
         while True:
             message = self.core.receive()
             if message is None or self._stopped.is_set():
                 return None
-            if isinstance(message, CoreFailed):
+            if isinstance(message, CoreLost):
                 return message
             if not self._tell(message):
                 return None
 
-    def _tell(self, message: FromCore) -> bool:
+    def _tell(self, message: ToFrontend) -> bool:
         on_message = self._on_message()
         if on_message is not None:
             on_message(message)
         return on_message is not None
 
-    def _start_another(self, failed_starts: int, failure: CoreFailed) -> bool:
+    def _start_another(self, policy: RestartPolicy, lived: float, lost: CoreLost) -> bool:
         """Start a core in place of a dead one. False after too many failed starts in a row, or if nobody wants it any more."""
-        while failed_starts < self.MAX_FAILED_STARTS:
-            if failed_starts:
-                self._stopped.wait(self.PAUSE_SECONDS)
-            if self._stopped.is_set():
+        pause = policy.next_pause(lived)
+        while pause is not None:
+            if self._stopped.wait(pause):
                 return False
             try:
                 core = self._start_core()
             except Exception as error:  # many kinds: no memory, no file, no process
                 if self._stopped.is_set():
                     return False
-                failed_starts += 1
-                logger.error("Start %d of %d of another engine failed: %s", failed_starts, self.MAX_FAILED_STARTS, error)
-                failure = CoreFailed("", f"starting another failed: {error}", restarting=True)
-                self._tell(failure)
+                pause = policy.next_pause(None)
+                logger.error("Start %d of %d of another engine failed: %s", policy.num_short_lives, self.MAX_FAILED_STARTS, error)
+                lost = CoreLost(f"starting another failed: {error}", may_return=True)
+                self._tell(lost)
                 continue
             self.core, self.is_ready = core, True
             if self._stopped.is_set():
@@ -326,11 +356,5 @@ class CoreSupervisor:
             self._tell(core.ready)
             return True
         logger.error("%d starts of an engine in a row failed: giving up.", self.MAX_FAILED_STARTS)
-        self._tell(CoreFailed(failure.error_type, failure.message))
+        self._tell(CoreLost(lost.cause))
         return False
-
-
-def dead_error(failure: CoreFailed) -> EngineDeadError:
-    """What users are told when a core is gone."""
-    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
-    return EngineDeadError(f"The engine has ended: {cause.rstrip('.')}.")

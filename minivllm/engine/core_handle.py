@@ -1,6 +1,6 @@
 """A running `EngineCoreLoop`, seen from the frontend: in a thread of this process, or in a process of its own.
 
-Both are used the same way: `send` messages, `receive` messages until one is a `CoreFailed` or None, `shutdown`.
+Both are used the same way: `send` messages, `receive` messages until one is a `CoreLost` or None, `shutdown`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import zmq
 from minivllm.engine.core_messages import (
     CoreFailed,
     CoreLog,
+    CoreLost,
     CoreReady,
+    EngineCoreOutputs,
     FromCore,
-    Heartbeat,
     Shutdown,
     ToCore,
+    ToFrontend,
     decode_from_core,
     encode,
 )
@@ -61,8 +63,8 @@ class CoreHandle(Protocol):
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def receive(self) -> FromCore | None:
-        """Wait for the next message. A `CoreFailed` is the last one if the core ended by itself, None if it was shut down."""
+    def receive(self) -> ToFrontend | None:
+        """Wait for the next message. A `CoreLost` is the last one if the core ended by itself, None if it was shut down."""
 
     def shutdown(self) -> None:
         """End the core and wait until it has ended. Safe to call again, from any thread."""
@@ -92,11 +94,13 @@ class CoreThread:
     def send(self, message: ToCore) -> None:
         self._input.put(message)
 
-    def receive(self) -> FromCore | None:
+    def receive(self) -> ToFrontend | None:
         message = self._output.get()
-        if message is not None or self._shut_down.is_set():
+        if isinstance(message, CoreReady | EngineCoreOutputs):
             return message
-        return CoreFailed("", "it ended")
+        if isinstance(message, CoreFailed):
+            return CoreLost(message.cause)
+        return None if self._shut_down.is_set() else CoreLost("it ended")
 
     def shutdown(self) -> None:
         self._shut_down.set()
@@ -166,14 +170,16 @@ class CoreProcess:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_until_ready(self) -> CoreReady:
-        message = self.receive()
+        message = self._receive()
         if isinstance(message, CoreReady):
             return message
+        if isinstance(message, CoreLost):
+            raise EngineDeadError(f"The engine could not start: {message.cause}")
         if not isinstance(message, CoreFailed):
             raise EngineDeadError("The engine was shut down while it started.")
         if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
             raise kind(message.message)
-        raise EngineDeadError(f"The engine could not start: {message.error_type}: {message.message}")
+        raise EngineDeadError(f"The engine could not start: {message.cause}")
 
     def send(self, message: ToCore) -> None:
         data = encode(message)
@@ -182,7 +188,11 @@ class CoreProcess:
                 with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
                     self._input.send(data, zmq.NOBLOCK)
 
-    def receive(self) -> FromCore | None:
+    def receive(self) -> ToFrontend | None:
+        message = self._receive()
+        return CoreLost(message.cause) if isinstance(message, CoreFailed) else message
+
+    def _receive(self) -> CoreReady | EngineCoreOutputs | CoreFailed | CoreLost | None:
         with self._receiving:
             while not self._shut_down.is_set():
                 if self._output.poll(_POLL_MS):
@@ -191,12 +201,12 @@ class CoreProcess:
                         self.last_heard = time.monotonic()
                     if isinstance(message, CoreLog):
                         logging.getLogger(message.logger).log(message.level, "%s", message.text)
-                    elif not isinstance(message, Heartbeat):
+                    elif isinstance(message, CoreReady | EngineCoreOutputs | CoreFailed):
                         return message
                     continue
                 status = self._process.poll()
                 if status is not None and not self._output.poll(0):
-                    return CoreFailed("", f"its process {describe_exit(status)}", was_killed=status == -signal.SIGKILL)
+                    return CoreLost(f"its process {describe_exit(status)}", was_killed=status == -signal.SIGKILL)
         return None
 
     def shutdown(self) -> None:

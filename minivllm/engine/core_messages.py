@@ -7,11 +7,13 @@ can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init_
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 
 from minivllm.core.routing import ReplicaLoad
 from minivllm.engine.trace import StepRecord
+from minivllm.errors import EngineDeadError
 from minivllm.executor.processes import plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
@@ -23,7 +25,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         num_running, num_waiting, num_swapped: Sequences in each queue.
         num_used_blocks, num_gpu_blocks: Device blocks in use, and in all.
-        num_steps, num_preemptions: Since the engine core started.
+        num_steps, num_preemptions, num_generated_tokens: Since the engine core started.
     """
 
     num_running: int = 0
@@ -33,6 +35,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_gpu_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_generated_tokens: int = 0
 
     @property
     def cache_usage(self) -> float:
@@ -98,7 +101,7 @@ class Die(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class BeginAnew(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """To a replica that was thought to be gone: abort all requests of this API server. They go on elsewhere."""
+    """To a replica that was out of reach: abort all requests of this API server. They have moved to other replicas."""
 
     client_index: int
 
@@ -185,32 +188,32 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The core could not start, or could not go on.
+    """The core could not start, or cannot continue: its last message.
 
     Attributes:
         error_type: Name of an exception's class, or "".
         message: Why.
-        restarting: Whether another core is being started in its place.
         engine_index: The rank of the replica.
-        request_ids: The requests that were at this replica; None stands for all of them.
-        is_last: Whether no replica is left.
-        has_died: Whether one of its requests may have killed it. If not, it left, or is out of reach.
-        was_killed: Whether that was by SIGKILL, so that it may have been somebody else.
     """
 
     error_type: str
     message: str
-    restarting: bool = False
     engine_index: int = 0
-    request_ids: list[str] | None = None
-    is_last: bool = True
-    has_died: bool = True
-    was_killed: bool = False
+
+    @property
+    def cause(self) -> str:
+        """Why, in words."""
+        return f"{self.error_type}: {self.message}" if self.error_type else self.message
 
 
 class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica finishes what it has and ends; it answers for nothing that is sent after the `Farewell`. When it `has_left`, it has;
-    when it `returns`, another will be started in its place."""
+    """A replica takes no new requests, finishes those it has, and ends. It ignores what is sent after the `Farewell`.
+
+    Attributes:
+        engine_index: Its rank.
+        has_left: Whether it has finished, and ends now.
+        returns: Whether another will be started in its place.
+    """
 
     engine_index: int = 0
     has_left: bool = False
@@ -227,12 +230,55 @@ class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The core's process is still responding."""
+    """The core's process is alive. That of a replica also says what a frontend needs to know to use it, should that message be lost.
+
+    Attributes:
+        engine_index: The rank of the replica.
+        num_gpu_blocks, process_id: As in `CoreReady`.
+        is_leaving: Whether it takes no new requests.
+    """
 
     engine_index: int = 0
+    num_gpu_blocks: int = 0
+    process_id: int = 0
+    is_leaving: bool = False
 
 
 FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLeaving | CoreLog | Heartbeat
+
+
+# -- from a client to its frontend -----------------------------------------------------------------------------------
+
+
+@dataclass
+class CoreLost:
+    """A core is gone, or out of reach.
+
+    Attributes:
+        cause: Why, in words.
+        engine_index: The rank of the replica.
+        requests: Those that it had, each with its number; None stands for all that were sent.
+        is_last: Whether there is no other core.
+        may_return: If it was the last: whether a core may be there again, in its place.
+        has_died: Whether one of its requests may have killed it. If not, it left, or is out of reach.
+        was_killed: Whether it was killed by SIGKILL, which may have been somebody else's.
+    """
+
+    cause: str
+    engine_index: int = 0
+    requests: list[tuple[str, int]] | None = None
+    is_last: bool = True
+    may_return: bool = False
+    has_died: bool = True
+    was_killed: bool = False
+
+    @property
+    def error(self) -> EngineDeadError:
+        """What users are told if no core is left."""
+        return EngineDeadError(f"The engine has ended: {self.cause.rstrip('.')}.")
+
+
+ToFrontend = CoreReady | EngineCoreOutputs | CoreLost
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)

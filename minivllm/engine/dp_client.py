@@ -17,20 +17,19 @@ import weakref
 from collections.abc import Collection
 from weakref import WeakMethod
 
-from minivllm.engine.core_client import MPClient, OnMessage, dead_error
+from minivllm.engine.core_client import MPClient, OnMessage
 from minivllm.engine.core_messages import (
-    CoreFailed,
-    Die,
+    CoreLost,
+    CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
-    FromCore,
-    Leave,
     SchedulerStats,
     StoppedSequence,
     ToCore,
+    ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.failover import Failover, give_up_reason
+from minivllm.engine.failover import Failover, give_up_error
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.replica_launcher import FrontendPlace, ReplicaLauncher
 from minivllm.engine.replicas import Replicas
@@ -41,11 +40,14 @@ from minivllm.request import EngineCoreRequest
 class DPLBAsyncMPClient(MPClient):
     """For a frontend that is told of each message, in a thread of the client's.
 
-    Messages are those of `AsyncMPClient`. A `CoreFailed` that `is_last` no replica is left after; else the others go on.
+    Messages are those of `AsyncMPClient`. After a `CoreLost` that is not the last one, the other replicas go on.
 
     Args:
         config: The engine's.
         place, launcher: As for `Replicas`.
+
+    Attributes:
+        replicas: Which there are, and where their requests are.
 
     Raises:
         ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
@@ -61,39 +63,11 @@ class DPLBAsyncMPClient(MPClient):
     @property
     def process_id(self) -> int:
         """The process of the first replica."""
-        return self.replicas.process_ids[0]
+        return self.replicas.statuses()[0].process_id
 
     @property
-    def replica_states(self) -> dict[int, str]:
-        """As for `AsyncLLMEngine`."""
-        return self.replicas.states
-
-    @property
-    def replica_blocks(self) -> dict[int, int]:
-        """As for `AsyncLLMEngine`."""
-        return {index: ready.num_gpu_blocks for index, ready in self.replicas.ready.items()}
-
-    @property
-    def replica_process_ids(self) -> dict[int, int]:
-        """As for `AsyncLLMEngine`."""
-        return {index: ready.process_id for index, ready in self.replicas.ready.items()}
-
-    @property
-    def replica_deaths(self) -> dict[int, int]:
-        """As for `AsyncLLMEngine`."""
-        return self.replicas.num_deaths
-
-    def drop_client(self, client_index: int) -> None:
-        """As for `AsyncLLMEngine`."""
-        self.replicas.drop_client(client_index)
-
-    def restart_replica(self, rank: int) -> bool:
-        """As for `AsyncLLMEngine`."""
-        return self.replicas.send_to(rank, Leave(returns=True))
-
-    def kill_replica(self, rank: int) -> bool:
-        """As for `AsyncLLMEngine`."""
-        return self.replicas.send_to(rank, Die())
+    def takes_requests(self) -> bool:
+        return self.replicas.num_gpu_blocks > 0
 
     def start(self, on_message: OnMessage) -> None:
         """From now on, call a method with each message."""
@@ -130,16 +104,16 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
     def __init__(self, config: EngineConfig) -> None:
         launcher = ReplicaLauncher(config)
         super().__init__(config, launcher.place, launcher)
-        self._messages: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ToFrontend] = queue.SimpleQueue()
         self._failover: Failover
         self.start(self._put)
 
-    def _put(self, message: FromCore) -> None:
+    def _put(self, message: ToFrontend) -> None:
         self._messages.put(message)
 
     def use(self, output_processor: OutputProcessor) -> Failover:
         """Let requests go on elsewhere when their replica is lost. The engine submits its requests to what this returns."""
-        self._failover = Failover(output_processor, self.add_request)
+        self._failover = Failover(output_processor, self)
         return self._failover
 
     def get_output(self) -> EngineCoreOutputs:
@@ -151,23 +125,28 @@ class DPLBSyncMPClient(DPLBAsyncMPClient):
         while True:
             message = self._messages.get()
             if isinstance(message, EngineCoreOutputs):
-                if self._failover.note_tokens(output.request_id for output in message.outputs if output.sequences):
+                if self._failover.note_tokens(
+                    output.request_id for output in message.outputs if output.sequences or output.finished
+                ):
                     self._failover.resume()
                 return message
-            if isinstance(message, CoreFailed) and message.is_last:
+            if isinstance(message, CoreReady):
+                self._failover.resume()
+            elif message.is_last:
                 self.shutdown()
-                raise dead_error(message)
-            if isinstance(message, CoreFailed) and (given_up := self._lose_replica(message)):
+                raise message.error
+            elif given_up := self._lose_replica(message):
                 return EngineCoreOutputs(given_up, time.perf_counter(), SchedulerStats(), engine_index=message.engine_index)
 
-    def _lose_replica(self, failure: CoreFailed) -> list[EngineCoreOutput]:
-        """One of several replicas is gone: its requests go on at others. Returns the errors of those that are given up."""
-        died = {"has_died": failure.has_died, "was_killed": failure.was_killed}
-        given_up = [state.request for state in self._failover.lose(failure.request_ids or [], **died)]
+    def _lose_replica(self, lost: CoreLost) -> list[EngineCoreOutput]:
+        """One of several replicas is lost: its requests go on at others. Returns the errors of those that are given up."""
+        given_up = self._failover.lose(lost.requests or [], has_died=lost.has_died, was_killed=lost.was_killed)
         self._failover.resume()
-        error, metrics = give_up_reason(failure), RequestMetrics(time.perf_counter())
-        return [EngineCoreOutput(request.request_id, request.number, [], True, metrics, error=error) for request in given_up]
+        error, metrics = str(give_up_error(lost)), RequestMetrics(time.perf_counter())
+        return [
+            EngineCoreOutput(state.request.request_id, state.request.number, [], True, metrics, error=error) for state in given_up
+        ]
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._messages.put(CoreFailed("", "it was shut down"))
+        self._messages.put(CoreLost("it was shut down"))

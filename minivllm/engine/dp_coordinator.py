@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 import threading
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -27,6 +28,7 @@ from minivllm.engine.dp_messages import (
     HelloFrontend,
     HelloNode,
     Loads,
+    NodeAlive,
     NodeWelcome,
     Refused,
     ReplicaDied,
@@ -40,8 +42,8 @@ from minivllm.executor.processes import ForwardLog
 
 logger = logging.getLogger("minivllm.engine.dp_coordinator")  # also as the main module of its process
 
-TAKEN_SECONDS = 3.0
-"""A replica that has reported within this time is running."""
+HELD_SECONDS = 5.0
+"""A node from which nothing was heard for so long has lost its ranks."""
 
 
 class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,6 +70,41 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     known: NodeWelcome | None = None
 
 
+@dataclass
+class _Applicant:
+    """A node that wants ranks, since when it has waited for them, and where the answer goes."""
+
+    identity: bytes
+    hello: HelloNode
+    since: float
+
+
+class RankHolders:
+    """Which node has which ranks. Two that have the same would take each other's messages."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        """By node: when it last said that it is alive."""
+        self._ranks: dict[str, set[int]] = {}
+
+    def hear(self, node_id: str, ranks: Collection[int], now: float) -> None:
+        """A node has these ranks, and no others."""
+        self._heard[node_id], self._ranks[node_id] = now, set(ranks)
+        for other in [other for other, heard in self._heard.items() if now - heard > HELD_SECONDS]:
+            del self._heard[other], self._ranks[other]
+
+    def may_have(self, node_id: str, ranks: Collection[int], since: float, now: float) -> bool | None:
+        """Whether a node may have ranks that it has wanted for a while. None: wait a little, their holder may be gone."""
+        holders = [
+            other
+            for other, held in self._ranks.items()
+            if other != node_id and held & set(ranks) and now - self._heard[other] < HELD_SECONDS
+        ]
+        if any(self._heard[other] > since for other in holders):
+            return False
+        return None if holders else True
+
+
 class DPCoordinatorProc:
     """The process.
 
@@ -82,13 +119,12 @@ class DPCoordinatorProc:
         self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
         self._refusals = RefusalLog(self._handshake)
-        self._last_report: dict[int, float] = {}
+        self._holders, self._start = RankHolders(), time.monotonic()
         self._frontends: dict[int, HelloFrontend] = {}
         if setup.known is not None:
             addresses = zip(setup.known.input_addresses, setup.known.output_addresses, strict=True)
             self._frontends = {index: HelloFrontend(index, *pair) for index, pair in enumerate(addresses)}
-        self._nodes: list[tuple[bytes, HelloNode]] = []
-        """Nodes that wait until all API servers are there."""
+        self._applicants: list[_Applicant] = []
         self._publisher = LoadPublisher(time.monotonic())
         log = ForwardLog(lambda *record: self._publish.send(encode(CoordinatorLog(*record))))
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[log])
@@ -102,6 +138,8 @@ class DPCoordinatorProc:
         poller.register(self._publish, zmq.POLLIN)
         while True:
             wait = max(0.0, self._publisher.due - time.monotonic())
+            if self._applicants:
+                wait = min(wait, 0.2)
             events = dict(poller.poll(1 + int(1000 * wait)))
             if self._reports in events:
                 self._take_reports()
@@ -109,6 +147,7 @@ class DPCoordinatorProc:
                 self._refusals.take()
             if self._handshake in events:
                 self._shake_hands(self._handshake.recv_multipart())
+            self._answer_applicants()
             is_new = self._publish in events and self._publish.recv() == b"\x01"  # an API server subscribes
             if is_new or time.monotonic() >= self._publisher.due:
                 self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()))))
@@ -122,13 +161,14 @@ class DPCoordinatorProc:
                 except (msgspec.ValidationError, msgspec.DecodeError) as error:
                     logger.error("Dropped a report that cannot be decoded: %s", error)
                     continue
-                if isinstance(report, ReplicaDied):
+                if isinstance(report, NodeAlive):
+                    self._holders.hear(report.node_id, report.ranks, time.monotonic())
+                elif isinstance(report, ReplicaDied):
                     self._publish.send(encode(report))
-                if isinstance(report, ReplicaDied) or report.load is None:
                     self._publisher.forget(report.engine_index)
-                    self._last_report.pop(report.engine_index, None)
+                elif report.load is None:
+                    self._publisher.forget(report.engine_index)
                 elif 0 <= report.engine_index < self._setup.size and 0 <= report.load.kv_cache_usage <= 1:
-                    self._last_report[report.engine_index] = time.monotonic()
                     self._publisher.report(report.engine_index, report.load, time.monotonic())
 
     def _shake_hands(self, frames: list[bytes]) -> None:
@@ -149,16 +189,36 @@ class DPCoordinatorProc:
             self._frontends[message.client_index] = message
             self._answer(identity, FrontendWelcome(self._publish_address))
         elif reason := self._find_fault(message):
-            logger.warning("Refused replicas %s: %s", message.ranks, reason)
-            self._answer(identity, Refused(reason))
+            self._refuse(identity, message, reason)
         else:
-            self._nodes.append((identity, message))
-        if len(self._frontends) == self._setup.client_count:
-            frontends = [self._frontends[index] for index in sorted(self._frontends)]
-            inputs, outputs = [item.input_address for item in frontends], [item.output_address for item in frontends]
-            for waiting, _ in self._nodes:
-                self._answer(waiting, NodeWelcome(inputs, outputs, self._report_address))
-            self._nodes.clear()
+            self._applicants.append(_Applicant(identity, message, time.monotonic()))
+
+    def _answer_applicants(self) -> None:
+        """Welcome the nodes that may have the ranks that they want, once all API servers are there."""
+        now = time.monotonic()
+        if not self._applicants or len(self._frontends) < self._setup.client_count:
+            return
+        if self._setup.known is not None and now - self._start < HELD_SECONDS / 2:
+            return  # those who have ranks have not had the time to say so
+        frontends = [self._frontends[index] for index in sorted(self._frontends)]
+        inputs, outputs = [item.input_address for item in frontends], [item.output_address for item in frontends]
+        for applicant in list(self._applicants):
+            hello = applicant.hello
+            may_have = self._holders.may_have(hello.node_id, hello.ranks, applicant.since, now)
+            if may_have is None:
+                continue
+            self._applicants.remove(applicant)
+            if may_have:
+                self._holders.hear(hello.node_id, hello.ranks, now)
+                self._answer(applicant.identity, NodeWelcome(inputs, outputs, self._report_address, time.perf_counter()))
+            else:
+                self._refuse(
+                    applicant.identity, hello, "Another node has these replicas: choose another --data-parallel-start-rank."
+                )
+
+    def _refuse(self, identity: bytes, hello: HelloNode, reason: str) -> None:
+        logger.warning("Refused replicas %s: %s", hello.ranks, reason)
+        self._answer(identity, Refused(reason))
 
     def _find_fault(self, hello: HelloNode) -> str | None:
         size = self._setup.size
@@ -168,9 +228,6 @@ class DPCoordinatorProc:
             return f"There are {size} replicas, with the ranks 0 to {size - 1}: check --data-parallel-size and --data-parallel-start-rank."
         if hello.config_hash != self._setup.config_hash:
             return "Its model or its options differ from those of the API server: start it with the same."
-        for rank in hello.ranks:
-            if time.monotonic() - self._last_report.get(rank, -math.inf) < TAKEN_SECONDS:
-                return f"There is a replica {rank} already, which is running: choose another --data-parallel-start-rank."
         return None
 
     def _answer(self, identity: bytes, message: FromHandshake) -> None:

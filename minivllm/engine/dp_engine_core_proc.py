@@ -10,8 +10,12 @@ SIGTERM lets it leave in order: it gets no new requests, finishes what it has, a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import struct
 import sys
+import time
 
 import zmq
 
@@ -23,18 +27,28 @@ from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, ProcessSetup, run_core
 
+MAX_UNREAD = 10_000
+"""Messages that wait for an API server which reads nothing. Further ones are lost; it finds out, and sends its requests elsewhere."""
+_HEADER = struct.Struct("<QQ")
+
 
 class ReplicaSetup(ProcessSetup, kw_only=True):
     """For a replica.
 
     Attributes:
         engine_index: Its rank.
+        incarnation: As in `ReplicaProcess`.
         addresses: Where it connects to.
         key: For the sockets.
+        ready_descriptor: A pipe, into which it writes when it is ready.
+        clock_offset: By how many seconds this machine's clock is ahead of the API servers', in which times are told.
     """
 
     engine_index: int
+    incarnation: int
     addresses: NodeWelcome
+    ready_descriptor: int
+    clock_offset: float
     key: KeyPair | None
 
 
@@ -48,64 +62,71 @@ class DPEngineCoreProc(EngineCoreProc):
     def __init__(self, setup: ReplicaSetup) -> None:
         sockets = Sockets(setup.key)
         self._context = sockets.context
-        self._engine_index = setup.engine_index
+        self._engine_index, self._incarnation = setup.engine_index, setup.incarnation
+        self._ready_descriptor, self._clock_offset = setup.ready_descriptor, setup.clock_offset
         self._inputs, self._poller = [], zmq.Poller()
         for address in setup.addresses.input_addresses:
             # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
             socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity_of(setup.engine_index), RCVHWM=0, PROBE_ROUTER=1)
             self._inputs.append(socket)
             self._poller.register(socket, zmq.POLLIN)
-        self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=0) for address in setup.addresses.output_addresses]
+        self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=MAX_UNREAD) for address in setup.addresses.output_addresses]
         self._num_sent = [0] * len(self._outputs)
         """Messages to each API server."""
         self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
-        self._reported: ReplicaLoad | None = None
+        self._load = ReplicaLoad()
         self._loop: EngineCoreLoop | None = None
         self._start(setup.config, True, setup.log_level)
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
+        if offset := self._clock_offset:
+            core.clock = lambda: time.perf_counter() - offset
         self._loop = loop = EngineCoreLoop(core)
         loop.num_clients = len(self._outputs)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.input_queue.put(Leave()))
+        with contextlib.suppress(OSError):  # who started it is gone
+            os.write(self._ready_descriptor, b"r")
+        os.close(self._ready_descriptor)
         return loop
 
-    def _receive(self) -> bytes:
-        socket, _ = self._poller.poll()[0]
-        data: bytes = socket.recv()
-        return data
+    def _receive(self) -> list[bytes]:
+        return [socket.recv() for socket, _ in self._poller.poll()]
 
     def _send(self, message: FromCore) -> None:
         """Outputs go to the API servers that wait for them, records of steps to those that watch, anything else to all."""
         message.engine_index = self._engine_index
-        if isinstance(message, EngineCoreOutputs):
-            assert self._loop is not None
-            self._report(message.stats.load)
-            outputs, record, watchers = message.outputs, message.record, self._loop.watchers
+        if not isinstance(message, EngineCoreOutputs):
+            if isinstance(message, CoreReady | Heartbeat):
+                self._report(self._load)
             for client, socket in self._living():
-                message.outputs = [output for output in outputs if output.client_index == client]
-                message.record = record if client in watchers else None
                 self._send_numbered(client, socket, message)
             return
-        if isinstance(message, CoreReady | Heartbeat):
-            self._report(self._reported or ReplicaLoad(), again=True)
+        assert self._loop is not None
+        if message.stats.load != self._load:
+            self._report(message.stats.load)
+        outputs, record, watchers = message.outputs, message.record, self._loop.watchers
         for client, socket in self._living():
+            message.outputs = [output for output in outputs if output.client_index == client]
+            message.record = record if client in watchers else None
             self._send_numbered(client, socket, message)
 
     def _send_numbered(self, client: int, socket: zmq.Socket[bytes], message: FromCore) -> None:
-        """Send a message after its number, so that its receiver knows when one before it was lost with a connection."""
-        socket.send_multipart([self._num_sent[client].to_bytes(8, "little"), core_messages.encode(message)])
+        """Send a message behind its header. A message that is lost, with a connection or because its receiver reads nothing, leaves a gap
+        in the numbers."""
+        header = message_header(self._incarnation, self._num_sent[client])
         self._num_sent[client] += 1
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart([header, core_messages.encode(message)], zmq.NOBLOCK)
 
     def _living(self) -> list[tuple[int, zmq.Socket[bytes]]]:
         """The sockets to API servers, without those that have died."""
         dropped = self._loop.dropped if self._loop is not None else ()
         return [(client, socket) for client, socket in enumerate(self._outputs) if client not in dropped]
 
-    def _report(self, load: ReplicaLoad, again: bool = False) -> None:
-        """Tell the coordinator, if anything has changed."""
-        if load != self._reported or again:
-            self._reported = load
-            self._reports.send(dp_messages.encode(LoadReport(self._engine_index, load)))
+    def _report(self, load: ReplicaLoad) -> None:
+        """Tell the coordinator."""
+        self._load = load
+        self._reports.send(dp_messages.encode(LoadReport(self._engine_index, load)))
 
     def _close_input(self) -> None:
         for socket in self._inputs:
@@ -115,6 +136,24 @@ class DPEngineCoreProc(EngineCoreProc):
         self._reports.send(dp_messages.encode(LoadReport(self._engine_index, None)))
         for socket in (*self._outputs, self._reports):
             socket.close(linger=1000)
+
+
+def message_header(incarnation: int, number: int) -> bytes:
+    """The first frame of a message from a replica: from which process it is, and how many that process has sent before it."""
+    return _HEADER.pack(incarnation, number)
+
+
+def read_header(data: bytes) -> tuple[int, int]:
+    """Incarnation and number in a message's first frame.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        incarnation, number = _HEADER.unpack(data)
+    except struct.error:
+        raise ValueError(f"a header has {_HEADER.size} bytes, and this one {len(data)}") from None
+    return incarnation, number
 
 
 def identity_of(engine_index: int) -> bytes:

@@ -40,19 +40,30 @@ class FrontendWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class HelloNode(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Somebody wants to start replicas of these ranks, which are made with a configuration of this hash."""
+    """A node wants to start replicas of these ranks, which are made with a configuration of this hash.
+
+    From then on it must say `NodeAlive` under the same id, every second.
+    """
 
     version: str
     config_hash: str
     ranks: list[int]
+    node_id: str
 
 
 class NodeWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Where replicas connect to: two sockets of each API server, in their order, and one of the coordinator."""
+    """Where replicas connect to.
+
+    Attributes:
+        input_addresses, output_addresses: Sockets of each API server, in their order.
+        report_address: A socket of the coordinator.
+        clock: The time on the API servers' machine, in seconds of `time.perf_counter`.
+    """
 
     input_addresses: list[str]
     output_addresses: list[str]
     report_address: str
+    clock: float
 
 
 class Refused(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -68,12 +79,32 @@ class LoadReport(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     load: ReplicaLoad | None
 
 
+class NodeAlive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A node has these ranks, whether their replicas run or not: nobody else can have them."""
+
+    node_id: str
+    ranks: list[int]
+
+
 class ReplicaDied(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica's process has ended, in these words, perhaps by SIGKILL: said by who started it, and passed on to all API servers."""
+    """A replica's process has ended: said by the node that started it, and passed on to all API servers.
+
+    Attributes:
+        engine_index, incarnation: Which process.
+        end: How, in words.
+        has_died: Whether it ended by itself, and not because it was to leave.
+        was_killed: Whether somebody else killed it by SIGKILL.
+        num_deaths: How often processes of this rank have died on that node.
+        outlook: As in `Peer`: whether another one is started.
+    """
 
     engine_index: int
+    incarnation: int
     end: str
-    was_killed: bool = False
+    has_died: bool
+    was_killed: bool
+    num_deaths: int
+    outlook: str
 
 
 class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -90,7 +121,7 @@ class CoordinatorLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     text: str
 
 
-Report = LoadReport | ReplicaDied
+Report = LoadReport | NodeAlive | ReplicaDied
 Published = Loads | ReplicaDied | CoordinatorLog
 ToHandshake = HelloFrontend | HelloNode
 FromHandshake = FrontendWelcome | NodeWelcome | Refused
@@ -127,10 +158,20 @@ def decode_published(data: bytes) -> Published:
     return _PUBLISHED.decode(data)
 
 
-def _describe_weights(path: Path) -> list[tuple[str, int]]:
-    """Names and sizes of a model's files."""
+def _describe_weights(path: Path) -> list[tuple[str, int, str]]:
+    """Name, size, and a hash of some parts of each of a model's files: to read all of gigabytes would take too long."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    return [(file.name, file.stat().st_size) for file in files]
+    return [(file.name, file.stat().st_size, _hash_parts(file)) for file in files]
+
+
+def _hash_parts(file: Path, count: int = 16, length: int = 2**16) -> str:
+    """A hash of so many parts of a file, the first and the last among them."""
+    size, found = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for part in range(count):
+            opened.seek(max(0, size - length) * part // (count - 1))
+            found.update(opened.read(length))
+    return found.hexdigest()
 
 
 def _name(value: object) -> str:

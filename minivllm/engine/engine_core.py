@@ -75,6 +75,7 @@ class EngineCore:
         self.num_steps = 0
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
+        self.num_generated_tokens = 0
         self._recorder: TraceRecorder | None = None
         self._undelivered: list[EngineCoreOutput] = []
         """Outputs of a step that was interrupted; the next step returns them."""
@@ -220,6 +221,7 @@ class EngineCore:
             num_gpu_blocks=self.num_gpu_blocks,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
+            num_generated_tokens=self.num_generated_tokens,
         )
         return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
 
@@ -248,6 +250,7 @@ class EngineCore:
             # A result has one token for each sibling forked from its sequence, by index; or several for one sequence, with drafts.
             first, logprobs = seq.index - scheduled.scheduled[i].seq.index, results[i].logprobs
             token_ids = seq.take_new_tokens()
+            self.num_generated_tokens += len(token_ids)
             new = NewTokens(seq.index, token_ids, logprobs[first : first + len(token_ids)] if logprobs else None)
             if seq.finished:
                 new.finish_reason, new.stop_reason = seq.finish_reason, seq.stop_reason

@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -59,9 +60,11 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Consecutive failed steps before the engine core is declared dead."""
 HEARTBEAT_SECONDS = 1.0
-"""A process that has nothing else to say sends a heartbeat this often."""
-
-
+"""How often a process sends a heartbeat."""
+MAX_STEP_SECONDS = 300.0
+"""A process whose step takes longer is stuck, and sends no heartbeats: vLLM's limit for a step."""
+FAREWELL_SECONDS = 10.0
+"""How long a replica that leaves waits for the `Farewell` of an API server that says nothing."""
 RETURN_STATUS = 75
 """The exit status of a process in whose place another is to be started."""
 
@@ -80,9 +83,10 @@ class EngineCoreLoop:
         input_queue: Messages to the core, from any thread.
         output_queue: Messages from the core; None after the last one.
         num_clients: API servers, each of which must say `Farewell` before the loop leaves.
+        is_leaving: Whether it takes no new requests, and ends when it has finished those it has.
+        returns: Whether another core is to be started in its place then.
         watchers: Those that want to see each step's record.
         dropped: API servers that have died.
-        returns: Whether another core is to be started in its place when it has left.
     """
 
     num_clients = 1
@@ -91,7 +95,9 @@ class EngineCoreLoop:
         self.core = core
         self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
-        self._num_failed_steps, self._is_leaving, self.returns = 0, False, False
+        self._num_failed_steps = 0
+        self.is_leaving, self.returns, self._leaving_since = False, False, 0.0
+        self._step_since: float | None = None
         self.watchers: frozenset[int] = frozenset()
         self.dropped: frozenset[int] = frozenset()
         self._farewells: set[int] = set()
@@ -111,7 +117,7 @@ class EngineCoreLoop:
             while self._handle_messages():
                 if core.has_unfinished_requests():
                     self._step()
-                if len(self._farewells) == self.num_clients and not core.has_unfinished_requests():
+                if self._may_leave():
                     self.output_queue.put(CoreLeaving(has_left=True, returns=self.returns))
                     break
             return True
@@ -127,12 +133,25 @@ class EngineCoreLoop:
             core.stop_trace()
             self.output_queue.put(None)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the current step takes too long. Asked by another thread."""
+        since = self._step_since
+        return since is not None and time.monotonic() - since > MAX_STEP_SECONDS
+
+    def _may_leave(self) -> bool:
+        """Whether it leaves, has finished what it had, and gets nothing more."""
+        if not self.is_leaving or self.core.has_unfinished_requests():
+            return False
+        has_waited = time.monotonic() - self._leaving_since > FAREWELL_SECONDS
+        return has_waited or len(self._farewells) == self.num_clients
+
     def _handle_messages(self) -> bool:
         """Handle all messages there are; wait for one if there is nothing else to do. Returns False after a `Shutdown`."""
         wait, handled = not self.core.has_unfinished_requests(), False
         while True:
             try:
-                message = self.input_queue.get(block=wait)
+                message = self.input_queue.get(block=wait, timeout=FAREWELL_SECONDS / 10 if self.is_leaving else None)
             except queue.Empty:
                 break
             if isinstance(message, Shutdown):
@@ -145,6 +164,8 @@ class EngineCoreLoop:
 
     def _handle(self, message: ToCore | ExecutorFailed) -> None:
         if isinstance(message, AddRequest):
+            if message.request.client_index in self.dropped:
+                return
             try:
                 self.core.add_request(message.request)
             except RequestError as error:  # the frontend has validated it: only a faulty frontend gets here
@@ -160,9 +181,7 @@ class EngineCoreLoop:
         elif isinstance(message, ExecutorFailed):
             self.core.executor.check_health()
         elif isinstance(message, Leave):
-            if not self._is_leaving:
-                self.output_queue.put(CoreLeaving())
-            self._is_leaving, self.returns = True, message.returns
+            self._leave(message)
         elif isinstance(message, Farewell):
             self._farewells.add(message.client_index)
         elif isinstance(message, BeginAnew):
@@ -171,6 +190,12 @@ class EngineCoreLoop:
             self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):
             self._set_tracing(message)
+
+    def _leave(self, message: Leave) -> None:
+        self.returns = message.returns and (self.returns or not self.is_leaving)  # who wants it to end has the last word
+        if not self.is_leaving:
+            self.is_leaving, self._leaving_since = True, time.monotonic()
+            self.output_queue.put(CoreLeaving())
 
     def _abort_all_of(self, client_index: int) -> None:
         requests = self.core.scheduler.requests.items()
@@ -190,7 +215,9 @@ class EngineCoreLoop:
             self.core.stop_trace()
 
     def _step(self) -> None:
+        self._step_since = time.monotonic()
         message = self.core.step()
+        self._step_since = None
         outputs = message.outputs
         self._send(message)
         failed = bool(outputs) and all(output.error for output in outputs)
@@ -285,14 +312,14 @@ class EngineCoreProc:
         """The input thread."""
         try:
             while True:
-                data = self._receive()
-                try:
-                    message = decode_to_core(data)
-                    if isinstance(message, Die):
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    loop.input_queue.put(message)
-                except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                    logger.error("Dropped a message that cannot be decoded: %s", error)
+                for data in self._receive():
+                    try:
+                        message = decode_to_core(data)
+                        if isinstance(message, Die):
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        loop.input_queue.put(message)
+                    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                        logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:
             self._close_input()
         except Exception:
@@ -300,21 +327,27 @@ class EngineCoreProc:
 
     def _run_output(self, loop: EngineCoreLoop) -> None:
         """The output thread: it ends after the core's last message."""
+        next_heartbeat = time.monotonic()
         try:
-            while (message := self._next_message(loop)) is not None:
-                self._send(message)
+            while True:
+                try:
+                    wait = None if self._heartbeat_seconds is None else max(0.0, next_heartbeat - time.monotonic())
+                    message = loop.output_queue.get(timeout=wait)
+                    if message is None:
+                        break
+                    self._send(message)
+                except queue.Empty:
+                    pass
+                if self._heartbeat_seconds is not None and time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + self._heartbeat_seconds
+                    if not loop.is_stuck:
+                        self._send(Heartbeat(0, loop.core.num_gpu_blocks, os.getpid(), loop.is_leaving))
             self._close_output()
         except Exception:
             _exit_at_once()
 
-    def _next_message(self, loop: EngineCoreLoop) -> FromCore | None:
-        try:
-            return loop.output_queue.get(timeout=self._heartbeat_seconds)
-        except queue.Empty:
-            return Heartbeat()
-
-    def _receive(self) -> bytes:
-        return self._input.recv()
+    def _receive(self) -> list[bytes]:
+        return [self._input.recv()]
 
     def _send(self, message: FromCore) -> None:
         self._output.send(encode(message))

@@ -6,19 +6,20 @@
 
 A token depends on the request, its seed and its position alone, so another replica computes the same ones from the prompt and the output
 so far. A request that was at a replica that died may be what killed it. Until it has got another token it is a suspect: suspects go on
-one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there. And where replicas that did
-not have it were killed, too, somebody else may be killing them.
+one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there. If replicas without the
+request were killed as well, something else may be killing them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
-from minivllm.engine.core_messages import CoreFailed
+from minivllm.engine.core_client import EngineCoreClient
+from minivllm.engine.core_messages import CoreLost
 from minivllm.engine.output_processor import OutputProcessor, RequestState
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestGivenUpError
 
 MAX_DEATHS = 2
 """Replicas that may die in a row while they compute a request without giving it a token. One more for each that was killed elsewhere lately."""
@@ -33,12 +34,11 @@ class Failover:
 
     Args:
         output_processor: Has the state of every unfinished request.
-        add_request: Sends a request to any replica that takes requests, but not to these; returns its rank. Raises an EngineDeadError if
-            there is none.
+        client: Sends requests to replicas.
     """
 
-    def __init__(self, output_processor: OutputProcessor, add_request: Callable[..., int]) -> None:
-        self._output_processor, self._add_request = output_processor, add_request
+    def __init__(self, output_processor: OutputProcessor, client: EngineCoreClient) -> None:
+        self._output_processor, self._client = output_processor, client
         self._waiting: dict[str, RequestState] = {}
         """Requests that are at no replica, those that came first at the beginning."""
         self._deaths: dict[str, int] = {}
@@ -54,9 +54,10 @@ class Failover:
         return list(self._waiting.values())
 
     @property
-    def sent(self) -> list[str]:
-        """Requests that are at a replica."""
-        return [request_id for request_id in self._output_processor.states if request_id not in self._waiting]
+    def sent(self) -> list[tuple[str, int]]:
+        """Requests that are at a replica, each with its number."""
+        states = self._output_processor.states
+        return [(request_id, state.request.number) for request_id, state in states.items() if request_id not in self._waiting]
 
     @property
     def is_stuck(self) -> bool:
@@ -67,11 +68,11 @@ class Failover:
         """Send a new request to a replica. If none takes requests, it waits. Returns whether it was sent."""
         return self._send(state, ()) or self._wait(state)
 
-    def lose(self, request_ids: Collection[str], *, has_died: bool, was_killed: bool = False) -> list[RequestState]:
+    def lose(self, requests: Collection[tuple[str, int]], *, has_died: bool, was_killed: bool = False) -> list[RequestState]:
         """A replica is lost with these requests: they wait to go on. Call `resume` then.
 
         Args:
-            request_ids: Those that were there.
+            requests: Those that were there, each with its number.
             has_died: It may have been one of them that killed it. If not, it left, or is out of reach.
             was_killed: By SIGKILL, so that it may have been somebody else.
 
@@ -80,12 +81,12 @@ class Failover:
         """
         given_up = []
         if was_killed:
-            self._kills.append((time.monotonic(), frozenset(request_ids)))
-        for request_id in request_ids:
+            self._kills.append((time.monotonic(), frozenset(request_id for request_id, _ in requests)))
+        for request_id, number in requests:
             state = self._output_processor.states.get(request_id)
+            if state is None or state.request.number != number:
+                continue  # it has finished, and the name may be another's now
             self._tried.pop(request_id, None)
-            if state is None:
-                continue
             if has_died:
                 self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
             if has_died and self._deaths[request_id] >= MAX_DEATHS + was_killed * self._count_kills_without(request_id):
@@ -99,18 +100,22 @@ class Failover:
 
     def resume(self) -> list[RequestState]:
         """Send the requests that wait, as far as replicas take them. Returns those that go on now."""
-        sent = []
+        sent: list[RequestState] = []
+        is_full = False
+        if not self._client.takes_requests:
+            return sent
         for request_id, state in list(self._waiting.items()):
-            is_suspect = request_id in self._deaths
+            is_suspect, is_new = request_id in self._deaths, not state.was_sent
+            if is_suspect and is_full:
+                continue
             avoid = set(self._tried.values()) if is_suspect else ()
-            is_new = not state.was_sent
             if self._send(state, avoid):
                 if not is_new:
                     sent.append(state)
                 if is_suspect:
                     self._tried[request_id] = state.engine_index
-            elif not avoid:
-                break  # nobody takes any
+            elif is_suspect:
+                is_full = True  # each replica that takes requests has a suspect already
         return sent
 
     def note_tokens(self, request_ids: Iterable[str]) -> bool:
@@ -137,7 +142,7 @@ class Failover:
     def _send(self, state: RequestState, avoid: Collection[int]) -> bool:
         request = self._output_processor.renew(state) if state.was_sent else state.request
         try:
-            state.engine_index = self._add_request(request, avoid) if avoid else self._add_request(request)
+            state.engine_index = self._client.add_request(request, avoid)
         except EngineDeadError:
             return False
         state.was_sent = True
@@ -145,10 +150,9 @@ class Failover:
         return True
 
 
-def give_up_reason(failure: CoreFailed) -> str:
+def give_up_error(lost: CoreLost) -> RequestGivenUpError:
     """What the sender of a request that is given up is told."""
-    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
-    return (
-        f"The request was given up: at least {MAX_DEATHS} replicas of the model in a row have died while they computed it. "
-        f"The last one, {failure.engine_index}: {cause.rstrip('.')}."
+    return RequestGivenUpError(
+        f"The request was given up: at least {MAX_DEATHS} replicas of the model in a row died while they computed it, the last one, "
+        f"replica {lost.engine_index}, in this way: {lost.cause.rstrip('.')}."
     )

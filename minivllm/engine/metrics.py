@@ -7,6 +7,8 @@ Names (with `minivllm:` for `vllm:`) and meanings are vLLM's: `vllm/v1/metrics/l
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +28,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 """Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
 _LABELS = ("model_name", "engine")
+_COUNT_SECONDS = 1.0
+_RATE_SECONDS = 2.0
 
 _Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
 
@@ -45,6 +49,29 @@ class RequestTimes:
 
     latest: float | None = None
     sequences: dict[int, SequenceTimes] = field(default_factory=dict)
+
+
+class TokenRate:
+    """Tokens per second of an engine, over the last moments, from how many it has generated since it started."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def update(self, num_tokens: int, now: float) -> None:
+        """So many have been generated until now, in seconds."""
+        if self._counts and num_tokens < self._counts[-1][1]:
+            self._counts.clear()  # another process
+        self._counts.append((now, num_tokens))
+        self._forget_old(now)
+
+    def rate(self, now: float) -> float:
+        """Tokens per second."""
+        self._forget_old(now)
+        return (self._counts[-1][1] - self._counts[0][1]) / _RATE_SECONDS if self._counts else 0.0
+
+    def _forget_old(self, now: float) -> None:
+        while self._counts and self._counts[0][0] < now - _RATE_SECONDS:
+            self._counts.popleft()
 
 
 class Metrics:
@@ -88,6 +115,7 @@ class Metrics:
             "num_resumed_requests",
             "How often a request went on at this engine after another, or an earlier one, was lost.",
         )
+        self._lost = make(Counter, "num_lost_requests", "Requests that failed because their engine was lost.")
         self._ttft = make(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
         self._itl = make(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
         self._tpot = make(
@@ -109,6 +137,8 @@ class Metrics:
             registry=self.registry,
         )
         self._model_name = model_name
+        self._counts: dict[str, tuple[float, int]] = {}
+        """What `count` has returned lately, and when."""
         self._num_preemptions: dict[int, int] = {}
         """By engine, in its latest stats."""
         self._times: dict[RequestState, RequestTimes] = {}
@@ -136,6 +166,19 @@ class Metrics:
     def record_resumption(self, state: RequestState) -> None:
         """A request whose engine was lost has been sent to another."""
         self._resumptions.labels(*self._labels(state)).inc()
+
+    def record_lost_request(self, state: RequestState) -> None:
+        """A request has failed because its engine was lost."""
+        self._lost.labels(*self._labels(state)).inc()
+
+    def count(self, name: str) -> int:
+        """The value of a counter, over all engines and API servers; if there are several of these, as it was at most a second ago."""
+        now, is_shared = time.monotonic(), self._rendered is not self.registry
+        if not is_shared or name not in self._counts or now - self._counts[name][0] > _COUNT_SECONDS:
+            samples = [sample for metric in self._rendered.collect() for sample in metric.samples]
+            total = sum(sample.value for sample in samples if sample.name == f"minivllm:{name}_total")
+            self._counts[name] = now, int(total)
+        return self._counts[name][1]
 
     def record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
         """A step added something to a request.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
+import time
+import uuid
 from pathlib import Path
 from typing import Protocol
 
@@ -25,13 +28,11 @@ from minivllm.engine.dp_messages import (
 from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_processes import DPCoordinator, LocalReplicas
+from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.errors import ConfigError, EngineDeadError
 
 POLL_MS = 100
 """How long a process may be gone before it is noticed."""
-
-MAX_COORDINATORS = 20
-"""Coordinators that are started in place of others."""
 
 
 class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,8 +114,11 @@ class ReplicaLauncher:
             handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
             parallel.data_parallel_size, self._hash, log_level,
         )  # fmt: skip
-        self.coordinator = DPCoordinator(self._setup)
-        self._num_coordinators = 1
+        self.node_id = uuid.uuid4().hex
+        self.coordinator, self._coordinator_since = DPCoordinator(self._setup), time.monotonic()
+        self._coordinator_policy = RestartPolicy(sys.maxsize)
+        self._coordinator_due: float | None = None
+        """When to start another in its place, in seconds of `time.monotonic`."""
         if others is not None:
             try:
                 others.start(config, places[1:])
@@ -138,20 +142,25 @@ class ReplicaLauncher:
         Raises:
             ConfigError, EngineDeadError: A process that they need has ended.
         """
-        addresses = self.ask(handshake, HelloNode(VERSION, self._hash, list(self._config.parallel_config.local_ranks)))
+        ranks = list(self._config.parallel_config.local_ranks)
+        addresses = self.ask(handshake, HelloNode(VERSION, self._hash, ranks, self.node_id))
         if isinstance(addresses, Refused):
             raise ConfigError(addresses.message)
         assert isinstance(addresses, NodeWelcome)
         self._setup = msgspec.structs.replace(self._setup, report_address=addresses.report_address, known=addresses)
-        self._local = LocalReplicas(self._config, addresses, sockets, restart=self._restart, socket_folder=self.place.folder)
+        self._local = LocalReplicas(
+            self._config, addresses, sockets, self.node_id, restart=self._restart, socket_folder=self.place.folder
+        )
 
-    def restart_coordinator(self) -> bool:
-        """Start another coordinator in place of one that has died, at the same addresses. False if too many have died."""
-        if self._num_coordinators > MAX_COORDINATORS:
-            return False
-        self._num_coordinators += 1
-        self.coordinator = DPCoordinator(self._setup)
-        return True
+    def tend_coordinator(self) -> str | None:
+        """Start another coordinator where one has died, at the same addresses. Returns how it has ended, once, in words."""
+        now = time.monotonic()
+        if self._coordinator_due is None and (end := self.coordinator.poll()):
+            self._coordinator_due = now + (self._coordinator_policy.next_pause(now - self._coordinator_since) or 0.0)
+            return end
+        if self._coordinator_due is not None and now >= self._coordinator_due:
+            self.coordinator, self._coordinator_since, self._coordinator_due = DPCoordinator(self._setup), now, None
+        return None
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
         """The coordinator's answer, while all processes run."""

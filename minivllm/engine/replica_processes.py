@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -18,22 +17,22 @@ import msgspec
 import torch
 import zmq
 
-from minivllm.engine.core_client import CoreSupervisor
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.dp_coordinator import CoordinatorSetup
 from minivllm.engine.dp_engine_core_proc import ReplicaSetup
-from minivllm.engine.dp_messages import NodeWelcome, ReplicaDied, encode
+from minivllm.engine.dp_messages import NodeAlive, NodeWelcome, ReplicaDied, encode
 from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
+from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.executor.processes import describe_exit, start_python
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE_SECONDS = 32
-"""The longest wait before a replica is started again."""
 LAST_WORDS_SECONDS = 0.1
 """What a process has sent before it ended has arrived after this time."""
+NODE_SECONDS = 1.0
+"""How often a node tells the coordinator that it has its ranks."""
 
 
 class ChildProcess:
@@ -93,7 +92,10 @@ class ReplicaProcess(ChildProcess):
         key: For the sockets.
         num_threads: Threads that it computes with.
         gpus: As for `start_python`.
-        socket_folder: As for `ReplicaSetup`.
+        socket_folder, clock_offset: As for `ReplicaSetup`.
+
+    Attributes:
+        incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
     """
 
     def __init__(
@@ -105,17 +107,49 @@ class ReplicaProcess(ChildProcess):
         num_threads: int,
         gpus: str | None = None,
         socket_folder: str = "",
+        clock_offset: float = 0.0,
     ) -> None:
-        log_level = logging.getLogger().getEffectiveLevel()
+        self.incarnation = time.time_ns()
+        self._ready_pipe, theirs = os.pipe()
+        self._close = weakref.finalize(self, os.close, self._ready_pipe)
         setup = ReplicaSetup(
-            config=config, engine_index=engine_index, addresses=addresses, key=key, socket_folder=socket_folder, sys_path=sys.path,
-            log_level=log_level,
+            config=config, engine_index=engine_index, incarnation=self.incarnation, addresses=addresses, key=key, ready_descriptor=theirs,
+            clock_offset=clock_offset, socket_folder=socket_folder, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
         )  # fmt: skip
-        super().__init__("minivllm.engine.dp_engine_core_proc", num_threads, setup, gpus=gpus)
+        try:
+            super().__init__("minivllm.engine.dp_engine_core_proc", num_threads, setup, (theirs,), gpus)
+        finally:
+            os.close(theirs)
+        os.set_blocking(self._ready_pipe, False)
+        self._ready_since: float | None = None
+        self._is_killed_here = False
+
+    @property
+    def ready_since(self) -> float | None:
+        """When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before."""
+        return self._ready_since
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was killed by SIGKILL, and not by `kill`."""
+        return self.exit_status == -signal.SIGKILL and not self._is_killed_here
+
+    def poll(self) -> str | None:
+        """As for `ChildProcess`; notices when it is ready, too."""
+        if self._ready_since is None:
+            with contextlib.suppress(BlockingIOError):
+                if os.read(self._ready_pipe, 1):
+                    self._ready_since = time.monotonic()
+        return super().poll()
 
     def leave(self) -> None:
         """Let it finish what it has, and end."""
         self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill it, without waiting until it has ended."""
+        self._is_killed_here = True
+        self._process.kill()
 
     def shutdown(self, grace: float) -> None:
         """Wait some seconds until it has ended, as it was told to; then kill it."""
@@ -124,11 +158,7 @@ class ReplicaProcess(ChildProcess):
                 self._process.wait(grace)
             self._process.kill()
             self._end()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        self._end()
+        self._close()
 
 
 class DPCoordinator(ChildProcess):
@@ -146,19 +176,47 @@ class DPCoordinator(ChildProcess):
         self._end()
 
 
+class _Place:
+    """A rank on this machine: the process that has it, and how those before it have fared.
+
+    Attributes:
+        process: The one that runs, if one does.
+        due: When to start another, in seconds of `time.monotonic`; None if none is to be started.
+        num_deaths: How often a process of this rank has died.
+        policy: When to start another.
+        ended_since: When the process was first seen to have ended.
+    """
+
+    def __init__(self, max_deaths: int) -> None:
+        self.process: ReplicaProcess | None = None
+        self.due: float | None = None
+        self.num_deaths = 0
+        self.policy = RestartPolicy(max_deaths)
+        self.ended_since: float | None = None
+
+
 class LocalReplicas:
-    """The replicas on this machine.
+    """The replicas on this machine: their processes are started here, started again when they die, and end with this one.
 
     Args:
         config: The engine's.
         addresses: Where they connect to.
         sockets: Of this process; theirs have the same key.
+        node_id: Under which the coordinator has welcomed them.
         restart: Start another when one dies.
-        socket_folder: As for `ReplicaSetup`.
+        socket_folder, clock_offset: As for `ReplicaSetup`.
     """
 
     def __init__(
-        self, config: EngineConfig, addresses: NodeWelcome, sockets: Sockets, *, restart: bool, socket_folder: str = ""
+        self,
+        config: EngineConfig,
+        addresses: NodeWelcome,
+        sockets: Sockets,
+        node_id: str,
+        *,
+        restart: bool,
+        socket_folder: str = "",
+        clock_offset: float = 0.0,
     ) -> None:
         self._reports = sockets.connect(zmq.PUSH, addresses.report_address)
         ranks = config.parallel_config.local_ranks
@@ -170,106 +228,113 @@ class LocalReplicas:
             key=sockets.key,
             num_threads=num_threads,
             socket_folder=socket_folder,
+            clock_offset=clock_offset,
         )
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
-        self._restart, self._max_deaths = restart, config.parallel_config.max_replica_deaths
-        self._short_lives = dict.fromkeys(ranks, 0)
-        """By rank: how often in a row it has died soon after it was ready, or before."""
-        self._due: dict[int, float] = {}
-        """When to start another in place of one that has died, in seconds of `time.monotonic`."""
-        self.num_deaths = dict.fromkeys(ranks, 0)
-        """By rank: how often it has died."""
-        self.given_up: set[int] = set()
-        """Those that have died too often and are not started again."""
-        self.processes: dict[int, ReplicaProcess] = {}
-        """Those that run, by rank."""
-        self._ended_since: dict[int, float] = {}
-        self._ready_since: dict[int, float] = {}
-        self._is_shut_down = False
-        for index in ranks:
-            self._start_one(index)
+        self._node_id, self._restart, self._is_ending = node_id, restart, False
+        self._next_sign = 0.0
+        self._places = {rank: _Place(config.parallel_config.max_replica_deaths) for rank in ranks}
+        for rank in ranks:
+            self._start_one(rank)
 
-    def _start_one(self, index: int) -> None:
-        self.processes[index] = self._start(index, gpus=self._gpus.get(index))
+    def _start_one(self, rank: int) -> None:
+        place = self._places[rank]
+        place.due, place.process = None, self._start(rank, gpus=self._gpus.get(rank))
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes, by rank."""
-        return [process.process_id for _, process in sorted(self.processes.items())]
+        """Those that run, by rank."""
+        return [place.process.process_id for place in self._places.values() if place.process is not None]
 
-    def find_ended(self) -> ReplicaDied | None:
-        """A replica that has ended a moment ago, so that its last words have been heard; and how. It is forgotten.
+    @property
+    def is_done(self) -> bool:
+        """Whether no process runs, or is to be started."""
+        return all(place.process is None and place.due is None for place in self._places.values())
 
-        The coordinator is told, for frontends that do not see these processes. Those that are due are started again.
+    def find_ended(self) -> list[ReplicaDied]:
+        """Replicas that have ended, as soon as their last words must have been heard; and what comes after them. Call this often.
+
+        Those that are due are started again. The coordinator is told of all that, for frontends that do not see these processes.
         """
-        for index in [index for index, due in self._due.items() if time.monotonic() >= due]:
-            del self._due[index]
-            self._start_one(index)
-        for index, process in self.processes.items():
-            if end := process.poll():
-                since = self._ended_since.setdefault(index, time.monotonic())
-                if time.monotonic() - since >= LAST_WORDS_SECONDS:
-                    self.remove(index)
-                    died = ReplicaDied(index, f"its process {end}", was_killed=process.exit_status == -signal.SIGKILL)
-                    if process.exit_status == RETURN_STATUS and not self._is_shut_down:
-                        self._due[index] = 0.0
-                    with contextlib.suppress(zmq.Again):  # the coordinator is gone
-                        self._reports.send(encode(died), zmq.NOBLOCK)
-                    return died
-        return None
+        now = time.monotonic()
+        if now >= self._next_sign and not self._is_ending:
+            self._next_sign = now + NODE_SECONDS
+            self._report(NodeAlive(self._node_id, list(self._places)))
+        ended = []
+        for rank, place in self._places.items():
+            if place.due is not None and now >= place.due:
+                self._start_one(rank)
+            if place.process is not None and (end := place.process.poll()):
+                place.ended_since = place.ended_since or now
+                if now - place.ended_since >= LAST_WORDS_SECONDS:
+                    ended.append(self._bury(rank, place, place.process, end))
+        for died in ended:
+            self._report(died)
+        return ended
 
-    def kill(self, index: int) -> None:
-        """Kill a replica's process, if it is there. `find_ended` will tell of it."""
-        if (process := self.processes.get(index)) is not None:
-            process.kill()
+    def _bury(self, rank: int, place: _Place, process: ReplicaProcess, end: str) -> ReplicaDied:
+        """A process has ended: decide whether another is started."""
+        place.process, place.ended_since = None, None
+        status, now = process.exit_status, time.monotonic()
+        has_died = status not in (0, RETURN_STATUS)
+        outlook = "gone"
+        if has_died:
+            place.num_deaths += 1
+            lived = None if process.ready_since is None else now - process.ready_since
+            pause = place.policy.next_pause(lived) if self._restart and not self._is_ending else None
+            if pause is not None:
+                place.due = now + pause
+                if pause:
+                    logger.warning("Replica %d is started again in %.0f s.", rank, pause)
+            elif self._restart and not self._is_ending:
+                outlook = "given up"
+                logger.error(
+                    "Replica %d has died %d times in a row, each time soon: it is given up.", rank, place.policy.num_short_lives
+                )
+        elif status == RETURN_STATUS and not self._is_ending:
+            place.due = now
+        process.shutdown(0.0)
+        return ReplicaDied(
+            rank,
+            process.incarnation,
+            f"its process {end}",
+            has_died=has_died,
+            was_killed=process.was_killed,
+            num_deaths=place.num_deaths,
+            outlook=outlook if place.due is None else "starting",
+        )
 
-    def note_ready(self, index: int) -> None:
-        """A replica has started."""
-        self._ready_since[index] = time.monotonic()
+    def _report(self, report: ReplicaDied | NodeAlive) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the coordinator is gone, or the socket is closed
+            self._reports.send(encode(report), zmq.NOBLOCK)
 
-    def remove(self, index: int) -> None:
-        """A replica has failed: end its process, if that has not ended."""
-        self._ended_since.pop(index, None)
-        if (process := self.processes.pop(index, None)) is not None:
-            process.kill()
+    def kill(self, rank: int, incarnation: int) -> None:
+        """Kill this process of a rank, if it runs here. `find_ended` will tell of it."""
+        place = self._places.get(rank)
+        if place is not None and place.process is not None and place.process.incarnation == incarnation:
+            place.process.kill()
 
-    def start_another(self, index: int) -> None:
-        """One has died: another is started in its place, if that is wanted.
-
-        At once if it had lived for a while, else after a pause that doubles with each short life; and not at all after too many of them.
-        """
-        if self._is_shut_down or index not in self.num_deaths or index in self._due:
-            return
-        self.num_deaths[index] += 1
-        if not self._restart:
-            return
-        lived = time.monotonic() - self._ready_since.pop(index, math.inf)
-        short_lives = self._short_lives[index] = 0 if lived > CoreSupervisor.SHORT_LIFE_SECONDS else self._short_lives[index] + 1
-        if short_lives == self._max_deaths:
-            self.given_up.add(index)
-            logger.error("Replica %d has died %d times in a row, each time soon: it is given up.", index, short_lives)
-            return
-        pause = min(2 ** (short_lives - 1), MAX_PAUSE_SECONDS) if short_lives else 0
-        if pause:
-            logger.warning("Replica %d is started again in %d s.", index, pause)
-        self._due[index] = time.monotonic() + pause
-
-    def is_coming(self, index: int) -> bool:
-        """Whether its process runs, or is to be started."""
-        return index in self.processes or index in self._due
+    def leave(self) -> None:
+        """Let all finish what they have, and end. None is started any more."""
+        self._is_ending = True
+        for place in self._places.values():
+            place.due = None
+            if place.process is not None:
+                place.process.leave()
 
     def shutdown(self, told: Collection[int]) -> None:
         """End all: those that have been told to end get a little time for it."""
-        self._is_shut_down = True
-        self._due.clear()
+        self._is_ending = True
+        self._report(NodeAlive(self._node_id, []))
         end = time.monotonic() + GRACE_SECONDS
-        for index, process in list(self.processes.items()):
-            if index in told:
-                process.shutdown(max(0.0, end - time.monotonic()))
-            else:
-                process.kill()  # it loads the model and reads nothing
+        for rank, place in self._places.items():
+            place.due = None
+            if place.process is not None:
+                if rank not in told:
+                    place.process.kill()  # it loads the model and reads nothing
+                place.process.shutdown(max(0.0, end - time.monotonic()))
 
 
 def divide_gpus(ranks: range, tensor_parallel_size: int, visible: list[str]) -> dict[int, str]:

@@ -20,17 +20,23 @@ class _Placed:
 
 
 class ReplicaTable:
-    """A replica is open (it takes requests), leaving (it finishes those it has), or not there. A request is at one replica.
+    """Which request is at which replica. A request is at one replica, or at none.
+
+    A replica takes requests while it is open. When it is closed, it still has those that it had.
 
     Args:
         router: Chooses among the open ones.
         block_size: Tokens of a cache block.
+
+    Attributes:
+        num_gpu_blocks: Blocks of the open replica that has fewest; 0 if none is open.
     """
 
     def __init__(self, router: Router, block_size: int) -> None:
         self._router, self._block_size = router, block_size
         self._num_gpu_blocks: dict[int, int] = {}
-        self._leaving: set[int] = set()
+        """Of the open ones."""
+        self.num_gpu_blocks = 0
         self._placed: dict[str, _Placed] = {}
 
     @property
@@ -38,56 +44,27 @@ class ReplicaTable:
         """The replicas that take requests."""
         return list(self._num_gpu_blocks)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no replica is open or leaving."""
-        return not self._num_gpu_blocks and not self._leaving
-
-    @property
-    def num_gpu_blocks(self) -> int:
-        """Those of the open replica that has fewest; 0 if none is open."""
-        return min(self._num_gpu_blocks.values(), default=0)
-
     def take_in(self, index: int, num_gpu_blocks: int) -> None:
         """A replica takes requests from now on. It has none."""
         self._num_gpu_blocks[index] = num_gpu_blocks
-        self._leaving.discard(index)
+        self.num_gpu_blocks = min(self._num_gpu_blocks.values())
         self._router.open(index, num_gpu_blocks * self._block_size)
 
-    def state_of(self, index: int) -> str:
-        """ "ready", "leaving" (it finishes what it has), or "gone"."""
-        if index in self._num_gpu_blocks:
-            return "ready"
-        return "leaving" if index in self._leaving else "gone"
-
-    def let_leave(self, index: int) -> None:
-        """An open replica gets no more requests."""
+    def close(self, index: int) -> None:
+        """A replica gets no more requests."""
         if self._num_gpu_blocks.pop(index, None) is not None:
-            self._leaving.add(index)
+            self.num_gpu_blocks = min(self._num_gpu_blocks.values(), default=0)
             self._router.close(index)
-
-    def reopen(self, index: int, num_gpu_blocks: int) -> None:
-        """A leaving replica takes requests again: it had only seemed to be out of reach."""
-        self._leaving.discard(index)
-        self._num_gpu_blocks[index] = num_gpu_blocks
-        self._router.reopen(index)
 
     def stop_reports(self) -> None:
         """The coordinator is gone."""
         self._router.stop_reports()
 
-    @property
-    def members(self) -> list[int]:
-        """The replicas that are open or leaving."""
-        return [*self._num_gpu_blocks, *self._leaving]
-
-    def remove(self, index: int) -> list[str]:
-        """A replica is gone. Returns the requests that went with it."""
-        if self._num_gpu_blocks.pop(index, None) is not None:
-            self._router.close(index)
-        self._leaving.discard(index)
-        lost = self.requests_at(index)
-        for request_id in lost:
+    def remove(self, index: int) -> list[tuple[str, int]]:
+        """A replica is lost. Returns the requests that were there, each with its number."""
+        self.close(index)
+        lost = [(request_id, self._placed[request_id].number) for request_id in self.requests_at(index)]
+        for request_id, _ in lost:
             del self._placed[request_id]
         return lost
 
@@ -100,16 +77,23 @@ class ReplicaTable:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
-        """Choose the replica of a request.
+        """Choose the replica of a request: the one that it asks for if that is open, else the router's choice.
 
         Args:
             request: The request.
             avoid: Replicas that it must not go to.
 
         Raises:
-            EngineDeadError: No other replica is open.
+            EngineDeadError: No other replica is open, or none of them has a cache that is large enough.
         """
-        index = self._router.route(request.prompt_token_ids, request.cache_salt, avoid)
+        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
+        if num_blocks > self.num_gpu_blocks:
+            avoid = {*avoid, *(index for index, size in self._num_gpu_blocks.items() if size < num_blocks)}
+        wanted = request.data_parallel_rank
+        if wanted in self._num_gpu_blocks and wanted not in avoid:
+            index = self._router.assign(wanted)
+        else:
+            index = self._router.route(request.prompt_token_ids, request.cache_salt, avoid)
         sequences = set(request.resumption.output_token_ids if request.resumption else range(request.sampling_params.n))
         self._placed[request.request_id] = _Placed(request.number, index, sequences)
         return index

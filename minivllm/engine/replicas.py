@@ -1,11 +1,15 @@
-"""The frontend's side of data-parallel replicas: its sockets, its router, and which request is where."""
+"""The frontend's side of data-parallel replicas: the sockets, and the thread that reads them.
+
+outputs of replicas, loads, ends of processes ─► ReplicaLiveness ─► decisions ─► ReplicaTable, replicas, frontend
+                                                    (who is there)                (which request is where)
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -13,50 +17,50 @@ import zmq
 
 from minivllm.core.routing import LoadPublisher, make_router
 from minivllm.engine import dp_messages
-from minivllm.engine.core_client import OnMessage
+from minivllm.engine.core_client import OnMessage, ReplicaStatus
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
     BeginAnew,
     CoreFailed,
-    CoreLeaving,
     CoreLog,
+    CoreLost,
     CoreReady,
+    Die,
     DropClient,
     EngineCoreOutputs,
     Farewell,
-    FromCore,
-    Heartbeat,
+    Leave,
     SetTracing,
     Shutdown,
     StoppedSequence,
     StopSequences,
     ToCore,
+    ToFrontend,
     decode_from_core,
     encode,
 )
-from minivllm.engine.dp_engine_core_proc import identity_of, index_of
+from minivllm.engine.dp_engine_core_proc import identity_of, index_of, read_header
 from minivllm.engine.dp_messages import FrontendWelcome, HelloFrontend, Loads, Refused, ReplicaDied
-from minivllm.engine.dp_sockets import GapFinder, Sockets
+from minivllm.engine.dp_sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_launcher import POLL_MS, FrontendPlace, ReplicaLauncher
+from minivllm.engine.replica_liveness import Decision, Join, Lose, PeerState, ReplicaLiveness, Withdraw
 from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.request import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
-_HOPELESS = 3
-"""A process of this machine that has been silent for so many timeouts is replaced."""
 _PAUSE_SECONDS = 2.0
 """A thread that has not come round for so long was stopped."""
 
 
 class Replicas:
-    """All that a frontend has to do with its replicas: its sockets, its router, and which request is where.
+    """All that a frontend has to do with its replicas: its sockets, which replicas there are, and which request is where.
 
-    A thread forwards messages. It holds this object, and not the client, so that a client that nobody uses is garbage.
+    A thread reads messages and forwards them. It holds this object, and not the client, so that a client that nobody uses is garbage.
 
     Args:
         config: The engine's.
@@ -72,25 +76,10 @@ class Replicas:
         parallel = config.parallel_config
         self._size, self._timeout = parallel.data_parallel_size, parallel.replica_timeout
         self._lock = threading.RLock()
-        """Held while the table or the sending socket is used."""
+        """Held while what follows is used, and the socket to the replicas."""
         router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index)
         self._table = ReplicaTable(router, config.cache_config.block_size)
-        self._last_heard: dict[int, float] = {}
-        self._ready: dict[int, CoreReady] = {}
-        """What each replica said when it was ready."""
-        self._left: set[int] = set()
-        """Those that have left, as they were told to, while their processes end."""
-        self._returning: set[int] = set()
-        """Those of them in whose place another is started."""
-        self._announced: set[int] = set()
-        """Those that have said that they leave."""
-        self._said_hello: set[bytes] = set()
-        """Those that messages can be sent to."""
-        self._broken: set[int] = set()
-        """Those whose connection was made anew, so that messages to them may be lost."""
-        self._gaps = GapFinder()
-        self._early: dict[int, CoreReady] = {}
-        """Those that are ready, and have not said hello; looked at again at the next check."""
+        self._liveness = ReplicaLiveness(self._size, self._timeout, restarts=place.restarts, expected=parallel.local_ranks)
         self._is_tracing = False
         self._dropped: set[int] = set()
         """API servers that have died."""
@@ -98,11 +87,9 @@ class Replicas:
         self._stopped, self._closed = threading.Event(), threading.Event()
         self._is_let_go = False
         self._thread: threading.Thread | None = None
-        self._silent: set[int] = set()
-        """Those that were given up though their processes may be there: nothing was heard of them, or messages were lost."""
-        self._coordinator_heard, self._has_no_coordinator = time.monotonic(), False
-        self._latest_round = time.monotonic()
-        self._poller, self._next_check = zmq.Poller(), 0.0
+        self._coordinator_heard, self._has_coordinator = time.monotonic(), True
+        self._latest_check = time.monotonic()
+        self._poller = zmq.Poller()
         self._sockets = Sockets(place.key)
         try:
             self._connect()
@@ -144,95 +131,91 @@ class Replicas:
         if not ranks and self._launcher is not None:
             logger.warning("Waiting for a replica on another machine.")
         while not (ranks <= set(self._table.open) and self._table.open):
-            message = self._next_message()
-            if isinstance(message, CoreFailed) and message.engine_index in ranks:
-                if self._launcher is None:
-                    raise SystemExit(1)  # the first frontend says why
-                if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
-                    raise kind(message.message)
-                cause = f"{message.error_type}: {message.message}" if message.error_type else message.message
-                raise EngineDeadError(f"Replica {message.engine_index} could not start: {cause}")
-            if message is not None:
-                self._take(message)
+            self._next_messages()
             if self._launcher is not None:
                 self._launcher.check_others()
 
-    # -- to the replicas, from any thread ------------------------------------------------------------------------
+    def _fail_to_start(self, rank: int, failure: CoreFailed) -> None:
+        """A replica cannot start. Raises the error that it has told, or in other frontends ends the process: the first one says why."""
+        if self._launcher is None:
+            raise SystemExit(1)
+        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(failure.error_type):
+            raise kind(failure.message)
+        raise EngineDeadError(f"Replica {rank} could not start: {failure.cause}")
+
+    # -- what is known of them -----------------------------------------------------------------------------------
 
     @property
     def num_gpu_blocks(self) -> int:
         """Those of the replica that has fewest."""
         return self._table.num_gpu_blocks
 
-    @property
-    def states(self) -> dict[int, str]:
-        """As for `AsyncLLMEngine`. Only the first frontend knows of those that start or are given up."""
-        states = {index: self._table.state_of(index) for index in range(self._size)}
-        if self._launcher is not None:
-            local = self._launcher.local
-            for index, state in states.items():
-                if state == "gone" and index not in self._silent | (self._left - self._returning):
-                    states[index] = "given up" if index in local.given_up else "starting" if local.is_coming(index) else "gone"
-        return states
-
-    @property
-    def num_deaths(self) -> dict[int, int]:
-        """How often each replica of this machine has died, by rank; in the first frontend."""
-        return dict(self._launcher.local.num_deaths) if self._launcher is not None else {}
+    def statuses(self) -> list[ReplicaStatus]:
+        """What is known of each replica, by rank."""
+        with self._lock:
+            return [
+                ReplicaStatus(
+                    rank, self._liveness.state_of(rank), peer.ready.process_id, peer.ready.num_gpu_blocks, peer.num_deaths
+                )
+                for rank, peer in enumerate(self._liveness.peers)
+            ]
 
     @property
     def process_ids(self) -> list[int]:
-        """The processes of this machine's replicas, by rank."""
+        """The processes of this machine's replicas, by rank; in the first frontend."""
         assert self._launcher is not None
         return self._launcher.local.process_ids
 
     @property
     def coordinator_process_id(self) -> int:
-        """The coordinator's process."""
+        """The coordinator's process; in the first frontend."""
         assert self._launcher is not None
         return self._launcher.coordinator.process_id
+
+    # -- to the replicas, from any thread ------------------------------------------------------------------------
 
     def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
         """Send a request to the replica that the router chooses, but none of these. Returns its rank.
 
         Raises:
-            EngineDeadError: No other replica takes requests.
+            EngineDeadError: No other replica takes the request.
         """
         request = replace(request, client_index=self._place.client_index)
         with self._lock:
-            while not self._send(index := self._table.add(request, avoid), AddRequest(request)):
-                self._table.abort(request.request_id)  # no way leads there; when it is heard of again, it takes requests again
-                self._table.let_leave(index)
-        return index
+            while not self._send(rank := self._table.add(request, avoid), AddRequest(request)):
+                self._table.abort(request.request_id)
+                self._table.close(rank)
+        return rank
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests where they are."""
         with self._lock:
             for request_id in request_ids:
-                if (index := self._table.abort(request_id)) is not None:
-                    self._send(index, AbortRequests([request_id]))
+                if (rank := self._table.abort(request_id)) is not None:
+                    self._send(rank, AbortRequests([request_id]))
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
         """Stop sequences where they are."""
         with self._lock:
             for sequence in sequences:
-                if (index := self._table.stop(sequence)) is not None:
-                    self._send(index, StopSequences([sequence]))
+                if (rank := self._table.stop(sequence)) is not None:
+                    self._send(rank, StopSequences([sequence]))
 
-    @property
-    def ready(self) -> dict[int, CoreReady]:
-        """What each replica that is or was there said when it was ready, by rank."""
-        return dict(self._ready)
-
-    def send_to(self, index: int, message: ToCore) -> bool:
-        """Send a message to one replica. False if it is gone."""
+    def restart(self, rank: int) -> bool:
+        """Let a replica finish what it has, and start another in its place. False if it does not take requests, or another is to follow."""
         with self._lock:
-            return self._table.state_of(index) != "gone" and self._send(index, message)
+            return rank in self._table.open and self._send(rank, Leave(returns=True))
+
+    def kill(self, rank: int) -> bool:
+        """Kill a replica's process. False if it is gone."""
+        with self._lock:
+            return self._liveness.peers[rank].is_member and self._send(rank, Die())
 
     def drop_client(self, client_index: int) -> None:
         """Another API server has died: replicas drop its requests, also those that come later."""
-        self._dropped.add(client_index)
-        self.send(DropClient(client_index))
+        with self._lock:
+            self._dropped.add(client_index)
+            self.send(DropClient(client_index))
 
     def send(self, message: ToCore) -> None:
         """Send a message to all replicas."""
@@ -240,13 +223,15 @@ class Replicas:
             if isinstance(message, SetTracing):
                 self._is_tracing = message.on
                 message = SetTracing(message.on, self._place.client_index)
-            for index in self._table.members:
-                self._send(index, message)
+            for rank, peer in enumerate(self._liveness.peers):
+                if peer.is_member:
+                    self._send(rank, message)
 
-    def _send(self, index: int, message: ToCore) -> bool:
-        """Send a message to a replica. False if it is gone."""
+    def _send(self, rank: int, message: ToCore) -> bool:
+        """Send a message to a replica. False if there is no connection: it has died, or will be connected again, or is silent; one of these
+        is noticed soon."""
         try:
-            self._requests.send_multipart([identity_of(index), encode(message)], zmq.NOBLOCK)
+            self._requests.send_multipart([identity_of(rank), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -262,263 +247,197 @@ class Replicas:
     def _run(self) -> None:
         try:
             while not self._stopped.is_set():
-                message = self._next_message()
-                if message is not None and not self._stopped.is_set() and not self._take(message):
-                    return
+                for message in self._next_messages():
+                    if self._stopped.is_set() or not self._tell(message):
+                        return
         except Exception as error:
             logger.exception("The messages of the replicas cannot be read any more.")
-            self._tell(CoreFailed(type(error).__name__, str(error)))
+            self._tell(CoreLost(f"{type(error).__name__}: {error}"))
         finally:
             self._closed.set()
             if self._is_let_go:
                 self.stop()
 
-    def _next_message(self) -> FromCore | None:
-        """The next message of a replica, or that one is gone; None if there is nothing for a while."""
-        self._note_pause()
-        if time.monotonic() >= self._next_check:  # however much there is to read
-            self._next_check = time.monotonic() + POLL_MS / 1000
-            if found := self._find_gone():
-                return found
-        events = dict(self._poller.poll(POLL_MS))
-        if self._loads in events and (told := self._take_published(self._loads.recv())):
-            return told
-        if self._outputs not in events:
-            return None
-        try:
-            number, data = self._outputs.recv_multipart()
-            message = decode_from_core(data)
-        except (ValueError, msgspec.MsgspecError) as error:
-            logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
-            return None
-        index = message.engine_index
-        if not 0 <= index < self._size:
-            return None
-        self._last_heard[index] = time.monotonic()
-        is_missing = self._gaps.is_missing(index, int.from_bytes(number, "little"))
-        if is_missing and index in self._table.members and not isinstance(message, CoreReady | CoreLeaving | CoreFailed):
-            return self._fence(index, "messages of it were lost")
-        return message
-
-    def _note_pause(self) -> None:
-        """If this process was stopped for a while, nobody was silent: nobody was listened to."""
-        now = time.monotonic()
-        if now - self._latest_round > _PAUSE_SECONDS:
-            self._last_heard = dict.fromkeys(self._last_heard, now)
-            self._coordinator_heard = now
-        self._latest_round = now
-
-    def _find_gone(self) -> CoreFailed | CoreReady | None:
-        """A replica of this machine whose process has ended, or one elsewhere that is silent; or one that was ready too early.
-
-        The coordinator is looked after, too.
-        """
-        self._check_coordinator()
-        now = time.monotonic()
-        if self._launcher is not None:
-            for index in self._silent:
-                if now - self._last_heard[index] > _HOPELESS * self._timeout:
-                    self._launcher.local.kill(index)
-            if ended := self._launcher.local.find_ended():
-                self._silent.discard(ended.engine_index)
-                return CoreFailed("", ended.end, engine_index=ended.engine_index, was_killed=ended.was_killed)
-        self._take_hellos()
-        for index in self._table.members:
-            if index in self._broken:
-                return self._fence(index, "its connection broke, and messages to it may be lost")
-        for index in self._table.members:
-            if now - self._last_heard[index] > self._timeout:
-                return self._fence(index, f"nothing heard from it for {self._timeout} seconds")
-        return self._early.popitem()[1] if self._early else None  # as if it came now
-
-    def _fence(self, index: int, reason: str) -> CoreFailed:
-        """A replica is out of reach, or was for a moment. What it had goes on elsewhere; when it is heard again, it begins anew."""
-        self._silent.add(index)
-        self._broken.discard(index)
-        return CoreFailed("", reason, engine_index=index, has_died=False)
-
-    def _take_hellos(self) -> None:
-        """Note the replicas that messages can be sent to, and those among them that could be sent to already, on another connection."""
-        with self._lock:
-            while self._requests.poll(0):
-                identity = self._requests.recv_multipart()[0]
-                index = index_of(identity)
-                if identity in self._said_hello and index in self._table.members:
-                    self._broken.add(index)
-                self._said_hello.add(identity)
-
-    def _check_coordinator(self) -> None:
-        """Do without the coordinator if it is gone, until another has been started."""
-        if self._has_no_coordinator:
-            return
-        if self._launcher is not None:
-            end = self._launcher.coordinator.poll()
-        else:
-            is_silent = time.monotonic() - self._coordinator_heard > 3 * LoadPublisher.IDLE_SECONDS
-            end = "is not responding" if is_silent else None
-        if end is not None:
-            with self._lock:
-                self._table.stop_reports()
-            logger.error("The coordinator of the replicas %s: routing goes by what is in flight until there is another.", end)
-            self._has_no_coordinator = self._launcher is None or not self._launcher.restart_coordinator()
-            if self._has_no_coordinator and self._launcher is not None:
-                logger.error("Too many coordinators have died: no replica can join any more.")
-
-    def _take_published(self, data: bytes) -> CoreFailed | None:
-        """Handle what the coordinator says. Returns the end of a replica that it tells of."""
-        self._coordinator_heard = time.monotonic()
-        if self._launcher is None:
-            self._has_no_coordinator = False  # it was only silent
-        message = dp_messages.decode_published(data)
-        if isinstance(message, ReplicaDied):
-            self._silent.discard(message.engine_index)
-            if self._table.state_of(message.engine_index) != "gone":
-                return CoreFailed("", message.end, engine_index=message.engine_index, was_killed=message.was_killed)
-        elif isinstance(message, Loads):
-            with self._lock:
-                self._table.update_loads(message.loads)
-        elif self._launcher is not None:  # once is enough
-            logging.getLogger(message.logger).log(message.level, "%s", message.text)
-        return None
-
-    def _take(self, message: FromCore) -> bool:
-        """Handle a message, and forward it if it concerns the engine. False if nobody wants messages any more."""
-        index = message.engine_index
-        if isinstance(message, CoreLog):
-            if self._launcher is not None and (index == 0 or message.level >= logging.WARNING):
-                text = message.text if index == 0 else f"Replica {index}: {message.text}"
-                logging.getLogger(message.logger).log(message.level, "%s", text)
-            return True
-        state = self._table.state_of(index)
-        if isinstance(message, EngineCoreOutputs):
-            if state == "gone":
-                return True  # sent before it ended
-            if state == "leaving" and index not in self._announced:
-                self._remind(index)
-        if isinstance(message, Heartbeat):
-            if state == "leaving":
-                self._remind(index)
-            if state != "gone" or index not in self._silent or index in self._early:
-                return True
-            if not self._send(index, BeginAnew(self._place.client_index)):
-                return True  # it is heard, and no way leads there yet
-            message = self._ready[index]  # it was thought to be gone, and is not
-        if isinstance(message, CoreLeaving):
-            if message.has_left:
-                return self._tell(self._note_left(message))
-            self._let_leave(index)
-            return True
-        if isinstance(message, CoreReady):
-            if state != "gone":  # another process, after one whose end was not noticed
-                self._tell(self._lose(CoreFailed("", "it was started again", engine_index=index, is_last=False)))
-            if not self._take_in(message):
-                return True
-            message = CoreReady(self.num_gpu_blocks, index)
-        elif isinstance(message, CoreFailed):
-            if index in self._left:  # its process has ended, too
-                self._left.discard(index)
-                return True
-            message = self._give_up(message)
-        elif isinstance(message, EngineCoreOutputs):
-            with self._lock:
-                message.outputs = [output for output in message.outputs if self._table.take_output(index, output)]
-        return self._tell(message)
-
-    def _take_in(self, ready: CoreReady) -> bool:
-        """A replica takes requests from now on. False if it has not said hello yet on the socket that they are sent to."""
-        index = ready.engine_index
-        self._take_hellos()
-        with self._lock:
-            if identity_of(index) not in self._said_hello:
-                self._early[index] = ready
-                return False
-            self._ready[index] = ready
-            for gone in (self._left, self._returning, self._announced, self._silent, self._broken):
-                gone.discard(index)
-            self._table.take_in(index, ready.num_gpu_blocks)
-            if self._is_tracing:
-                self._send(index, SetTracing(True, self._place.client_index))
-            for client_index in self._dropped:
-                self._send(index, DropClient(client_index))
-        if self._launcher is not None:
-            self._launcher.local.note_ready(index)
-            if self._thread is not None or index not in self._launcher.local.processes:
-                logger.warning("Replica %d takes requests.", index)
-        return True
-
-    def _remind(self, index: int) -> None:
-        """A replica that leaves is there. If it has said that it leaves, the farewell may be lost; if not, it was out of reach, and is back."""
-        with self._lock:
-            if index in self._announced:
-                self._send(index, Farewell(self._place.client_index))
-            else:
-                self._table.reopen(index, self._ready[index].num_gpu_blocks)
-                logger.warning("Replica %d is back and takes requests.", index)
-
-    def _let_leave(self, index: int) -> None:
-        with self._lock:
-            self._announced.add(index)
-            self._table.let_leave(index)
-            self._send(index, Farewell(self._place.client_index))
-            num_requests = len(self._table.requests_at(index))
-        if self._launcher is not None or num_requests:
-            logger.warning("Replica %d leaves: it finishes what it has (requests: %d) and gets no more.", index, num_requests)
-
-    def _note_left(self, message: CoreLeaving) -> CoreFailed:
-        """A replica has finished what it had."""
-        index = message.engine_index
-        if self._launcher is not None:
-            logger.warning("Replica %d has left%s.", index, ", and is started again" if message.returns else "")
-        self._left.add(index)
-        if message.returns:
-            self._returning.add(index)
-        return self._judge_loss(self._lose(CoreFailed("", "it left", engine_index=index, has_died=False)))
-
-    def _give_up(self, failure: CoreFailed) -> CoreFailed:
-        """A replica has died, or is out of reach."""
-        index = failure.engine_index
-        self._lose(failure)
-        if self._launcher is not None:
-            logger.error("%s", replica_error(failure))
-            if index not in self._silent:
-                self._launcher.local.remove(index)
-                self._launcher.local.start_another(index)
-        return self._judge_loss(failure)
-
-    def _lose(self, failure: CoreFailed) -> CoreFailed:
-        """Forget a replica, and say which requests are lost with it."""
-        index = failure.engine_index
-        with self._lock:
-            failure.request_ids = self._table.remove(index)
-            self._send(index, BeginAnew(self._place.client_index))  # if it is there after all
-        return failure
-
-    def _judge_loss(self, failure: CoreFailed) -> CoreFailed:
-        """What the end of a replica means for the engine: that of some requests, if there are other replicas, or of all."""
-        index = failure.engine_index
-        failure.is_last = self._table.is_empty
-        if not failure.is_last:
-            return failure
-        may_come = self._place.restarts
-        if self._launcher is not None:
-            ranks = self._config.parallel_config.local_ranks
-            may_come = any(self._launcher.local.is_coming(index) for index in ranks if index not in self._left)
-        failure.restarting = may_come or bool(self._returning) or not self._config.parallel_config.is_on_one_machine
-        failure.message = f"no replica of the model is left. The last one, {index}: {failure.message}"
-        return failure
-
-    def _tell(self, message: FromCore) -> bool:
+    def _tell(self, message: ToFrontend) -> bool:
+        """Tell the frontend. False if nobody wants messages any more."""
         on_message = self._on_message()
         if on_message is not None:
             on_message(message)
         return on_message is not None
+
+    def _next_messages(self) -> list[ToFrontend]:
+        """Wait for news, for a moment. Returns what the frontend is to be told."""
+        messages = self._check(now) if (now := time.monotonic()) >= self._latest_check + POLL_MS / 1000 else []
+        events = dict(self._poller.poll(POLL_MS))
+        if self._loads in events:
+            messages += self._take_published(self._loads.recv())
+        if self._outputs in events:
+            messages += self._take_message(self._outputs.recv_multipart())
+        return messages
+
+    def _take_message(self, frames: list[bytes]) -> list[ToFrontend]:
+        """Handle a message of a replica."""
+        try:
+            header, data = frames
+            incarnation, number = read_header(header)
+            message = decode_from_core(data)
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
+            return []
+        rank = message.engine_index
+        if not 0 <= rank < self._size:
+            return []
+        if isinstance(message, CoreLog):
+            self._log(rank, message)
+        if isinstance(message, CoreFailed) and self._thread is None and rank in self._config.parallel_config.local_ranks:
+            self._fail_to_start(rank, message)
+        with self._lock:
+            decisions = [] if isinstance(message, EngineCoreOutputs) else self._take_hellos()
+            decisions += self._liveness.hear(rank, incarnation, number, message, time.monotonic())
+            messages = self._carry_out(decisions)
+            if isinstance(message, EngineCoreOutputs) and self._liveness.is_believed(rank, incarnation):
+                message.outputs = [output for output in message.outputs if self._table.take_output(rank, output)]
+                messages.append(message)
+        return messages
+
+    def _log(self, rank: int, message: CoreLog) -> None:
+        """Log what a replica logs, in the first frontend. All of them say the same things when they start: once is enough."""
+        if self._launcher is not None and (rank == 0 or message.level >= logging.WARNING):
+            text = message.text if rank == 0 else f"Replica {rank}: {message.text}"
+            logging.getLogger(message.logger).log(message.level, "%s", text)
+
+    def _take_published(self, data: bytes) -> list[ToFrontend]:
+        """Handle what the coordinator says."""
+        self._coordinator_heard = time.monotonic()
+        if self._launcher is None:
+            self._has_coordinator = True  # it was only silent
+        message = dp_messages.decode_published(data)
+        if isinstance(message, ReplicaDied):
+            return self._take_deaths([message])
+        if isinstance(message, Loads):
+            with self._lock:
+                self._table.update_loads(message.loads)
+        elif self._launcher is not None:  # once is enough
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        return []
+
+    def _take_deaths(self, deaths: Iterable[ReplicaDied]) -> list[ToFrontend]:
+        decisions: list[Decision] = []
+        with self._lock:
+            for died in deaths:
+                rank = died.engine_index
+                if not 0 <= rank < self._size:
+                    continue
+                if self._thread is None and rank in self._config.parallel_config.local_ranks:
+                    self._fail_to_start(rank, CoreFailed("", died.end))
+                self._liveness.peers[rank].num_deaths = died.num_deaths
+                decisions += self._liveness.note_death(
+                    rank, died.incarnation, died.end, has_died=died.has_died, was_killed=died.was_killed, outlook=died.outlook
+                )
+            return self._carry_out(decisions)
+
+    def _check(self, now: float) -> list[ToFrontend]:
+        """Look after the replicas, their processes, and the coordinator."""
+        if now - self._latest_check > _PAUSE_SECONDS:  # this process was stopped for a while, and listened to nobody
+            self._coordinator_heard = now
+            with self._lock:
+                self._liveness.excuse_silence(now)
+        self._latest_check = now
+        self._check_coordinator(now)
+        messages: list[ToFrontend] = []
+        if self._launcher is not None:
+            for rank, incarnation in self._liveness.find_hopeless(now):
+                self._launcher.local.kill(rank, incarnation)
+            messages += self._take_deaths(self._launcher.local.find_ended())
+        with self._lock:
+            return messages + self._carry_out(self._take_hellos() + self._liveness.find_silent(now))
+
+    def _take_hellos(self) -> list[Decision]:
+        """Note the replicas that messages can be sent to."""
+        decisions: list[Decision] = []
+        while self._requests.poll(0):
+            rank = index_of(self._requests.recv_multipart()[0])
+            if 0 <= rank < self._size:
+                decisions += self._liveness.connect(rank)
+        return decisions
+
+    def _check_coordinator(self, now: float) -> None:
+        """Do without the coordinator if it is gone, until it is back."""
+        end = None
+        if self._launcher is not None:
+            end = self._launcher.tend_coordinator()
+        elif self._has_coordinator and now - self._coordinator_heard > 3 * LoadPublisher.IDLE_SECONDS:
+            end = "is not responding"
+            self._has_coordinator = False
+        if end is not None:
+            with self._lock:
+                self._table.stop_reports()
+            logger.error("The coordinator of the replicas %s: until it is back, requests are routed by what is in flight.", end)
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, decisions: list[Decision]) -> list[ToFrontend]:
+        """Do what was decided, in order. Returns what the frontend is to be told."""
+        messages: list[ToFrontend] = []
+        for decision in decisions:
+            if isinstance(decision, Join):
+                messages += self._join(decision)
+            elif isinstance(decision, Withdraw):
+                self._withdraw(decision)
+            else:
+                messages.append(self._lose(decision))
+        return messages
+
+    def _join(self, decision: Join) -> list[ToFrontend]:
+        rank, client = decision.rank, self._place.client_index
+        if not self._send(rank, BeginAnew(client)):
+            return []
+        self._table.take_in(rank, decision.num_gpu_blocks)
+        if self._is_tracing:
+            self._send(rank, SetTracing(True, client))
+        for client_index in self._dropped:
+            self._send(rank, DropClient(client_index))
+        if self._launcher is not None and (self._thread is not None or rank not in self._config.parallel_config.local_ranks):
+            logger.warning("Replica %d takes requests.", rank)
+        return [CoreReady(self.num_gpu_blocks, rank)]
+
+    def _withdraw(self, decision: Withdraw) -> None:
+        rank, client = decision.rank, self._place.client_index
+        self._table.close(rank)
+        if decision.previous not in (PeerState.READY, PeerState.LEAVING):
+            self._send(rank, BeginAnew(client))
+        self._send(rank, Farewell(client))
+        if decision.previous is PeerState.READY:
+            num_requests = len(self._table.requests_at(rank))
+            if self._launcher is not None or num_requests:
+                logger.warning("Replica %d leaves: it finishes what it has (requests: %d) and gets no more.", rank, num_requests)
+
+    def _lose(self, decision: Lose) -> CoreLost:
+        rank, liveness = decision.rank, self._liveness
+        if self._launcher is not None:
+            if decision.has_died:
+                logger.error("Replica %d of the model has ended: %s.", rank, decision.cause.rstrip("."))
+            elif liveness.peers[rank].state is PeerState.FENCED:
+                logger.error("Replica %d is lost: %s.", rank, decision.cause)
+            else:
+                follows = liveness.peers[rank].outlook == "starting"
+                logger.warning("Replica %d has left%s.", rank, ", and another is started in its place" if follows else "")
+        requests = self._table.remove(rank)
+        lost = CoreLost(decision.cause, rank, requests, is_last=False, has_died=decision.has_died, was_killed=decision.was_killed)
+        if not any(peer.is_member for peer in liveness.peers):
+            lost.is_last = True
+            lost.may_return = not self._config.parallel_config.is_on_one_machine or any(
+                peer.may_return for peer in liveness.peers
+            )
+            lost.cause = f"no replica is left; the last, replica {rank}, was lost: {decision.cause}"
+        return lost
 
     # -- health and end ------------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if no replica is responding."""
         now = time.monotonic()
-        silent = [now - self._last_heard[index] for index in self._table.open]
+        silent = [now - self._liveness.peers[rank].last_heard for rank in self._table.open]
         if silent and min(silent) > self._timeout:
             raise EngineDeadError(f"The replicas are not responding: nothing heard from them for {min(silent):.0f} seconds.")
 
@@ -532,16 +451,10 @@ class Replicas:
     def stop(self) -> None:
         """Close the sockets, and end the processes that belong to this frontend. Safe to call again, from any thread."""
         self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._closed.wait(GRACE_SECONDS)
         if self._launcher is not None:
             self.send(Shutdown())
             self._launcher.stop(told=self._table.open)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._closed.wait(GRACE_SECONDS)
         with self._lock:
             self._sockets.close()
-
-
-def replica_error(failure: CoreFailed) -> EngineDeadError:
-    """What users are told when a replica is gone, and others are not."""
-    cause = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
-    return EngineDeadError(f"Replica {failure.engine_index} of the model has ended: {cause.rstrip('.')}.")

@@ -42,6 +42,8 @@ from minivllm.errors import EngineDeadError, RequestError
 
 BODY_SECONDS = 60.0
 """Time limit for receiving a request body."""
+RANK_HEADER = "X-data-parallel-rank"
+"""The replica that a request is to go to, as in vLLM; if that takes no requests, it goes to another."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "model": shapes.ErrorResponse,
@@ -165,7 +167,19 @@ def _answer(request: Request, body: GenerationBody, kind: Callable[..., Answer])
     _check_model(request, body.model)
     request.scope["minivllm.record"].ignored_fields = body.ignored_fields
     state = _state(request)
-    return AnswerResponse(state, kind(state.engine, body))
+    answer = kind(state.engine, body)
+    answer.data_parallel_rank = _read_rank(request)
+    return AnswerResponse(state, answer)
+
+
+def _read_rank(request: Request) -> int | None:
+    """The replica that the request asks for."""
+    rank = request.headers.get(RANK_HEADER)
+    if rank is None:
+        return None
+    if not rank.isdecimal() or len(rank) > 5:
+        raise ApiError(400, f"{RANK_HEADER} is {quoted(rank)}, but must be the rank of a replica: a number from 0 on.")
+    return int(rank)
 
 
 def _json(body: Any) -> Response:

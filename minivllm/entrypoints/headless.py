@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import zmq
@@ -57,12 +58,15 @@ def run_headless(args: EngineArgs, *, restart: bool) -> int:
     try:
         address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
         connection = _Connection(sockets, address)
-        welcome = connection.introduce(HelloNode(VERSION, hash_config(config), list(parallel.local_ranks)), stop)
+        node_id = uuid.uuid4().hex
+        welcome = connection.introduce(HelloNode(VERSION, hash_config(config), list(parallel.local_ranks), node_id), stop)
         if welcome is None:
             return 0
+        offset = time.perf_counter() - welcome.clock
         names = ", ".join(map(str, parallel.local_ranks))
         print(f"minivllm: replicas {names} start, for the API server at {address}, until Ctrl-C.", file=sys.stderr, flush=True)
-        return _supervise(LocalReplicas(config, welcome, sockets, restart=restart), connection, stop)
+        replicas = LocalReplicas(config, welcome, sockets, node_id, restart=restart, clock_offset=offset)
+        return _supervise(replicas, connection, stop)
     finally:
         sockets.close()
 
@@ -121,28 +125,21 @@ class _Connection:
 
 def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals) -> int:
     is_leaving = False
-    for index in replicas.processes:
-        replicas.note_ready(index)  # as far as can be known here
     try:
-        while any(replicas.is_coming(index) for index in replicas.num_deaths):
+        while not replicas.is_done:
             time.sleep(POLL_MS / 1000)
             connection.check()
             if stop.count and not is_leaving:
                 is_leaving = True
                 print("minivllm: the replicas finish what they have; Ctrl-C again ends them now.", file=sys.stderr, flush=True)
-                for process in replicas.processes.values():
-                    process.leave()
+                replicas.leave()
             if stop.count > 1:
                 return 1
             if connection.lost_since is not None and time.monotonic() - connection.lost_since > GONE_SECONDS:
                 print(f"minivllm: the API server has been gone for {GONE_SECONDS:.0f} seconds.", file=sys.stderr)
                 return 1
-            if ended := replicas.find_ended():
-                index = ended.engine_index
-                print(f"minivllm: replica {index}: {ended.end}.", file=sys.stderr, flush=True)
-                if not is_leaving:
-                    replicas.start_another(index)
-                    replicas.note_ready(index)
+            for died in replicas.find_ended():
+                print(f"minivllm: replica {died.engine_index}: {died.end}.", file=sys.stderr, flush=True)
         return 0 if is_leaving else 1
     finally:
         replicas.shutdown(told=())

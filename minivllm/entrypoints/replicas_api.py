@@ -25,15 +25,22 @@ router = APIRouter()
 
 
 def describe_replicas(engine: AsyncLLMEngine) -> list[shapes.ReplicaHealth]:
-    """Each replica in order: its state, its sequences, and how often it has died."""
-    process_ids, deaths = engine.replica_process_ids, engine.replica_deaths
-    replicas = []
-    for rank, state in engine.replica_states.items():
-        load = engine.stats_by_engine.get(rank, SchedulerStats()).load
-        replica = shapes.ReplicaHealth(rank=rank, state=state, process_id=process_ids.get(rank), **load._asdict())
-        if rank in deaths:
-            replica["deaths"] = deaths[rank]
-        replicas.append(replica)
+    """Each replica in order: its state, its queues, its blocks, its rate, and how often it has died."""
+    replicas: list[shapes.ReplicaHealth] = []
+    for status in engine.replicas.statuses():
+        stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
+        replicas.append(
+            {
+                "rank": status.rank,
+                "state": status.state,
+                "process_id": status.process_id or None,
+                **stats.load._asdict(),
+                "num_gpu_blocks": status.num_gpu_blocks,
+                "num_used_blocks": stats.num_used_blocks,
+                "tokens_per_second": round(engine.tokens_per_second(status.rank), 1),
+                "deaths": status.num_deaths,
+            }
+        )
     return replicas
 
 
@@ -41,7 +48,8 @@ def describe_replicas(engine: AsyncLLMEngine) -> list[shapes.ReplicaHealth]:
 async def list_replicas(request: Request) -> Response:
     """All replicas."""
     engine = _state(request).engine
-    return _json({"replicas": describe_replicas(engine), "streams_resumed": engine.num_resumed, "streams_lost": engine.num_lost})
+    counts = {"streams_resumed": "num_resumed_requests", "streams_lost": "num_lost_requests"}
+    return _json({"replicas": describe_replicas(engine)} | {name: engine.metrics.count(count) for name, count in counts.items()})
 
 
 @router.post("/replicas/{rank}/restart", responses={202: {"model": shapes.AcceptedResponse}})
@@ -50,11 +58,11 @@ async def restart_replica(rank: int, request: Request) -> Response:
     state = _checked(request, rank)
     if not state.settings.may_manage:
         raise ApiError(
-            403, "A server that other machines can reach restarts replicas only for those who have its key: set --api-key."
+            403, "A server that other machines can reach restarts replicas only for callers with its API key: set --api-key."
         )
-    if not state.engine.restart_replica(rank):
+    if not state.engine.replicas.restart(rank):
         raise ApiError(
-            409, f"Replica {rank} is {state.engine.replica_states[rank]} and cannot be restarted now: try again later."
+            409, f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted: try again later."
         )
     return _json({"status": "restarting"}, 202)
 
@@ -65,9 +73,13 @@ async def kill_replica(rank: int, request: Request) -> Response:
     state = _checked(request, rank)
     if not state.settings.allow_kill:
         raise ApiError(403, "This server kills no replicas: start it with --allow-kill.")
-    if not state.engine.kill_replica(rank):
-        raise ApiError(409, f"Replica {rank} is {state.engine.replica_states[rank]} and cannot be killed now.")
+    if not state.engine.replicas.kill(rank):
+        raise ApiError(409, f"Replica {rank} is {_state_of(state, rank)} and cannot be killed now.")
     return _json({"status": "killed"}, 202)
+
+
+def _state_of(state: ServerState, rank: int) -> str:
+    return state.engine.replicas.statuses()[rank].state
 
 
 def _checked(request: Request, rank: int) -> ServerState:

@@ -94,12 +94,12 @@ def run_list(arguments: argparse.Namespace) -> int:
     content = _Server(arguments).ask("GET", "/replicas")
     print(f"{'rank':>4}  {'state':10}{'running':>8}{'waiting':>9}{'cache':>7}{'deaths':>8}{'process':>9}")
     for replica in content["replicas"]:
-        deaths, process_id = replica.get("deaths", ""), replica["process_id"] or ""
+        deaths, process_id = replica["deaths"], replica["process_id"] or ""
         print(
             f"{replica['rank']:4}  {replica['state']:10}{replica['running']:8}{replica['waiting']:9}{replica['kv_cache_usage']:7.0%}"
             f"{deaths:8}{process_id:9}"
         )
-    print(f"streams that went on elsewhere: {content['streams_resumed']}, lost: {content['streams_lost']}")
+    print(f"streams resumed elsewhere: {content['streams_resumed']}, lost: {content['streams_lost']}")
     return 0
 
 

@@ -196,7 +196,7 @@ class ApiServer(uvicorn.Server):
             if ended := others.find_ended():
                 client_index, end = ended
                 logger.error("API server %d %s: its clients' connections have ended, and the others go on.", client_index, end)
-                self._state.engine.drop_client(client_index)
+                self._state.engine.replicas.drop_client(client_index)
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _exit_with_failure(self) -> None:

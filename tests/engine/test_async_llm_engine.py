@@ -234,7 +234,14 @@ def test_cancelling_a_task_aborts_its_request_and_no_other(engine):
         outputs = await tasks[1]
         assert outputs[-1].outputs[0].token_ids == alone
         await becomes(
-            lambda: engine.stats == SchedulerStats(num_gpu_blocks=engine.num_gpu_blocks, num_steps=engine.stats.num_steps)
+            lambda: (
+                engine.stats
+                == SchedulerStats(
+                    num_gpu_blocks=engine.num_gpu_blocks,
+                    num_steps=engine.stats.num_steps,
+                    num_generated_tokens=engine.stats.num_generated_tokens,
+                )
+            )
         )
 
     asyncio.run(run())

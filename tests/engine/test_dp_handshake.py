@@ -12,7 +12,7 @@ import zmq
 from minivllm.config import EngineArgs, ParallelConfig
 from minivllm.core.routing import ReplicaLoad
 from minivllm.engine import dp_messages
-from minivllm.engine.dp_coordinator import CoordinatorSetup
+from minivllm.engine.dp_coordinator import HELD_SECONDS, CoordinatorSetup, RankHolders
 from minivllm.engine.dp_messages import (
     VERSION,
     CoordinatorLog,
@@ -21,8 +21,10 @@ from minivllm.engine.dp_messages import (
     HelloNode,
     LoadReport,
     Loads,
+    NodeAlive,
     NodeWelcome,
     Refused,
+    ReplicaDied,
 )
 from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.replica_processes import DPCoordinator
@@ -61,8 +63,8 @@ class Coordinator:
             sockets.close()
         return answer
 
-    def node(self, *ranks, version=VERSION, config_hash="right", **options):
-        return self.ask(HelloNode(version, config_hash, list(ranks)), **options)
+    def node(self, *ranks, version=VERSION, config_hash="right", node_id="node", **options):
+        return self.ask(HelloNode(version, config_hash, list(ranks), node_id), **options)
 
     def published(self, kind, seconds=10):
         end = time.monotonic() + seconds
@@ -93,18 +95,57 @@ def test_nodes_with_the_same_options_are_welcome_and_others_are_told_why_not(coo
         assert "ranks 0 to 3" in coordinator.node(*ranks).message
 
 
-def test_a_rank_that_is_running_is_taken_until_it_has_left(coordinator):
+def test_loads_are_published_and_what_is_no_load_is_dropped(coordinator):
     welcome = coordinator.node(2)
     reports = coordinator.sockets.connect(zmq.PUSH, welcome.report_address)
     reports.send(b"garbage")
     reports.send(dp_messages.encode(LoadReport(2, ReplicaLoad(3, 4, 0.5))))
     reports.send(dp_messages.encode(LoadReport(77, ReplicaLoad(3, 4, 0.5))))
     assert coordinator.published(Loads).loads == {2: ReplicaLoad(3, 4, 0.5)}
-    assert "There is a replica 2 already" in coordinator.node(1, 2).message
-    reports.send(dp_messages.encode(LoadReport(2, None)))
-    end = time.monotonic() + 10
-    while isinstance(coordinator.node(2), Refused):
-        assert time.monotonic() < end
+    died = ReplicaDied(2, 5, "its process ended", True, False, 1, "gone")
+    reports.send(dp_messages.encode(died))
+    assert coordinator.published(ReplicaDied) == died
+
+
+def test_a_rank_belongs_to_its_node_for_as_long_as_that_is_alive(coordinator):
+    welcome = coordinator.node(1, 2, node_id="first")
+    reports = coordinator.sockets.connect(zmq.PUSH, welcome.report_address)
+    is_over = threading.Event()
+
+    def live():
+        while not is_over.wait(0.1):
+            reports.send(dp_messages.encode(NodeAlive("first", [1, 2])))
+        reports.send(dp_messages.encode(NodeAlive("first", [])))
+
+    alive = threading.Thread(target=live)
+    alive.start()
+    assert "Another node has these replicas" in coordinator.node(2, 3, node_id="second").message
+    assert isinstance(coordinator.node(3, node_id="third"), NodeWelcome)
+    is_over.set()
+    alive.join()
+    assert isinstance(coordinator.node(2, node_id="second"), NodeWelcome), "it has given them back"
+    start = time.monotonic()
+    assert isinstance(coordinator.node(2, node_id="again"), NodeWelcome), "the second was not heard any more"
+    assert 0.5 * HELD_SECONDS < time.monotonic() - start < 2 * HELD_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("others", "since", "may_have"),
+    [
+        ([], 0.0, True),
+        ([("b", [1], 9.0)], 8.0, False),  # heard since it was asked for
+        ([("b", [1], 9.0)], 9.5, None),  # perhaps it is gone
+        ([("b", [1], 4.0)], 9.5, True),  # it is
+        ([("b", [2], 9.0)], 8.0, True),
+        ([("a", [1], 9.0)], 8.0, True),  # it asks again
+        ([("b", [1], 9.0), ("b", [], 9.2)], 8.0, True),
+    ],
+)
+def test_who_may_have_a_rank(others, since, may_have):
+    holders = RankHolders()
+    for node_id, ranks, now in others:
+        holders.hear(node_id, ranks, now)
+    assert holders.may_have("a", [0, 1], since, 10.0) is may_have
 
 
 def test_what_is_no_message_is_refused_and_does_no_harm(coordinator):
@@ -121,7 +162,7 @@ def test_without_the_key_nobody_gets_in(coordinator):
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.setsockopt(zmq.LINGER, 0)
         plain.connect(coordinator.address)
-        plain.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+        plain.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
         assert not plain.poll(500)
     # who has found out the public half still lacks the secret one
     with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
@@ -130,7 +171,7 @@ def test_without_the_key_nobody_gets_in(coordinator):
         thief.setsockopt(zmq.CURVE_PUBLICKEY, public.encode())
         thief.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
         thief.connect(coordinator.address)
-        thief.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+        thief.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
         assert not thief.poll(500)
     assert isinstance(coordinator.node(0), NodeWelcome)
 
@@ -157,7 +198,7 @@ def test_a_handshake_that_was_overheard_is_of_no_use(coordinator):
 
         threading.Thread(target=overhear, daemon=True).start()
         with coordinator.sockets.connect(zmq.DEALER, f"tcp://127.0.0.1:{listener.getsockname()[1]}", LINGER=0) as node:
-            node.send(dp_messages.encode(HelloNode(VERSION, "right", [0])))
+            node.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
             assert node.poll(10_000)
             first = len(node.recv())
     assert len(heard) > 300

@@ -31,6 +31,7 @@ class World(RuleBasedStateMachine):
         self.publisher, self.now = LoadPublisher(0.0), 0.0
         self.state = {}
         """By replica: "open" or "leaving"."""
+        self.num_blocks = {}
         self.at = {}
         """By request: its number, its replica, and its unfinished sequences."""
         self.running = []
@@ -41,19 +42,13 @@ class World(RuleBasedStateMachine):
     def a_replica_is_ready(self, replica, num_blocks):
         if replica not in self.state:
             self.table.take_in(replica, num_blocks)
-            self.state[replica] = "open"
+            self.state[replica], self.num_blocks[replica] = "open", num_blocks
 
     @rule(replica=REPLICAS)
     def a_replica_leaves(self, replica):
-        self.table.let_leave(replica)
+        self.table.close(replica)
         if self.state.get(replica) == "open":
             self.state[replica] = "leaving"
-
-    @rule(replica=REPLICAS, num_blocks=st.integers(1, 100))
-    def one_that_was_out_of_reach_is_back(self, replica, num_blocks):
-        if self.state.get(replica) == "leaving":
-            self.table.reopen(replica, num_blocks)
-            self.state[replica] = "open"
 
     @rule()
     def the_coordinator_dies(self):
@@ -63,24 +58,34 @@ class World(RuleBasedStateMachine):
     @rule(replica=REPLICAS)
     def a_replica_dies(self, replica):
         lost = self.table.remove(replica)
-        assert sorted(lost) == sorted(name for name, (_, where, _) in self.at.items() if where == replica)
-        for name in lost:
+        assert sorted(lost) == sorted((name, number) for name, (number, where, _) in self.at.items() if where == replica)
+        for name, _ in lost:
             del self.at[name]
         self.running = [item for item in self.running if item[0] != replica]
         self.state.pop(replica, None)
         self.publisher.forget(replica)
 
-    @rule(name=st.integers(0, 4), n=st.integers(1, 3), token=st.integers(0, 2))
-    def a_request_comes(self, name, n, token):
+    @rule(
+        name=st.integers(0, 4),
+        n=st.integers(1, 3),
+        token=st.integers(0, 2),
+        num_blocks=st.integers(1, 100),
+        wanted=st.none() | REPLICAS,
+    )
+    def a_request_comes(self, name, n, token, num_blocks, wanted):
         if str(name) in self.at:
             return
-        request = EngineCoreRequest(str(name), [token] * 70, SamplingParams(n=n), 100, number=self.num_requests)
-        if "open" not in self.state.values():
+        request = EngineCoreRequest(
+            str(name), [token] * 70, SamplingParams(n=n), 16 * num_blocks + 1, number=self.num_requests, data_parallel_rank=wanted
+        )
+        may_have_it = [r for r, state in self.state.items() if state == "open" and self.num_blocks[r] >= num_blocks]
+        if not may_have_it:
             with pytest.raises(EngineDeadError):
                 self.table.add(request)
             return
         replica = self.table.add(request)
-        assert self.state[replica] == "open"
+        assert replica in may_have_it
+        assert replica == wanted or wanted not in may_have_it
         self.at[str(name)] = (self.num_requests, replica, set(range(n)))
         self.running.append((replica, str(name), self.num_requests, set(range(n))))
         self.num_requests += 1
@@ -141,8 +146,9 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self):
-        assert sorted(self.table.open) == sorted(replica for replica, state in self.state.items() if state == "open")
-        assert self.table.is_empty == (not self.state)
+        is_open = [replica for replica, state in self.state.items() if state == "open"]
+        assert sorted(self.table.open) == sorted(is_open)
+        assert self.table.num_gpu_blocks == min((self.num_blocks[replica] for replica in is_open), default=0)
         for replica, count in enumerate(self.router.num_in_flight):
             if replica in self.state:
                 assert count == len(self.table.requests_at(replica))

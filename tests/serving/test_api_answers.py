@@ -221,9 +221,11 @@ def test_the_first_token_of_several_prompts_is_the_earliest(server, monkeypatch,
     monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
     records = []
     monkeypatch.setattr("minivllm.entrypoints.request_log.RequestRecord.log", lambda record: records.append(record))
+    begin = time.monotonic()
     server.complete(prompt=["a"] * 6, max_tokens=6, stream=stream)
+    elapsed = time.monotonic() - begin
     wait_until(lambda: len(records) > 0)
-    assert 0.04 < records[0].answer.time_to_first_token < 0.2
+    assert 0.04 < records[0].answer.time_to_first_token < elapsed / 3, "of twelve steps, it came in the first"
 
 
 def test_tokens_come_when_they_are_there(slow):

@@ -28,8 +28,9 @@ from scripted_server import (
 )
 from starlette.responses import StreamingResponse
 
-from minivllm.engine.core_client import AsyncMPClient, CoreSupervisor
+from minivllm.engine.core_client import AsyncMPClient
 from minivllm.engine.core_messages import Shutdown
+from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.entrypoints.server import ApiServer
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
@@ -294,12 +295,13 @@ def test_streams_of_a_core_that_died_go_on_at_the_next(smollm2_path):
             reader.join()
             assert "".join(chunk["choices"][0]["text"] for chunk in reader.chunks if chunk["choices"]) == expected
         assert server.client.get("/health").status_code == 200 and len(cores.started) == 2
-        assert (server.engine.num_resumed, server.engine.num_lost) == (3, 0)
+        count = server.engine.metrics.count
+        assert (count("num_resumed_requests"), count("num_lost_requests")) == (3, 0)
         wait_until(server.is_idle)
 
 
 def test_cores_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
-    monkeypatch.setattr(CoreSupervisor, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(RestartPolicy, "FIRST_PAUSE_SECONDS", 0.05)
     cores = Cores(smollm2_path, after_start=lambda number: number and cores.kill(number))
     with running_server(cores.engine) as server:
         cores.kill()
@@ -350,7 +352,7 @@ def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
 
 
 def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):
-    monkeypatch.setattr(CoreSupervisor, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(RestartPolicy, "FIRST_PAUSE_SECONDS", 0.05)
 
     def fail(number):
         if number:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import re
@@ -15,12 +14,13 @@ from fastapi import FastAPI
 from watched_engine import MODEL, make_engine
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.engine.core_client import ReplicaStatus
 from minivllm.engine.core_messages import SchedulerStats
-from minivllm.engine.trace import SequenceStep, StepRecord
+from minivllm.engine.metrics import Metrics, TokenRate
+from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard import _FILES, HEADERS, add_dashboard
 from minivllm.entrypoints.dashboard import live as live_module
 from minivllm.entrypoints.dashboard.live import live_events
-from minivllm.entrypoints.dashboard.replica_view import ReplicaView
 from minivllm.errors import EngineDeadError
 from minivllm.sampling_params import SamplingParams
 
@@ -33,6 +33,16 @@ def make_step(number):
 # -- the stream of events ----------------------------------------------------------------------------------------------
 
 
+class ScriptedReplicas:
+    """Those that a test wants."""
+
+    def __init__(self, all_of_them):
+        self.all = all_of_them
+
+    def statuses(self):
+        return self.all
+
+
 class ScriptedEngine:
     """Has the steps that a test puts into it, and the end."""
 
@@ -41,11 +51,15 @@ class ScriptedEngine:
         self.scheduler_config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
         self.cache_config = CacheConfig(block_size=16)
         self.num_gpu_blocks = 20
-        self.num_engines, self.replica_blocks = 1, {0: 20}
+        self.num_engines, self.replicas = 1, ScriptedReplicas([ReplicaStatus(0, "ready", 1, 20)])
+        self.metrics = Metrics(MODEL, 2)
         self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=20)}
         self.num_unfinished = 0
         self.script = asyncio.Queue()
         self.num_watchers = 0
+
+    def tokens_per_second(self, rank):
+        return 10.0 * rank
 
     async def steps_of_all(self):
         self.num_watchers += 1
@@ -174,10 +188,9 @@ class ReplicatedEngine(ScriptedEngine):
 
     def __init__(self):
         super().__init__()
-        self.num_engines, self.replica_blocks = 2, {0: 20, 1: 30}
+        self.num_engines = 2
+        self.replicas.all = [ReplicaStatus(0, "ready", 1, 20), ReplicaStatus(1, "ready", 2, 30)]
         self.stats_by_engine[1] = SchedulerStats(num_gpu_blocks=20)
-        self.replica_states = {0: "ready", 1: "ready"}
-        self.num_resumed = self.num_lost = 0
 
 
 def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch):
@@ -193,7 +206,7 @@ def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch)
             async for event in events:
                 told.append(parse(event))
                 if told[-1][0] == "idle":
-                    engine.replica_states = {0: "gone", 1: "leaving"}
+                    engine.replicas.all = [ReplicaStatus(0, "gone", 1, 20), ReplicaStatus(1, "leaving", 2, 30)]
                 if told[-1][0] == "replicas" and told[-1][1]["replicas"][0]["state"] == "gone":
                     return told
 
@@ -202,31 +215,31 @@ def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch)
     assert (told[0][1]["num_engines"], told[0][1]["replica"], told[0][1]["num_gpu_blocks"]) == (2, 1, 30)
     assert [content["start"] for name, content in told if name == "steps"] == [7]
     seen = [content["replicas"] for name, content in told if name == "replicas"]
-    assert [(item["rank"], item["state"], item["num_running"], item["num_used_blocks"]) for item in seen[0]] == [
-        (0, "ready", 4, 3), (1, "ready", 0, 0),
-    ]  # fmt: skip
+    counts = {(content["streams_resumed"], content["streams_lost"]) for name, content in told if name == "replicas"}
+    told_of_each = ("rank", "state", "num_running", "num_used_blocks", "num_gpu_blocks", "tokens_per_second")
+    assert [tuple(item[name] for name in told_of_each) for item in seen[0]] == [
+        (0, "ready", 4, 3, 20, 0.0),
+        (1, "ready", 0, 0, 30, 10.0),
+    ]
     idle = [content for name, content in told if name == "idle"]
     assert idle, told
     assert idle[0]["num_running"] == 0, "the replica that is shown has nothing to do, though the other one has"
     assert [item["state"] for item in seen[-1]] == ["gone", "leaving"]
-    assert {(content["streams_resumed"], content["streams_lost"]) for name, content in told if name == "replicas"} == {(0, 0)}
+    assert counts == {(0, 0)}
 
 
 def test_the_rate_of_a_replica_is_that_of_the_last_seconds():
-    now = 0.0
-    view = ReplicaView(lambda: now)
-    part = SequenceStep("r", 0, "decode", 1, 10, 3)
-    for now in (10.0, 11.0, 12.0):
-        view.take(1, dataclasses.replace(make_step(now), scheduled=[part, part]))
-
-    def rates():
-        return [item["tokens_per_second"] for item in view.report({0: "ready", 1: "ready"}, {}, {})]
-
-    assert rates() == [0.0, 9.0]
-    now = 13.5
-    assert rates() == [0.0, 3.0]
-    now = 20.0
-    assert rates() == [0.0, 0.0]
+    rate = TokenRate()
+    for now, num_tokens in ((10.0, 100), (11.0, 106), (12.0, 112)):
+        rate.update(num_tokens, now)
+    assert rate.rate(12.0) == 6.0
+    assert rate.rate(12.5) == 3.0
+    assert rate.rate(20.0) == 0.0
+    rate.update(130, 21.0)
+    rate.update(140, 21.5)
+    rate.update(4, 22.0)  # another process
+    rate.update(8, 22.5)
+    assert rate.rate(22.5) == 2.0
 
 
 def test_a_dead_engine_is_told_with_its_cause_and_the_stream_ends():
@@ -400,7 +413,7 @@ def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
 def test_each_page_gets_the_engine_of_the_moment():
     async def main():
         engines = [ScriptedEngine(), ScriptedEngine()]
-        engines[1].replica_blocks = {0: 77}
+        engines[1].replicas.all = [ReplicaStatus(0, "ready", 1, 77)]
         for engine in engines:
             engine.script.put_nowait(EngineDeadError("It died."))
         app, restarted = FastAPI(), iter(engines)

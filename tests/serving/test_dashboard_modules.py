@@ -165,6 +165,6 @@ def test_replicas_stand_side_by_side_and_one_can_be_chosen(page):
     assert second[1] == ["Replica 1", "gone", "0 of 20 blocks"]
     assert second[2][2] == "running 2, waiting 1, swapped out 2, leaving: finishes what it has"
     assert (result["chosen"], result["pressed"]) == ([3], ["false", "false", "false", "true"])
-    words = "together 91 tokens/s · streams that went on elsewhere: 2 · streams lost: 0"
+    words = "together 91 tokens/s · streams resumed elsewhere: 2 · lost: 0"
     assert (result["sum"], result["numEnded"]) == (words, 0)
     assert (result["mayBeKilled"], result["asked"]) == ([True, False, True, True], [["replicas/3/kill", "POST"]])

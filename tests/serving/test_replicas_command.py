@@ -86,7 +86,7 @@ def test_a_list_of_the_replicas(served, capsys):
     assert lines[0].split() == ["rank", "state", "running", "waiting", "cache", "deaths", "process"]
     assert [line.split()[:2] for line in lines[1:3]] == [["0", "ready"], ["1", "ready"]]
     assert [line.split()[-1] for line in lines[1:3]] == [str(item["process_id"]) for item in replicas(served)]
-    assert lines[3] == "streams that went on elsewhere: 0, lost: 0"
+    assert lines[3] == "streams resumed elsewhere: 0, lost: 0"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_stopped_replica_loses_its_streams_and_comes_back(served, expected):
     process_id = replicas(served)[1]["process_id"]
     with streams(served, expected):
         os.kill(process_id, signal.SIGSTOP)
-        becomes(lambda: replicas(served)[1]["state"] == "gone", 10)
+        becomes(lambda: replicas(served)[1]["state"] == "unreachable", 10)
         os.kill(process_id, signal.SIGCONT)
         becomes(lambda: replicas(served)[1]["state"] == "ready", 10)
     wait_until_ready(served)

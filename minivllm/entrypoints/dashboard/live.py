@@ -1,7 +1,7 @@
 """The stream behind the live page: Server-Sent Events made of the engine's steps.
 
     engine     once: the model and the fixed limits
-    replicas   if there are several, whenever something has changed: `ReplicaView.report`
+    replicas   if there are several, whenever something has changed: their queues, blocks and rates
     steps      at most ten a second: `StepView.report` of the steps since the last event; of one replica, if there are several
     idle       no requests: queue lengths and blocks in use, all 0 if nothing leaks
     busy       requests, but no step has finished for a while: the same numbers
@@ -23,10 +23,11 @@ import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
-from minivllm.entrypoints.dashboard.replica_view import COUNTS, ReplicaView
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import EngineDeadError
 
+COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")
+"""Fields of the scheduler's statistics that the page shows."""
 EVENT_PAUSE = 0.1
 """Minimum seconds between events."""
 SILENT_AFTER = 0.3
@@ -84,7 +85,7 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
 def describe_engine(engine: AsyncLLMEngine, replica: int = 0) -> dict[str, Any]:
     """An engine's fixed settings: its model, and the fields of its `SchedulerConfig` and `CacheConfig`."""
     model = {"model": engine.model_config.name, "max_model_len": engine.model_config.max_model_len}
-    sizes = {"num_gpu_blocks": engine.replica_blocks.get(replica, engine.num_gpu_blocks)}
+    sizes = {"num_gpu_blocks": engine.replicas.statuses()[replica].num_gpu_blocks or engine.num_gpu_blocks}
     return model | sizes | dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.cache_config)
 
 
@@ -93,7 +94,7 @@ class _Views:
 
     def __init__(self, engine: AsyncLLMEngine, replica: int) -> None:
         self._engine, self._replica = engine, replica
-        self.steps, self.replicas = StepView(is_midway=self.is_busy), ReplicaView()
+        self.steps = StepView(is_midway=self.is_busy)
         self.news = asyncio.Event()
         """Set when the replica has made a step."""
 
@@ -114,7 +115,6 @@ class _Views:
         try:
             async with contextlib.aclosing(self._engine.steps_of_all()) as steps:
                 async for rank, step in steps:
-                    self.replicas.take(rank, step)
                     if rank == self._replica:
                         self.steps.take(step)
                         self.news.set()
@@ -122,10 +122,17 @@ class _Views:
             self.news.set()
 
     def report_replicas(self) -> dict[str, Any]:
-        """As `ReplicaView.report`, and how many requests have gone on elsewhere, and how many were lost."""
-        engine = self._engine
-        replicas = self.replicas.report(engine.replica_states, engine.stats_by_engine, engine.replica_blocks)
-        return {"replicas": replicas, "streams_resumed": engine.num_resumed, "streams_lost": engine.num_lost}
+        """All replicas at a glance: their queues, their blocks and their rate; how many requests have gone on elsewhere, and were lost."""
+        engine, replicas = self._engine, []
+        for status in engine.replicas.statuses():
+            stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
+            replicas.append(
+                {"rank": status.rank, "state": status.state, "num_gpu_blocks": status.num_gpu_blocks}
+                | {count: getattr(stats, count) for count in COUNTS}
+                | {"tokens_per_second": engine.tokens_per_second(status.rank)}
+            )
+        resumed, lost = engine.metrics.count("num_resumed_requests"), engine.metrics.count("num_lost_requests")
+        return {"replicas": replicas, "streams_resumed": resumed, "streams_lost": lost}
 
 
 def _why_it_ended(watcher: asyncio.Task[None]) -> str:

@@ -51,6 +51,7 @@ class Answer(ABC):
         num_sequences: Continuations of all prompts together.
         usage: Tokens so far.
         time_to_first_token: Seconds from the request to the first output; None before.
+        data_parallel_rank: As for `AsyncLLMEngine.generate`.
     """
 
     id_prefix: str
@@ -75,6 +76,7 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": 0},
         }
         self.time_to_first_token: float | None = None
+        self.data_parallel_rank: int | None = None
         self._begin = time.perf_counter()
 
     # -- what an endpoint knows ------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ class Answer(ABC):
                 f"{self.id}-{i}",
                 priority=self.body.priority or 0,
                 arrival_time=self._begin,
+                data_parallel_rank=self.data_parallel_rank,
             )
             for i, prompt in enumerate(await self.make_prompts())
         ]

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.responses import ErrorResponse
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, RequestError, RequestGivenUpError
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=_first_word(str(error)))
+    if isinstance(error, RequestGivenUpError):  # OpenAI's client would retry twice
+        return ApiError(500, str(error), code="request_given_up", headers={"x-should-retry": "false"})
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, RequestValidationError):

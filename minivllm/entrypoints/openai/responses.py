@@ -201,7 +201,7 @@ class DetokenizeResponse(TypedDict):
 
 
 class ReplicaHealth(TypedDict):
-    """A replica in the response of /health: its rank, its sequences, the fraction of its cache in use, and how often it has died."""
+    """A replica in the response of /health: its sequences, its cache, tokens per second lately, and how often it has died."""
 
     rank: int
     state: str
@@ -209,7 +209,10 @@ class ReplicaHealth(TypedDict):
     waiting: int
     running: int
     kv_cache_usage: float
-    deaths: NotRequired[int]
+    num_gpu_blocks: int
+    num_used_blocks: int
+    tokens_per_second: float
+    deaths: int
 
 
 class ReplicasResponse(TypedDict):

@@ -5,6 +5,7 @@ import { ask } from "./events.js";
 const STATES = {
   leaving: "leaving: finishes what it has",
   starting: "another is being started",
+  unreachable: "does not answer",
   "given up": "given up: it died too often",
   gone: "gone",
 };
@@ -31,7 +32,7 @@ export class Replicas {
     replicas.forEach((replica, i) => this.#cards[i].show(replica, replica.rank === engine.replica, engine.may_kill));
     const rate = replicas.reduce((sum, replica) => sum + replica.tokens_per_second, 0);
     const { resumed, lost } = this.state.streams;
-    const sum = `together ${Math.round(rate)} tokens/s · streams that went on elsewhere: ${resumed} · streams lost: ${lost}`;
+    const sum = `together ${Math.round(rate)} tokens/s · streams resumed elsewhere: ${resumed} · lost: ${lost}`;
     if (this.sum.textContent !== sum) this.sum.textContent = sum;
   }
 

@@ -1,0 +1,263 @@
+"""Which process has each rank, and whether to believe what it says: a frontend's view of its replicas, without sockets, threads or a clock.
+
+    absent ──ready and connected──► ready ──leaves──► leaving ──has left──► absent
+       ▲                            │  ▲                 │
+       └─────────── died ───────────┤  └─heard again─┐   │
+                                    └─ silent, or messages lost ──► fenced
+
+Events go in, decisions come out. Every process that has a rank has an incarnation of its own: a later one is a larger number. So a message
+that comes late is never taken for the message of another process. A replica that is fenced may be alive, but what it has counts for nothing
+any more: its requests are elsewhere. When it is heard again, it starts anew.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from minivllm.engine.core_messages import CoreFailed, CoreLeaving, CoreReady, FromCore, Heartbeat
+
+HOPELESS = 3
+"""A process that has been silent for so many timeouts will not be heard again."""
+MAX_DEAD = 64
+"""Incarnations of a rank that are remembered to be dead."""
+
+
+class PeerState(enum.Enum):
+    """What a frontend may do with a replica."""
+
+    ABSENT = "absent"
+    READY = "ready"
+    LEAVING = "leaving"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A replica takes requests from now on. First it must abort what this frontend has sent it earlier."""
+
+    rank: int
+    num_gpu_blocks: int
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """A replica that leaves gets no more requests, and must be told so: again and again, since that message may be lost, too.
+
+    Attributes:
+        rank: Which one.
+        previous: What it was before. If it was ready, it finishes what it has. If it was leaving, it has been told before. Otherwise it must
+            abort what this frontend has sent it earlier.
+    """
+
+    rank: int
+    previous: PeerState
+
+
+@dataclass(frozen=True)
+class Lose:
+    """The requests of a replica go on elsewhere.
+
+    Attributes:
+        rank: Which one.
+        cause: Why, in words.
+        has_died: Whether its process has ended, perhaps because of a request.
+        was_killed: Whether it was killed by SIGKILL.
+    """
+
+    rank: int
+    cause: str
+    has_died: bool = False
+    was_killed: bool = False
+
+
+Decision = Join | Withdraw | Lose
+
+
+@dataclass
+class Peer:
+    """The process that has a rank, and how those before it have fared.
+
+    Attributes:
+        incarnation: Which process; 0 if none was heard yet.
+        state: What may be done with it.
+        is_connected: Whether messages can be sent to it.
+        is_ready: Whether it has said that it has loaded the model.
+        ready: What it said of itself then; until then, what the process before it said.
+        is_leaving: Whether it takes no new requests.
+        last_heard: When it said something, in seconds.
+        next_number: That of its next message.
+        outlook: While none is there: "starting" (another will come), "given up" (it died too often), or "gone".
+        num_deaths: How often processes of this rank have died.
+    """
+
+    outlook: str
+    incarnation: int = 0
+    state: PeerState = PeerState.ABSENT
+    is_connected: bool = False
+    is_ready: bool = False
+    ready: CoreReady = field(default_factory=lambda: CoreReady(0))
+    is_leaving: bool = False
+    last_heard: float = 0.0
+    next_number: int = 0
+    num_deaths: int = 0
+    dead: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_DEAD))
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it may have requests."""
+        return self.state in (PeerState.READY, PeerState.LEAVING)
+
+    @property
+    def may_return(self) -> bool:
+        """Of one that is no member: whether it, or a process in its place, may be there again."""
+        return self.state is PeerState.FENCED or self.outlook == "starting"
+
+
+class ReplicaLiveness:
+    """Decides what becomes of replicas, from what is heard of them.
+
+    Args:
+        size: How many ranks there are.
+        timeout: Seconds of silence after which a replica is fenced.
+        restarts: Whether a replica that dies is started again, as far as is known before somebody says so.
+        expected: Ranks that are being started.
+    """
+
+    def __init__(self, size: int, timeout: float, *, restarts: bool, expected: range = range(0)) -> None:
+        self.timeout, self._restarts = timeout, restarts
+        self.peers = [Peer("starting" if rank in expected else "gone") for rank in range(size)]
+
+    def state_of(self, rank: int) -> str:
+        """For people: "ready", "leaving", "unreachable", "starting", "given up" or "gone"."""
+        peer = self.peers[rank]
+        names = {PeerState.ABSENT: peer.outlook, PeerState.FENCED: "unreachable"}
+        return names.get(peer.state, peer.state.value)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def connect(self, rank: int) -> list[Decision]:
+        """A process with this rank has made a connection to send to. If it had one before, what was sent there may be lost."""
+        peer = self.peers[rank]
+        peer.is_connected = True
+        if peer.is_member:
+            return self._fence(rank, "its connection broke, and messages to it may be lost")
+        return self._admit(rank)
+
+    def hear(self, rank: int, incarnation: int, number: int, message: FromCore, now: float) -> list[Decision]:
+        """A message has come.
+
+        Args:
+            rank, incarnation: Of the process that sent it.
+            number: Its messages are numbered from 0 on.
+            message: What it says.
+            now: The time, in seconds.
+        """
+        peer, decisions = self.peers[rank], list[Decision]()
+        if not self._is_believed(peer, incarnation):
+            return []
+        if incarnation != peer.incarnation:
+            decisions += self._lose(rank, "another process has taken its place", has_died=True)
+            if peer.incarnation:
+                peer.dead.append(peer.incarnation)
+            peer.incarnation, peer.is_ready, peer.is_leaving, peer.state = incarnation, False, False, PeerState.ABSENT
+        elif number != peer.next_number:
+            decisions += self._fence(rank, "messages from it were lost")
+        peer.next_number, peer.last_heard = number + 1, now
+        if isinstance(message, CoreReady | Heartbeat):
+            peer.is_ready, peer.ready = True, CoreReady(message.num_gpu_blocks, rank, message.process_id)
+            peer.is_leaving |= isinstance(message, Heartbeat) and message.is_leaving
+            decisions += self._admit(rank)
+        elif isinstance(message, CoreLeaving) and message.has_left:
+            decisions += self._lose(rank, "it left")
+            self._end(peer, incarnation, "starting" if message.returns else "gone")
+        elif isinstance(message, CoreLeaving):
+            peer.is_leaving = True
+            decisions += self._admit(rank)
+        elif isinstance(message, CoreFailed):
+            decisions += self._lose(rank, message.cause, has_died=True)
+            self._end(peer, incarnation, self._default_outlook)
+        return decisions
+
+    def is_believed(self, rank: int, incarnation: int) -> bool:
+        """Whether the outputs of a process count: it has its rank, and has not been fenced or lost."""
+        peer = self.peers[rank]
+        return peer.incarnation == incarnation and peer.is_member
+
+    def note_death(
+        self, rank: int, incarnation: int, cause: str, *, has_died: bool = True, was_killed: bool = False, outlook: str = ""
+    ) -> list[Decision]:
+        """A process has ended, says who started it.
+
+        Args:
+            rank, incarnation: Which one.
+            cause: How, in words.
+            has_died, was_killed: As for `Lose`.
+            outlook: As in `Peer`; "" if it is not known.
+        """
+        peer = self.peers[rank]
+        if incarnation < peer.incarnation:
+            peer.dead.append(incarnation)
+            return []
+        decisions = self._lose(rank, cause, has_died=has_died, was_killed=was_killed)
+        self._end(peer, incarnation, outlook or self._default_outlook)
+        return decisions
+
+    def find_silent(self, now: float) -> list[Decision]:
+        """Fence those that have been silent for too long."""
+        silent = [rank for rank, peer in enumerate(self.peers) if peer.is_member and now - peer.last_heard > self.timeout]
+        return [
+            decision
+            for rank in silent
+            for decision in self._fence(rank, f"nothing was heard from it for {self.timeout:g} seconds")
+        ]
+
+    def find_hopeless(self, now: float) -> list[tuple[int, int]]:
+        """Ranks and incarnations of processes that have been silent for so long, or have failed so long ago, that they should have ended."""
+        return [
+            (rank, peer.incarnation)
+            for rank, peer in enumerate(self.peers)
+            if (peer.is_ready or peer.incarnation in peer.dead) and now - peer.last_heard > HOPELESS * self.timeout
+        ]
+
+    def excuse_silence(self, now: float) -> None:
+        """Nobody was listened to for a while: that was not their silence."""
+        for peer in self.peers:
+            peer.last_heard = now
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def _is_believed(self, peer: Peer, incarnation: int) -> bool:
+        """Whether a message counts: not if its process is dead, or another one has taken its place."""
+        return incarnation not in peer.dead and not (peer.is_member and incarnation < peer.incarnation)
+
+    def _admit(self, rank: int) -> list[Decision]:
+        """A replica that is there takes requests, as soon as messages can be sent to it; or it leaves, which it is told once more."""
+        peer = self.peers[rank]
+        if not peer.is_ready or not peer.is_connected:
+            return []
+        previous, peer.state = peer.state, PeerState.LEAVING if peer.is_leaving else PeerState.READY
+        if peer.is_leaving:
+            return [Withdraw(rank, previous)]
+        return [] if previous is PeerState.READY else [Join(rank, peer.ready.num_gpu_blocks)]
+
+    def _fence(self, rank: int, cause: str) -> list[Decision]:
+        """A replica is out of reach, or was for a moment: do without it until it is heard again."""
+        decisions = self._lose(rank, cause)
+        if decisions:
+            self.peers[rank].state = PeerState.FENCED
+        return decisions
+
+    def _lose(self, rank: int, cause: str, *, has_died: bool = False, was_killed: bool = False) -> list[Decision]:
+        return [Lose(rank, cause, has_died, was_killed)] if self.peers[rank].is_member else []
+
+    def _end(self, peer: Peer, incarnation: int, outlook: str) -> None:
+        """A process is gone for good."""
+        if incarnation not in peer.dead:
+            peer.dead.append(incarnation)
+        peer.state, peer.is_ready, peer.outlook = PeerState.ABSENT, False, outlook
+
+    @property
+    def _default_outlook(self) -> str:
+        return "starting" if self._restarts else "gone"
