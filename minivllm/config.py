@@ -292,10 +292,10 @@ class EngineArgs:
         "least-loaded",
         'Which replica gets a request: "least-loaded", "prefix-aware" (where its beginning is cached), or "round-robin".',
     )
-    replica_timeout: int = _arg(10, "Seconds of silence after which a replica is lost, and its requests go on at others.")
+    replica_timeout: int = _arg(10, "Seconds of silence after which the requests of a replica continue on others.")
     failover_timeout: int = _arg(60, "Seconds that requests wait for a replica when none is left, until they fail.")
     max_replica_deaths: int = _arg(
-        5, "A replica that dies so many times in a row, always within 10 seconds of being ready, is not started again."
+        5, "Stop restarting a replica after this many deaths in a row, each within 10 seconds of becoming ready."
     )
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 

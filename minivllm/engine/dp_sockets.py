@@ -183,19 +183,6 @@ class _OnlyThisKey:
         return hmac.compare_digest(key, self._key.public.encode())
 
 
-class GapFinder:
-    """Finds out whether messages of a sender are missing, as after a connection was lost and made again. The first has the number 0."""
-
-    def __init__(self) -> None:
-        self._expected: dict[int, int] = {}
-
-    def is_missing(self, sender: int, number: int) -> bool:
-        """Whether messages before this one are missing. A sender that begins at 0 again has been started anew, and misses none."""
-        expected = self._expected.get(sender, number)
-        self._expected[sender] = number + 1
-        return number not in (0, expected)
-
-
 class RefusalLog:
     """Logs connections to a listening socket that were refused: with another key, or that speak another protocol.
 

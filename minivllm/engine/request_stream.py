@@ -36,7 +36,7 @@ class RequestStream:
 
     def fail(self, error: EngineDeadError) -> None:
         """Nothing more will come."""
-        self._failure = EngineDeadError(str(error))  # one for each stream: a traceback grows with every raise
+        self._failure = type(error)(str(error))  # one for each stream: a traceback grows with every raise
         self._news.set()
 
     async def get(self) -> RequestOutput:

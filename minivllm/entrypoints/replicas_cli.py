@@ -103,6 +103,17 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _wait_for_others(server: _Server, rank: int, timeout: float) -> None:
+    """Wait until those that are on their way back are there: while this one restarts, they get its requests."""
+    end = time.monotonic() + timeout
+    while coming := [
+        other for other, replica in server.replicas().items() if other != rank and replica["state"] in ("starting", "unreachable")
+    ]:
+        if time.monotonic() > end:
+            raise ConfigError(f"Replicas {coming} are not ready after {timeout:.0f} seconds: replica {rank} was left alone.")
+        time.sleep(POLL_SECONDS)
+
+
 def run_restart(arguments: argparse.Namespace) -> int:
     """Restart replicas, one after another."""
     server = _Server(arguments)
@@ -113,6 +124,7 @@ def run_restart(arguments: argparse.Namespace) -> int:
     for rank in ranks:
         start = time.monotonic()
         old = replicas.get(rank, {}).get("process_id")
+        _wait_for_others(server, rank, arguments.timeout)
         server.ask("POST", f"/replicas/{rank}/restart")
         print(f"Replica {rank} finishes what it has ... ", end="", file=sys.stderr, flush=True)
         while True:

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from failing_parts import FailingSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
@@ -28,7 +29,8 @@ from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import AddRequest, EngineCoreOutputs, Heartbeat, SchedulerStats, encode
 from minivllm.engine.dp_engine_core_proc import message_header
-from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
+from minivllm.entrypoints.openai.errors import as_api_error
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -317,6 +319,28 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny,
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
     engine.shutdown()
+
+
+@pytest.mark.slow
+def test_a_request_that_kills_is_given_up_after_two_replicas_and_harms_nobody_else(tiny, alone, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3, sampler_cls=FailingSampler), restart=True)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=1500, ignore_eos=True) for seed in range(6)]
+    expected = tokens_of(alone.generate([[5 + i] * 4 for i in range(6)], params, use_tqdm=False))
+
+    async def run():
+        streams = [asyncio.create_task(collect(engine, [5 + i] * 4, params[i])) for i in range(6)]
+        await becomes(lambda: engine.stats.num_running == 6)
+        with pytest.raises(RequestGivenUpError, match="at least 2 replicas"):
+            await collect(engine, [9], SamplingParams(temperature=1.0, seed=14))
+        assert tokens_of(await asyncio.gather(*streams)) == expected
+        await becomes(lambda: states(engine) == ["ready"] * 3, 30)
+
+    asyncio.run(run())
+    assert sum(status.num_deaths for status in engine.replicas.statuses()) == 2
+    assert engine.metrics.count("num_lost_requests") == 1
+    engine.shutdown()
+    refusal = as_api_error(RequestGivenUpError("It kills."))
+    assert (refusal.status_code, refusal.headers["x-should-retry"]) == (500, "false"), "or clients would send it again"
 
 
 def test_what_keeps_replicas_from_starting_is_told_in_its_words(tiny, tmp_path):

@@ -24,7 +24,7 @@ from minivllm.entrypoints import cli
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
-OPTIONS = ["--data-parallel-size", "2", "--api-server-count", "3"]
+OPTIONS = ["--data-parallel-size", "2", "--api-server-count", "3", "--replica-timeout", "3"]
 NUM_REQUESTS = 200
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -32,17 +32,10 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "te
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
+    """The server of all tests but two. The last ones take parts of it away, and end it."""
     served = ServeProcess(*OPTIONS, log=tmp_path_factory.mktemp("serve") / "log")
     yield served
     assert served.end() == 0
-
-
-@pytest.fixture
-def own(tmp_path):
-    """A server of a test's own, to be ended."""
-    served = ServeProcess(*OPTIONS, log=tmp_path / "log")
-    yield served
-    served.end(signal.SIGKILL)
 
 
 def children(served, module):
@@ -76,9 +69,9 @@ def test_200_requests_get_the_tokens_of_llm_generate_wherever_they_go(served, ll
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "to", "find", "food", "near", "house"]
     prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(NUM_REQUESTS)]
     options = [
-        {"temperature": 0, "max_tokens": rng.randint(1, 16)}
+        {"temperature": 0, "max_tokens": rng.randint(1, 10)}
         if i % 2
-        else {"temperature": 1.0, "top_p": 0.9, "seed": i, "max_tokens": rng.randint(1, 16), "n": 1 + i % 3}
+        else {"temperature": 1.0, "top_p": 0.9, "seed": i, "max_tokens": rng.randint(1, 10), "n": 1 + i % 3}
         for i in range(NUM_REQUESTS)
     ]
     outputs = llm.generate(prompts, [SamplingParams(**item) for item in options], use_tqdm=False)
@@ -168,95 +161,107 @@ def test_every_api_server_has_the_page_with_its_replicas(served):
     )
 
 
-def test_when_a_replica_dies_the_answers_of_all_api_servers_go_on(own):
-    body = LONG | {"max_tokens": 120}
-    expected = post_alone(own, body).json()["choices"][0]["text"]
+def num_in_flight(served):
+    samples = metrics(served)
+    return total(samples, "num_requests_running") + total(samples, "num_requests_waiting")
+
+
+def becomes(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_when_a_replica_dies_the_answers_of_all_api_servers_go_on(served):
+    body = LONG | {"max_tokens": 60}
+    expected = post_alone(served, body).json()["choices"][0]["text"]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(post_alone, own, body) for _ in range(12)]
-        deadline = time.monotonic() + 30
-        while total(metrics(own), "num_requests_running") + total(metrics(own), "num_requests_waiting") < 12:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        children(own, "engine_core_proc")[0].kill()
+        asked = [pool.submit(post_alone, served, body) for _ in range(12)]
+        becomes(lambda: num_in_flight(served) == 12)
+        children(served, "engine_core_proc")[0].kill()
         answers = [one.result() for one in asked]
     assert [answer.status_code for answer in answers] == [200] * 12
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
-    assert total(metrics(own), "num_resumed_requests_total") >= 3
-    assert total(metrics(own), "engine_deaths_total") == 1
-    deadline = time.monotonic() + 60
-    while total(metrics(own), "engine_ready") < 2:
-        assert time.monotonic() < deadline, "another is started"
-        time.sleep(0.1)
+    samples = metrics(served)
+    assert total(samples, "num_resumed_requests_total") >= 3
+    assert total(samples, "engine_deaths_total") == 1
+    becomes(lambda: total(metrics(served), "engine_ready") == 2)  # another is started
+    for _ in range(12):  # every API server knows of it
+        answer = httpx.get(f"{served.url}/replicas", headers=HEADERS).json()
+        assert [(replica["state"], replica["deaths"]) for replica in answer["replicas"]] in (
+            [("ready", 1), ("ready", 0)],
+            [("ready", 0), ("ready", 1)],
+        )
+        assert answer["streams_lost"] == 0 and answer["streams_resumed"] >= 3
 
 
-def test_an_api_server_that_dies_takes_only_its_own_connections_with_it(own):
-    servers = children(own, "api_server_proc")
-    body = LONG | {"max_tokens": 150, "stream": True}
-    ends = []
+def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it_has(served):
+    other = children(served, "api_server_proc")[0]
+    before = served.log.read_text()
+    other.suspend()
+    stop = time.monotonic() + 5  # longer than a replica may be silent
+    while time.monotonic() < stop:
+        with contextlib.suppress(httpx.TimeoutException):
+            assert post_alone(served, {"prompt": "Hi", "max_tokens": 20}, timeout=0.5).status_code == 200
+    other.resume()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        body = {"prompt": "Hi", "max_tokens": 20}
+        assert {answer.status_code for answer in pool.map(lambda _: post_alone(served, body), range(48))} == {200}
+    for _ in range(12):
+        with httpx.Client() as client:
+            replicas = client.get(f"{served.url}/health").json()["replicas"]
+            assert [replica["state"] for replica in replicas] == ["ready", "ready"]
+    assert "nothing was heard" not in served.log.read_text().removeprefix(before)
+
+
+def test_an_api_server_that_dies_takes_only_its_own_connections_with_it(served):
+    body = LONG | {"max_tokens": 80, "stream": True}
+    ends = {}
 
     def listen():
+        client_port = None
         try:
-            with httpx.stream(
-                "POST", f"{own.url}/v1/completions", json={"model": MODEL} | body, headers=HEADERS, timeout=120
-            ) as answer:
-                ends.append("whole" if "[DONE]" in "".join(answer.iter_text()) else "broken")
+            url, json = f"{served.url}/v1/completions", {"model": MODEL} | body
+            with httpx.stream("POST", url, json=json, headers=HEADERS, timeout=120) as answer:
+                _, client_port = answer.extensions["network_stream"].get_extra_info("client_addr")
+                ends[client_port] = None
+                ends[client_port] = "whole" if "[DONE]" in "".join(answer.iter_text()) else "broken"
         except httpx.HTTPError:
-            ends.append("broken")
+            ends[client_port] = "broken"
 
-    listeners = [threading.Thread(target=listen) for _ in range(24)]
+    listeners = [threading.Thread(target=listen) for _ in range(18)]
     for listener in listeners:
         listener.start()
-    deadline = time.monotonic() + 60
-    while total(metrics(own), "num_requests_running") + total(metrics(own), "num_requests_waiting") < 24:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    connections = []
-    while sum(connections) != 24:  # the connections of metrics() end too, a moment later
-        assert time.monotonic() < deadline
-        connections = [sum(item.status == "ESTABLISHED" for item in server.net_connections("tcp")) for server in servers]
-    servers[0].kill()
+    becomes(lambda: len(ends) == 18)
+    servers = children(served, "api_server_proc")
+    clients = [{item.raddr.port for item in server.net_connections("tcp") if item.raddr} & ends.keys() for server in servers]
+    victim = max(range(2), key=lambda number: len(clients[number]))
+    servers[victim].kill()
     for listener in listeners:
         listener.join()
-    assert ends.count("broken") == connections[0] > 0 and ends.count("whole") == 24 - connections[0]
-    assert "was killed by SIGKILL: its clients' connections have ended, and the others go on." in own.log.read_text()
-    deadline = time.monotonic() + 10
-    while total(metrics(own), "num_requests_running") + total(metrics(own), "kv_cache_usage_perc"):
-        assert time.monotonic() < deadline, "the replicas have dropped its requests"
-        time.sleep(0.05)
-    assert all(post_alone(own, {"prompt": "Hi", "max_tokens": 2}).status_code == 200 for _ in range(12))
-    assert own.end() == 0
+    assert {port for port, end in ends.items() if end == "broken"} == clients[victim] != set()
+    assert sum(end == "whole" for end in ends.values()) == 18 - len(clients[victim])
+    assert "was killed by SIGKILL: its clients' connections have ended, and the others go on." in served.log.read_text()
+
+    def is_idle():
+        samples = metrics(served)
+        return not total(samples, "num_requests_running") + total(samples, "kv_cache_usage_perc")
+
+    becomes(is_idle, 10)  # the replicas have dropped its requests
+    assert all(post_alone(served, {"prompt": "Hi", "max_tokens": 2}).status_code == 200 for _ in range(12))
 
 
-def test_running_requests_of_all_api_servers_finish_after_sigterm(own):
+def test_running_requests_of_all_api_servers_finish_after_sigterm(served):
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(post_alone, own, LONG | {"max_tokens": 60}) for _ in range(12)]
-        deadline = time.monotonic() + 30
-        while total(metrics(own), "num_requests_running") < 12:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        everybody = psutil.Process(own.process.pid).children(recursive=True)
-        assert own.end() == 0
+        asked = [pool.submit(post_alone, served, LONG | {"max_tokens": 60}) for _ in range(12)]
+        becomes(lambda: total(metrics(served), "num_requests_running") == 12)
+        everybody = psutil.Process(served.process.pid).children(recursive=True)
+        assert served.end() == 0
         answers = [one.result() for one in asked]
     assert [answer.status_code for answer in answers] == [200] * 12
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {60}
     assert psutil.wait_procs(everybody, 5)[1] == []
-
-
-def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it_has(own):
-    other = children(own, "api_server_proc")[0]
-    other.suspend()
-    stop = time.monotonic() + 12  # longer than a replica may be silent
-    while time.monotonic() < stop:
-        with contextlib.suppress(httpx.TimeoutException):
-            assert post_alone(own, {"prompt": "Hi", "max_tokens": 20}, timeout=0.5).status_code == 200
-    other.resume()
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        body = {"prompt": "Hi", "max_tokens": 20}
-        assert {answer.status_code for answer in pool.map(lambda _: post_alone(own, body), range(48))} == {200}
-    for _ in range(12):
-        with httpx.Client() as client:
-            assert [replica["state"] for replica in client.get(f"{own.url}/health").json()["replicas"]] == ["ready"] * 2
-    assert "nothing heard" not in own.log.read_text().lower()
 
 
 def test_one_replica_with_two_api_servers(tmp_path):
@@ -273,7 +278,8 @@ def test_one_replica_with_two_api_servers(tmp_path):
         assert served.end() == 0
 
 
-def test_all_end_when_the_first_api_server_is_killed(own):
+def test_all_end_when_the_first_api_server_is_killed(tmp_path):
+    own = ServeProcess(*OPTIONS, log=tmp_path / "log")
     everybody = psutil.Process(own.process.pid).children(recursive=True)
     other = children(own, "api_server_proc")[1]
     folder = Path(other.environ()["PROMETHEUS_MULTIPROC_DIR"])

@@ -18,7 +18,7 @@ from minivllm.engine.dp_sockets import make_key_file
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-PORT, NUM_STREAMS, LENGTH = 8124, 8, 120
+PORT, NUM_STREAMS, LENGTH = 8124, 6, 100
 CLIENT = """
 import asyncio, json, sys, httpx
 requests = json.load(sys.stdin)
@@ -44,8 +44,14 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("replica_timeout", "cut_seconds", "words"),
     [
-        pytest.param(5, 30 if NIGHTLY else 13, "nothing heard from it for 5 seconds", id="longer than the timeout"),
-        pytest.param(60, 16, "Replica 1 takes requests.", id="long enough to lose messages"),
+        pytest.param(5, 30 if NIGHTLY else 13, "nothing was heard from it for 5 seconds", id="longer than the timeout"),
+        pytest.param(
+            60,
+            16,
+            "messages",
+            id="long enough to lose messages",
+            marks=pytest.mark.skipif(not NIGHTLY, reason="takes 40 s: HYPOTHESIS_PROFILE=nightly"),
+        ),
     ],
 )
 def test_the_link_is_cut_and_healed(llm, tmp_path, replica_timeout, cut_seconds, words):

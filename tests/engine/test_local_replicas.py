@@ -1,0 +1,160 @@
+"""The processes of a machine's replicas: which are started again, and when. Theirs are scripted here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from minivllm.engine import dp_messages, replica_processes
+from minivllm.engine.dp_messages import NodeAlive, NodeWelcome, ReplicaDied
+from minivllm.engine.dp_sockets import Sockets
+from minivllm.engine.engine_core_proc import RETURN_STATUS
+from minivllm.engine.replica_processes import LocalReplicas
+from minivllm.engine.restart_policy import RestartPolicy
+
+
+class FakeProcess:
+    """In place of `ReplicaProcess`."""
+
+    started = []
+
+    def __init__(self, config, rank, **options):
+        self.rank, self.options = rank, options
+        self.incarnation = len(self.started) + 1
+        self.process_id = 1000 + self.incarnation
+        self.exit_status = self.ready_since = None
+        self.was_killed = self.was_told = False
+        self.started.append(self)
+
+    def poll(self):
+        return None if self.exit_status is None else f"ended with status {self.exit_status}"
+
+    def leave(self):
+        self.was_told = True
+
+    def kill(self):
+        self.exit_status = -9
+
+    def shutdown(self, grace):
+        self.exit_status = -9 if self.exit_status is None else self.exit_status
+
+
+class Node:
+    """Two ranks, a clock, and what the coordinator hears of them."""
+
+    def __init__(self, monkeypatch, tmp_path, **options):
+        self.now = 100.0
+        monkeypatch.setattr(FakeProcess, "started", [])
+        monkeypatch.setattr(replica_processes, "ReplicaProcess", FakeProcess)
+        monkeypatch.setattr(replica_processes, "LAST_WORDS_SECONDS", 0.0)
+        monkeypatch.setattr(replica_processes, "time", SimpleNamespace(monotonic=lambda: self.now))
+        parallel = SimpleNamespace(local_ranks=range(2, 4), max_replica_deaths=3, tensor_parallel_size=1)
+        config = SimpleNamespace(parallel_config=parallel, worker_config=SimpleNamespace(device="cpu"), to_bytes=lambda: b"")
+        self.sockets = Sockets()
+        self.reports, address = self.sockets.bind(zmq.PULL, f"ipc://{tmp_path}/reports")
+        welcome = NodeWelcome([], [], address, 0.0)
+        self.replicas = LocalReplicas(config, welcome, self.sockets, "node", **{"restart": True} | options)
+
+    @property
+    def started(self):
+        return [process.rank for process in FakeProcess.started]
+
+    def end(self, status, lived=None, process=-1):
+        """The newest process, or another, ends. Returns what is told of it."""
+        process = FakeProcess.started[process]
+        process.ready_since = None if lived is None else self.now - lived
+        process.exit_status = status
+        [died] = self.replicas.find_ended()
+        assert (died.engine_index, died.incarnation) == (process.rank, process.incarnation)
+        return died
+
+    def heard(self):
+        messages = []
+        while self.reports.poll(100):
+            messages.append(dp_messages.decode_report(self.reports.recv()))
+        return messages
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    made = Node(monkeypatch, tmp_path)
+    yield made
+    made.sockets.close()
+
+
+def test_one_that_lived_for_long_is_started_again_at_once(node):
+    assert node.started == [2, 3]
+    died = node.end(-9, lived=60.0)
+    assert (died.outlook, died.has_died, died.num_deaths) == ("starting", True, 1)
+    assert node.replicas.find_ended() == []
+    assert node.started == [2, 3, 3]
+
+
+def test_one_that_keeps_dying_is_started_after_longer_and_longer_pauses_and_then_given_up(node):
+    for pause in (1.0, 2.0):
+        assert node.end(1).outlook == "starting"
+        node.replicas.find_ended()
+        count = len(node.started)
+        node.now += pause - 0.01
+        node.replicas.find_ended()
+        assert len(node.started) == count
+        node.now += 0.02
+        node.replicas.find_ended()
+        assert len(node.started) == count + 1
+    died = node.end(1, lived=RestartPolicy.SHORT_LIFE_SECONDS - 1)
+    assert (died.outlook, died.num_deaths) == ("given up", 3)
+    node.now += 1000.0
+    node.replicas.find_ended()
+    assert not node.replicas.is_done, "the other one is there"
+    assert node.started == [2, 3, 3, 3]
+
+
+def test_one_that_left_is_not_started_again_unless_it_was_to_return(node):
+    died = node.end(0, lived=1.0)
+    assert (died.outlook, died.has_died, died.num_deaths) == ("gone", False, 0)
+    died = node.end(RETURN_STATUS, lived=1.0, process=0)
+    assert (died.outlook, died.has_died, died.num_deaths) == ("starting", False, 0)
+    node.replicas.find_ended()
+    assert node.started == [2, 3, 2]
+
+
+def test_without_restarts_who_dies_stays_dead(monkeypatch, tmp_path):
+    node = Node(monkeypatch, tmp_path, restart=False)
+    assert node.end(1, lived=60.0).outlook == "gone"
+    node.now += 1000.0
+    assert node.replicas.find_ended() == [] and node.started == [2, 3]
+    node.sockets.close()
+
+
+def test_a_node_that_is_to_end_ends_though_a_replica_was_about_to_be_started_again(node):
+    node.end(1)
+    node.replicas.leave()
+    assert FakeProcess.started[0].was_told
+    node.now += 1000.0
+    assert node.replicas.find_ended() == []
+    assert node.started == [2, 3] and not node.replicas.is_done
+    assert node.end(RETURN_STATUS, process=0).outlook == "gone", "a restart that was asked for before counts no more"
+    node.now += 1000.0
+    node.replicas.find_ended()
+    assert node.replicas.is_done and node.started == [2, 3]
+
+
+def test_only_the_process_that_is_meant_is_killed(node):
+    node.replicas.kill(3, 1)
+    node.replicas.kill(7, 1)
+    assert [process.exit_status for process in FakeProcess.started] == [None, None]
+    node.replicas.kill(3, 2)
+    assert [process.exit_status for process in FakeProcess.started] == [None, -9]
+
+
+def test_the_coordinator_hears_that_the_node_is_alive_who_died_and_that_it_ends(node):
+    died = node.end(1)
+    node.now += 1.1
+    node.replicas.find_ended()
+    node.replicas.shutdown(told=())
+    heard = node.heard()
+    assert heard == [NodeAlive("node", [2, 3]), died, NodeAlive("node", [2, 3]), NodeAlive("node", [])]
+    assert isinstance(died, ReplicaDied)
+    node.replicas.shutdown(told=())
