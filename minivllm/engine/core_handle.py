@@ -37,7 +37,8 @@ from minivllm.engine.core_messages import (
 )
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import CoreSetup, EngineCoreLoop
+from minivllm.engine.engine_core_loop import EngineCoreLoop
+from minivllm.engine.engine_core_proc import CoreSetup
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.executor.processes import describe_exit, start_python
 

@@ -25,7 +25,8 @@ from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore
 from minivllm.engine.dp_messages import LoadReport, NodeWelcome
 from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import EngineCoreLoop, EngineCoreProc, ProcessSetup, run_core
+from minivllm.engine.engine_core_loop import EngineCoreLoop
+from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup, run_core
 
 MAX_UNREAD = 10_000
 """Messages that wait for an API server which reads nothing. Further ones are lost; it finds out, and sends its requests elsewhere."""

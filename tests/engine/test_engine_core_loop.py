@@ -10,7 +10,7 @@ import pytest
 from watched_engine import WaitingExecutor, model_config
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.engine import engine_core_proc
+from minivllm.engine import engine_core_loop
 from minivllm.engine.core_messages import (
     AddRequest,
     BeginAnew,
@@ -23,7 +23,7 @@ from minivllm.engine.core_messages import (
     Shutdown,
 )
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.engine_core_proc import EngineCoreLoop
+from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 
@@ -90,7 +90,7 @@ def test_it_leaves_when_it_has_finished_and_every_api_server_has_said_farewell(l
 
 
 def test_it_waits_for_an_api_server_that_says_nothing_but_not_for_ever(loop, monkeypatch):
-    monkeypatch.setattr(engine_core_proc, "FAREWELL_SECONDS", 0.3)
+    monkeypatch.setattr(engine_core_loop, "FAREWELL_SECONDS", 0.3)
     loop.send(Leave(), Farewell(0))
     start = time.monotonic()
     loop.until(lambda heard: None in heard)
@@ -132,7 +132,7 @@ def test_what_an_api_server_wants_to_begin_anew_is_its_own(loop):
 
 
 def test_a_step_that_takes_too_long_is_noticed(monkeypatch):
-    monkeypatch.setattr(engine_core_proc, "MAX_STEP_SECONDS", 0.1)
+    monkeypatch.setattr(engine_core_loop, "MAX_STEP_SECONDS", 0.1)
     slow = Loop(seconds=0.5)
     assert not slow.loop.is_stuck
     slow.add("a", max_tokens=2)
