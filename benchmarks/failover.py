@@ -123,9 +123,9 @@ def run_storm(arguments: argparse.Namespace) -> int:
     rows = [
         ("streams", len(streams)),
         ("replicas killed, stopped", f"{kills}, {len(outcome['events']) - kills}"),
-        ("streams that went on elsewhere", outcome["last"]["streams_resumed"]),
+        ("streams resumed elsewhere", outcome["last"]["streams_resumed"]),
         ("streams lost", sum(bool(got.error) for got in streams)),
-        ("streams with a token too many, too few or another", len(faults) - sum(bool(got.error) for got in streams)),
+        ("streams with extra, missing or wrong tokens", len(faults) - sum(bool(got.error) for got in streams)),
         ("between two pieces: median", f"{statistics.median(gaps):.3f} s"),
         ("between two pieces: p99", f"{percentile(gaps, 0.99):.3f} s"),
         ("between two pieces: longest", f"{max(gaps):.2f} s"),

@@ -24,6 +24,7 @@ class Stream:
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     times: list[float] = field(default_factory=list)
     num_tokens: int = 0
     error: str = ""
@@ -43,14 +44,16 @@ async def ask(
     *,
     chat: bool = False,
     streamed: bool = True,
+    rank: int | None = None,
 ) -> Stream:
-    """Get an answer of /v1/completions or /v1/chat/completions, piece by piece or whole."""
+    """Get an answer of /v1/completions or /v1/chat/completions, piece by piece or whole; from a replica, if its rank is given."""
     got = into or Stream()
     body = {"model": MODEL} | ({"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}) | params
     if streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with session.post(f"{url}/v1/{'chat/' if chat else ''}completions", json=body) as response:
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        async with session.post(f"{url}/v1/{'chat/' if chat else ''}completions", json=body, headers=headers) as response:
             if response.status != 200:
                 got.error = f"status {response.status}: {(await response.text())[:200]}"
             elif streamed:
@@ -76,6 +79,7 @@ def _take(got: Stream, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         got.error = chunk["error"]["message"]
         return
+    got.prompt_logprobs = chunk.get("prompt_logprobs", got.prompt_logprobs)
     got.num_tokens = (chunk.get("usage") or {}).get("completion_tokens", got.num_tokens)
     for choice in chunk["choices"]:
         index, message = choice["index"], choice.get("delta") or choice.get("message") or choice
@@ -85,6 +89,7 @@ def _take(got: Stream, chunk: dict[str, Any]) -> None:
             continue  # the piece in front, without text
         got.texts[index] = got.texts.get(index, "") + (message.get("text") or message.get("content") or "")
         got.times.append(time.perf_counter())
+        got.prompt_logprobs = choice.get("prompt_logprobs", got.prompt_logprobs)
         if choice["finish_reason"]:
             got.reasons[index] = choice["finish_reason"]
         if logprobs := choice.get("logprobs"):
@@ -92,8 +97,8 @@ def _take(got: Stream, chunk: dict[str, Any]) -> None:
             got.logprobs.setdefault(index, []).extend(values)
 
 
-def fault(got: Stream, expected: RequestOutput) -> str:
-    """How an answer differs from that of `LLM.generate`; "" if it does not."""
+def fault(got: Stream, expected: RequestOutput, tolerance: float = 1e-3) -> str:
+    """How an answer differs from that of `LLM.generate`; "" if it does not. Log-probabilities may differ by the tolerance."""
     if got.error:
         return got.error
     texts = {output.index: output.text for output in expected.outputs}
@@ -102,7 +107,19 @@ def fault(got: Stream, expected: RequestOutput) -> str:
     if got.reasons != {output.index: output.finish_reason for output in expected.outputs}:
         return f"it ends otherwise: {got.reasons}"
     num_tokens = sum(len(output.token_ids) for output in expected.outputs)
-    return "" if got.num_tokens == num_tokens else f"{got.num_tokens} tokens are counted instead of {num_tokens}"
+    if got.num_tokens != num_tokens:
+        return f"{got.num_tokens} tokens are counted instead of {num_tokens}"
+    for output in expected.outputs:
+        chosen = [entry[token_id].logprob for token_id, entry in zip(output.token_ids, output.logprobs or (), strict=False)]
+        if not _are_close(got.logprobs.get(output.index, []), chosen, tolerance):
+            return f"the log-probabilities differ: {got.logprobs.get(output.index)} instead of {chosen}"
+    told = [max((item["logprob"] for item in entry.values()), default=0.0) for entry in got.prompt_logprobs or () if entry]
+    known = [max(item.logprob for item in entry.values()) for entry in expected.prompt_logprobs or () if entry]
+    return "" if _are_close(told, known, tolerance) else f"the prompt's log-probabilities differ: {told} instead of {known}"
+
+
+def _are_close(some: list[float], others: list[float], tolerance: float) -> bool:
+    return len(some) == len(others) and all(abs(a - b) <= tolerance for a, b in zip(some, others, strict=True))
 
 
 async def replicas_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
