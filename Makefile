@@ -20,8 +20,8 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
 # Two processes, each with whole files, in the order of tests/conftest.py; their idle threads must not spin, or each would take the other's processor.
-# ARGS='-m "not slow"' leaves out the slow tests. ARGS="-n 0" runs them in one process, for --pdb.
-test: setup ## Run all tests, those in the notebooks too
+# ARGS=--long runs the long tests, too, as .ci/run does. ARGS='-m "not slow"' leaves out the slow ones. ARGS="-n 0" runs them in one process, for --pdb.
+test: setup ## Run the tests, those in the notebooks too
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # With the settings in tools/jupyterlab a link to the glossary opens the page, at its term, and not its source.

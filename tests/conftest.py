@@ -41,9 +41,25 @@ settings.register_profile("gpu-check", max_examples=45, **_common)  # each new s
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--long` runs all tests."""
+    parser.addoption("--long", action="store_true", default=NIGHTLY, help="run the tests that are marked long, too")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. With several processes, long files come first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out long tests, unless with `--long`. With several processes, long files come first.
+
+    Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out.
+    """
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")

@@ -288,6 +288,7 @@ def write_workload(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_minivllm_and_transformers_agree_through_their_processes(capsys, tmp_path):
     report = tmp_path / "report.json"
     options = ["--workload", str(write_workload(tmp_path)), "--max-num-seqs", "3", "--rounds", "1", "--json", str(report)]

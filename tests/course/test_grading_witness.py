@@ -308,6 +308,7 @@ def test_every_check_of_the_lessons_has_a_witness(number):
     assert find_witness("99_adding", 1) is find_witness("adding", 1) is None
 
 
+@pytest.mark.long
 def test_other_right_solutions_say_the_same(number):
     edits = ALSO_RIGHT[number]
     for seed in range(1 if number == "06" else 3):  # its kernels are interpreted here, which is slow
@@ -316,7 +317,14 @@ def test_other_right_solutions_say_the_same(number):
         assert {check_id: find_difference(expected[check_id], got[check_id]) for check_id in expected} == dict.fromkeys(expected)
 
 
-@pytest.mark.parametrize(("lesson", "old", "new", "check_id"), [(n, *case) for n, cases in WRONG.items() for case in cases])
+@pytest.mark.parametrize(
+    ("lesson", "old", "new", "check_id"),
+    [
+        pytest.param(n, *case, marks=pytest.mark.long if place % 4 else ())
+        for n, cases in WRONG.items()
+        for place, case in enumerate(cases)
+    ],
+)
 def test_a_wrong_solution_says_something_else_at_its_own_check(lesson, old, new, check_id):
     expected = expected_of(lesson)
     got = observe_all(lesson, make_classes(lesson, (old, new)), 7)
@@ -547,6 +555,7 @@ def graded(tmp_path_factory):
     return SimpleNamespace(rows=rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_trick_earns_a_point(graded):
     scores = {trick: float(graded.rows[f"trick {number:02}"]["score"]) for number, trick in enumerate(TRICKS)}

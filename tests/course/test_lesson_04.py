@@ -205,6 +205,7 @@ FLOORS = {
 """The checks below each answer."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("floor", FLOORS)
 def test_no_small_change_gets_past_the_checks_of_its_floor(floor):

@@ -209,6 +209,7 @@ def test_other_right_answers_pass(names):
     assert outcome.failed == [] and outcome.broken == {}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sample_of_small_mistakes_is_caught():
     count, survivors = find_survivors("10", every=7)

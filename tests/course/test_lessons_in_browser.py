@@ -6,7 +6,6 @@ Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 
@@ -16,10 +15,9 @@ from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, pictur
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-SAME_WIDGETS = ("03", "04", "07", "08", "09")
-"""Lessons whose kinds of widget are in others too: they are looked at only in a nightly run, `HYPOTHESIS_PROFILE=nightly`."""
-if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
-    LESSONS = [lesson for lesson in LESSONS if not lesson.startswith(SAME_WIDGETS)]
+SHOWN = ("00", "10")
+"""Lessons that are run in a browser in any case: between them they have most kinds of widget."""
+LESSONS = [pytest.param(name, marks=() if name.startswith(SHOWN) else pytest.mark.long, id=name) for name in LESSONS]
 PATIENCE = 180
 """Seconds until a lesson must have run, on a busy machine."""
 

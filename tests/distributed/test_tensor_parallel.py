@@ -188,7 +188,7 @@ def generate(engine, prompts, params):
     return [outputs[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
     """Greedy and seeded, with chunks, prefix cache, preemption by both ways, n > 1 and drafts; greedy ones also those of transformers."""
     hf_model, folder = model

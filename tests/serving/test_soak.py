@@ -100,6 +100,7 @@ def test_users_who_were_too_kind_show_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_thirty_seconds_of_rough_users(tmp_path):
     report = tmp_path / "soak.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
