@@ -31,8 +31,8 @@ from minivllm.engine.replica_processes import DPCoordinator, LocalReplicas
 from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.errors import ConfigError, EngineDeadError
 
-POLL_MS = 100
-"""How long a process may be gone before it is noticed."""
+POLL_MS = 20
+"""How often to look whether processes have ended."""
 
 
 class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

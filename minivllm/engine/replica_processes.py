@@ -29,7 +29,7 @@ from minivllm.executor.processes import describe_exit, start_python
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 0.1
+LAST_WORDS_SECONDS = 0.05
 """What a process has sent before it ended has arrived after this time."""
 NODE_SECONDS = 1.0
 """How often a node tells the coordinator that it has its ranks."""

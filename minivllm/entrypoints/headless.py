@@ -27,7 +27,7 @@ from minivllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 200
+POLL_MS = 50
 NOTICE_SECONDS = 10.0
 """How often to say that the API server does not answer."""
 GONE_SECONDS = 60.0
