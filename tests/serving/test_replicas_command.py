@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import httpx
@@ -123,9 +124,22 @@ def test_buttons_that_kill_are_for_this_machine_alone(capsys):
 
 
 def test_restarted_one_after_another_under_load(served, expected, capsys):
+    """Those that had begun finish where they are, and those that come meanwhile are answered as well."""
     before = {item["process_id"] for item in replicas(served)}
+    answers, is_over = [], threading.Event()
+
+    def keep_asking():
+        while not is_over.is_set():
+            body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+            answers.append(served.http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
     with streams(served, expected):
         assert run(served, "restart", "--rolling") == 0
+    is_over.set()
+    asking.join()
+    assert len(answers) > 10 and len(set(answers)) == 1
     assert capsys.readouterr().err.count("and is back after") == 2
     after = {item["process_id"] for item in replicas(served)}
     assert len(after) == 2 and not before & after
