@@ -39,7 +39,7 @@ LIFE_SECONDS = 4.0
 """How long all replicas live before one is killed."""
 TIE = 0.5
 """Nats by which rounding may move the score of one token against another's."""
-CANDIDATES = 20
+CANDIDATES = 1000
 """Tokens whose log-probabilities are looked at where an answer differs."""
 
 
