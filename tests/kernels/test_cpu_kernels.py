@@ -84,6 +84,39 @@ def test_packed_linear_with_any_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(
+    context_lens=st.lists(st.one_of(st.integers(0, 70), st.integers(120, 140), st.integers(4000, 4200)), min_size=1, max_size=5),
+    block_size=st.sampled_from([1, 16, 24, 64]),
+    num_threads=st.integers(1, 4),
+    seed=SEEDS,
+)
+def test_decode_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    dtype, context_lens, block_size, num_threads, seed
+):
+    num_blocks = -(-max(1, *context_lens) // block_size)
+    query, keys, values = (
+        random(shape, seed + i, dtype)
+        for i, shape in enumerate([(len(context_lens), 4, 16), *[(num_blocks, block_size, 2, 16)] * 2])
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.stack([torch.randperm(num_blocks, generator=generator).int() for _ in context_lens])
+    lens = torch.tensor(context_lens, dtype=torch.int32)
+
+    def attend(rows):
+        return cpu.paged_decode_attention(query[rows].contiguous(), keys, values, tables[rows].contiguous(), lens[rows], 0.25)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [attend(slice(i, i + 1))[0] for i in range(len(context_lens))]
+        torch.set_num_threads(num_threads)
+        together = attend(slice(0, len(context_lens)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, torch.stack(alone))
+
+
 def test_panels_of_many_parts():
     """Threads take a megabyte's weight in many parts."""
     weight, x = random((30000, 64), 0), random((30, 64), 1)

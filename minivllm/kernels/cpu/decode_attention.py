@@ -4,8 +4,11 @@ Every cached number is used for one multiplication per query head, so memory ban
 
 - The heads of a token are contiguous, so one thread handles them all and reads sequentially.
 - Memory is prefetched one tile ahead, because the hardware cannot predict the next block.
-- The threads share the cached tokens of the whole batch evenly, in tiles, wherever sequences begin and end. The partial
-  results of a sequence that several threads have worked on are combined, as in Flash-Decoding (Dao et al., 2023).
+- The threads share the cached tokens of the whole batch evenly, wherever sequences begin and end. Each sequence is cut into pieces of
+  some tiles, and their partial results are combined, as in Flash-Decoding (Dao et al., 2023).
+
+Where a sequence is cut depends on its length alone, not on its batch or the number of threads. So its sums always have the same order, and
+its result is the same to the last bit.
 
 The softmax is computed online (Milakov and Gimelshein, 2018, arXiv:1805.02867): with each tile the largest score so far
 may rise, and earlier sums are scaled down accordingly.
@@ -39,7 +42,9 @@ from minivllm.kernels.cpu.thread_pool import parallel_for
 UNROLL = 4
 """Values that are added to an output at once, so that it is read and written less often."""
 PARTS_PER_THREAD = 2
-"""Runs of tiles that the batch is cut into, for each thread."""
+"""Runs of pieces that the batch is divided into, for each thread."""
+MIN_TILES, MAX_PIECES = 4, 64
+"""A piece has at least so many tiles, and a sequence at most so many pieces."""
 
 
 @checks.DECODE
@@ -70,12 +75,18 @@ def tile_size(block_size):
 
 
 @njit
-def common_tiles(first_tile, thread, num_threads, seq):
-    """The tiles of a sequence that a thread works on, counted within the sequence: the first, and one past the last."""
-    num_tiles = first_tile[-1]
-    first = max(num_tiles * thread // num_threads, first_tile[seq])
-    last = min(num_tiles * (thread + 1) // num_threads, first_tile[seq + 1])
-    return first - first_tile[seq], last - first_tile[seq]
+def piece_size(num_tiles):
+    """Tiles of a piece, of a sequence that has so many."""
+    return max(MIN_TILES, (num_tiles + MAX_PIECES - 1) // MAX_PIECES)
+
+
+@njit
+def common_pieces(first_tile, part, num_parts, seq):
+    """The pieces of a sequence that begin in a part of the batch's tiles: the first, and one past the last."""
+    num_tiles, start, size = first_tile[-1], first_tile[seq], piece_size(first_tile[seq + 1] - first_tile[seq])
+    first = max(num_tiles * part // num_parts, start) - start
+    last = min(num_tiles * (part + 1) // num_parts, first_tile[seq + 1]) - start
+    return (first + size - 1) // size, (last + size - 1) // size
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -149,38 +160,36 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
 
 @njit(error_model="numpy")
 def _attend_part(
-    part, query, key_cache, value_cache, block_tables, context_lens, first_tile, scale, num_parts, outputs, maxima, sums,
+    part, query, key_cache, value_cache, block_tables, context_lens, first_tile, first_piece, scale, num_parts, outputs, maxima, sums,
     channels, group,
 ):  # fmt: skip
     tile = tile_size(key_cache.shape[1])
     for seq in range(len(query)):
-        first, last = common_tiles(first_tile, part, num_parts, seq)
-        if first < last:
-            place = part + seq
+        first, last = common_pieces(first_tile, part, num_parts, seq)
+        size = tile * piece_size(first_tile[seq + 1] - first_tile[seq])
+        for piece in range(first, last):
+            place = first_piece[seq] + piece
             _attend(
-                query[seq], key_cache, value_cache, block_tables[seq], first * tile, min(last * tile, context_lens[seq]), scale,
+                query[seq], key_cache, value_cache, block_tables[seq], piece * size, min((piece + 1) * size, context_lens[seq]), scale,
                 outputs[place], maxima[place], sums[place], channels, group,
             )  # fmt: skip
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _combine_part(seq, context_lens, first_tile, num_parts, outputs, maxima, sums, out):
-    """Put a sequence together from the parts that have worked on it."""
+def _combine_pieces(seq, first_piece, outputs, maxima, sums, out):
+    """Put a sequence together from its pieces, in their order."""
     num_heads, head_dim = out.shape[1:]
     for head in range(num_heads):
         maximum, total = MINUS_INFINITY, ZERO
         for d in range(head_dim):
             out[seq, head, d] = ZERO
-        for part in range(num_parts):
-            first, last = common_tiles(first_tile, part, num_parts, seq)
-            if first < last:
-                place = part + seq
-                new_maximum = max(maximum, maxima[place, head])
-                shrink, weight = exp2(maximum - new_maximum), exp2(maxima[place, head] - new_maximum)
-                maximum, total = new_maximum, total * shrink + sums[place, head] * weight
-                for d in range(head_dim):
-                    out[seq, head, d] = out[seq, head, d] * shrink + outputs[place, head, d] * weight
-        if context_lens[seq] > 0:
+        for place in range(first_piece[seq], first_piece[seq + 1]):
+            new_maximum = max(maximum, maxima[place, head])
+            shrink, weight = exp2(maximum - new_maximum), exp2(maxima[place, head] - new_maximum)
+            maximum, total = new_maximum, total * shrink + sums[place, head] * weight
+            for d in range(head_dim):
+                out[seq, head, d] = out[seq, head, d] * shrink + outputs[place, head, d] * weight
+        if first_piece[seq] < first_piece[seq + 1]:
             for d in range(head_dim):
                 out[seq, head, d] /= total
 
@@ -189,19 +198,21 @@ def _combine_part(seq, context_lens, first_tile, num_parts, outputs, maxima, sum
 def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, out, channels, group):
     num_seqs, num_heads, head_dim = query.shape
     tile = tile_size(key_cache.shape[1])
-    first_tile = np.zeros(num_seqs + 1, np.int64)
+    first_tile, first_piece = np.zeros(num_seqs + 1, np.int64), np.zeros(num_seqs + 1, np.int64)
     for seq in range(num_seqs):
-        first_tile[seq + 1] = first_tile[seq] + (context_lens[seq] + tile - 1) // tile
+        num_tiles = (context_lens[seq] + tile - 1) // tile
+        size = piece_size(num_tiles)
+        first_tile[seq + 1] = first_tile[seq] + num_tiles
+        first_piece[seq + 1] = first_piece[seq] + (num_tiles + size - 1) // size
     num_parts = 1 if num_threads == 1 else PARTS_PER_THREAD * num_threads
-    # A part is a run of tiles. Runs and sequences both go up, so no two pairs have the same `part + seq`.
-    outputs = np.empty((num_parts + num_seqs, num_heads, head_dim), np.float32)
-    maxima = np.empty((num_parts + num_seqs, num_heads), np.float32)
-    sums = np.empty((num_parts + num_seqs, num_heads), np.float32)
+    outputs = np.empty((first_piece[-1], num_heads, head_dim), np.float32)
+    maxima = np.empty((first_piece[-1], num_heads), np.float32)
+    sums = np.empty((first_piece[-1], num_heads), np.float32)
     parallel_for(
         num_threads, num_parts, _attend_part,
         (
-            query, key_cache, value_cache, block_tables, context_lens, first_tile, scale, num_parts, outputs, maxima, sums,
+            query, key_cache, value_cache, block_tables, context_lens, first_tile, first_piece, scale, num_parts, outputs, maxima, sums,
             channels, group,
         ),
     )  # fmt: skip
-    parallel_for(num_threads, num_seqs, _combine_part, (context_lens, first_tile, num_parts, outputs, maxima, sums, out))
+    parallel_for(num_threads, num_seqs, _combine_pieces, (first_piece, outputs, maxima, sums, out))
