@@ -149,7 +149,7 @@ class Recomputed:
             }
             requests.append(replace(request, request_id=f"{position}", resumption=Resumption(so_far, RequestMetrics(0.0))))
         answers = _run(llm, requests)
-        decode, stops = llm.get_tokenizer().decode, kind.params.get("stop", ())
+        decode, stops, stop_ids = llm.get_tokenizer().decode, kind.params.get("stop", ()), kind.params.get("stop_token_ids", ())
         self.texts: dict[int, dict[int, str]] = {index: {} for index in whole}
         self.shifts: dict[int, dict[int, float]] = {index: {} for index in whole}
         for position in positions:
@@ -158,6 +158,8 @@ class Recomputed:
                 token_ids = list(old.token_ids)
                 if new is not None:
                     token_ids[position:] = new.token_ids
+                if token_ids[-1] in stop_ids:
+                    token_ids.pop()  # it has no text
                 self.texts[index][position] = cut(decode(token_ids), stops)
                 self.shifts[index][position] = 0.0 if new is None else shift(old, new, position)
 
