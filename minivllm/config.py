@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know about a model: where its files are, the shape of its KV cache, and its limits.
+    """What the engine needs to know about a model: its public name, where its files are, the shape of its KV cache, and its limits.
 
     `hf_config` is the content of its config.json; the model class reads everything else from there. `model_cls` is that class, as
     registered when the config was read: what is registered later does not change it.
@@ -210,6 +210,9 @@ class EngineArgs:
         "smollm2-135m",
         'A known name ("smollm2-135m"), a folder with config.json, safetensors and tokenizer files, a .gguf file, or a Hugging '
         "Face name.",
+    )
+    served_model_name: str | None = _arg(
+        None, "Name of the model in the API, metrics and traces. None: the one above, of a folder its last part."
     )
     dtype: str = _arg(
         "auto",

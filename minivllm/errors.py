@@ -21,6 +21,10 @@ class RequestError(MinivllmError, ValueError):
     """One request is invalid. Only that request fails."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt is longer than the model's context, or than the cache."""
+
+
 class EngineDeadError(MinivllmError, RuntimeError):
     """The engine has failed or was shut down; the message says why. It gives no further output."""
 

@@ -52,15 +52,15 @@ class IncrementalDetokenizer:
         self._whole_text += new
         if not new or self._num_tokens <= self._min_tokens:
             return None
-        found: tuple[int, str] | None = None
-        for stop in self._stop_strings:
-            position = self._whole_text.find(stop, max(0, len(self._whole_text) - len(new) - len(stop) + 1))
-            if position >= 0 and (found is None or position < found[0]):
-                found = (position, stop)
-        if found is None:
+        text = self._whole_text
+        ends = range(len(text) - len(new) + 1, len(text) + 1)
+        # Not text.find(stop), which would read as many characters as the stop string has, for each token.
+        found = [(end - len(stop), stop) for stop in self._stop_strings for end in ends if text.endswith(stop, 0, end)]
+        if not found:
             return None
-        self.text = self._whole_text = self._whole_text[: found[0]]
-        return found[1]
+        position, stop = min(found, key=lambda match: match[0])
+        self.text = self._whole_text = text[:position]
+        return stop
 
 
 class DecodeStream:

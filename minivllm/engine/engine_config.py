@@ -7,6 +7,7 @@ The frontend resolves; the engine core gets the result, as plain data where it r
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
@@ -27,6 +28,12 @@ PLUGINS = {
     "detokenizer_cls": ("update", "finish"),
 }
 """Arguments that are classes, and methods without which there is no point in starting."""
+
+
+def _public_name(model: str) -> str:
+    """How a model is called where others see it: not by the path of its folder."""
+    path = Path(model)
+    return path.absolute().name if path.exists() or path.is_absolute() else model
 
 
 def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
@@ -70,7 +77,10 @@ class EngineConfig:
 
         for name, methods in PLUGINS.items():
             check_plugin(name, getattr(args, name), methods)
+        if args.served_model_name is not None and not (args.served_model_name.strip() and args.served_model_name.isprintable()):
+            raise ConfigError(f"served_model_name is {args.served_model_name!r}, but must be printable characters.")
         model_config = load_model_config(str(args.model), resolve_model(args.model), args.max_model_len)
+        model_config = replace(model_config, name=args.served_model_name or _public_name(str(args.model)))
         parallel_config = args.parallel_config()
         check_can_be_split(model_config, parallel_config.tensor_parallel_size)
         return cls(

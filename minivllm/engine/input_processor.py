@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.errors import RequestError
+from minivllm.errors import ContextLengthError, RequestError
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 
@@ -67,6 +67,15 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The limit on prompt and output together, of the model and of the cache."""
+        return min(self._model_config.max_model_len, self._cache_limit)
+
+    @property
+    def _cache_limit(self) -> int:
+        return self.cache_tokens + 1  # the last token is never fed back, so it needs no slot
 
     def process_inputs(
         self,
@@ -166,24 +175,22 @@ class InputProcessor:
 
     def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The length that the sequences of a request may reach, prompt included."""
-        limit = self._model_config.max_model_len
-        # The last token is never fed back, so it needs no slot in the cache.
-        cache_limit = self.cache_tokens + 1
+        limit, cache_limit = self._model_config.max_model_len, self._cache_limit
         if num_prompt_tokens >= limit:
-            raise RequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the model takes at most {limit} with at least one "
-                f"generated token among them: shorten it."
+            raise ContextLengthError(
+                f"The prompt has {num_prompt_tokens} tokens, but the model's maximum context length is {limit}, with at least one "
+                f"generated token: shorten it."
             )
         if num_prompt_tokens >= cache_limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self.cache_tokens}: "
                 f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
             )
         if params.max_tokens is None:
-            return min(limit, cache_limit)
+            return self.max_request_tokens
         wanted = min(num_prompt_tokens + params.max_tokens, limit)
         if wanted > cache_limit:
-            raise RequestError(
+            raise ContextLengthError(
                 f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: lower "
                 f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ class Tokenizer:
         )
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text.encode()
+        token: str = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):  # SentencePiece's
+            return bytes.fromhex(byte[1])
+        alphabet = _byte_alphabet()
+        return bytes(alphabet[character] for character in token) if alphabet.keys() >= set(token) else text.encode()
+
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
@@ -78,17 +91,32 @@ class Tokenizer:
 
         Raises:
             RequestError: The messages are malformed, or the model has no chat template.
+            ModelLoadError: Its chat template is broken.
         """
+        from jinja2 import TemplateSyntaxError
+
         if not self.hf_tokenizer.chat_template:
-            raise RequestError("This model has no chat template: use generate() with a plain prompt.")
+            raise RequestError("This model has no chat template: give it a plain prompt.")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("A conversation must be a list with at least one message.")
         checked = [_checked_message(message) for message in messages]
         try:
             text = self.hf_tokenizer.apply_chat_template(checked, add_generation_prompt=add_generation_prompt, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ModelLoadError(
+                f"The model's chat template is broken (line {error.lineno}: {error}): give another one."
+            ) from error
         except Exception as error:  # a template is a program, and may object to a role or an order
             raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
         return self.encode(text, add_special_tokens=False)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters with which byte-level BPE writes bytes: printable ones stand for themselves, the others begin at 256 (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _checked_message(message: Any) -> dict[str, str]:
@@ -98,5 +126,5 @@ def _checked_message(message: Any) -> dict[str, str]:
         if isinstance(content, str):
             return message
         if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            return message | {"content": "".join(part["text"] for part in content)}
+            return message | {"content": "\n".join(part["text"] for part in content)}
     raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")

@@ -93,6 +93,8 @@ class AnswerResponse(Response):
                 if not self._started:  # not earlier: an invalid request gets its own status code
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+                if answer.body.continuous_usage:
+                    tail = b'],"usage":' + msgspec.json.encode(answer.usage) + b"}\n\n"
                 events = b"".join(head + msgspec.json.encode(choice) + tail for choice in choices)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         last = b""

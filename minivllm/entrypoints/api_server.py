@@ -10,19 +10,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
-from minivllm.entrypoints.middleware import KeyMiddleware, RequestMiddleware
+from minivllm.entrypoints.middleware import OPEN_PATHS, KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.openai import responses as shapes
 from minivllm.entrypoints.openai.answer import Answer, check_length, tokenizer_of
 from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
@@ -42,6 +44,10 @@ from minivllm.errors import EngineDeadError, RequestError
 
 BODY_SECONDS = 60.0
 """Time limit for receiving a request body."""
+MAX_PARTS_OF_BODY = 20_000
+"""Lists, objects and fields of a request: 4,096 messages have 12,288."""
+DROP_SECONDS, DROP_BYTES = 5.0, 2**28
+"""How long, and how much of, a body that is too long is received before it is refused."""
 RANK_HEADER = "X-data-parallel-rank"
 """The replica that a request is to go to, as in vLLM; if that takes no requests, it goes to another."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -67,12 +73,16 @@ class JsonRequest(Request):
     """A request whose body must be strict JSON (no NaN, valid UTF-8, bounded nesting), not too long, and not too slow."""
 
     async def body(self) -> bytes:
-        """The body. Raises an ApiError as soon as it is known to be too long, or if it does not arrive in time."""
+        """The body. Raises an ApiError if it is too long, or does not arrive in time."""
         if not hasattr(self, "_body"):
             try:
                 self._body = await asyncio.wait_for(self._read(), BODY_SECONDS)
             except asyncio.TimeoutError:
                 raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.") from None
+            except ApiError:
+                if "expect" not in self.headers:  # who expects an answer before the body gets it
+                    await self._drop_rest()
+                raise
         return self._body
 
     async def _read(self) -> bytes:
@@ -88,14 +98,46 @@ class JsonRequest(Request):
         if num_bytes > limit:
             raise ApiError(413, f"The body is longer than this server's limit of {limit} bytes: send fewer prompts at a time.")
 
+    async def _drop_rest(self) -> None:
+        """Receive what a client still sends, within limits: it would see a broken connection instead of the answer."""
+
+        async def drop() -> None:
+            num_bytes = 0
+            async for chunk in self.stream():
+                num_bytes += len(chunk)
+                if num_bytes > DROP_BYTES:
+                    return
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(drop(), DROP_SECONDS)
+
     async def json(self) -> Any:
-        """The body. Raises an ApiError that says where it is invalid."""
+        """The body. Raises an ApiError that says where it is invalid, or that it has too many parts."""
+        body = await self.body()
+        check_num_parts(body)
         try:
-            return msgspec.json.decode(await self.body())
+            return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"The body is not JSON: {error}.") from None
         except RecursionError:
             raise ApiError(400, "The body is JSON that is nested too deeply.") from None
+
+
+def check_num_parts(body: bytes) -> None:
+    """Refuse JSON of many lists, objects or fields before it is parsed: a megabyte of tiny lists takes tenths of a second, in which nobody else is served.
+
+    Raises:
+        ApiError: There are more than `MAX_PARTS_OF_BODY` of them.
+    """
+    if _count_parts(body) <= MAX_PARTS_OF_BODY:  # most are so short that it need not matter what is text
+        return
+    without_quotes = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if _count_parts(b"".join(without_quotes.split(b'"')[::2])) > MAX_PARTS_OF_BODY:
+        raise ApiError(400, f"The body has more than {MAX_PARTS_OF_BODY} lists, objects and fields: send fewer at a time.")
+
+
+def _count_parts(body: bytes) -> int:
+    return sum(body.count(mark) for mark in (b"[", b"{", b":"))
 
 
 class JsonRoute(APIRoute):
@@ -135,6 +177,10 @@ def make_app(state: ServerState) -> FastAPI:
         app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
         _describe_keys(app)
     app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added runs first
+    if origins := state.settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+        )
     return app
 
 
@@ -144,11 +190,12 @@ def _healthy_engine(state: ServerState) -> AsyncLLMEngine:
 
 
 def _describe_keys(app: FastAPI) -> None:
-    """Say in /openapi.json that everything but /health needs a key."""
+    """Say in /openapi.json what needs a key."""
     description = app.openapi()
     description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     description["security"] = [{"key": []}]
-    description["paths"]["/health"]["get"]["security"] = []
+    for path in OPEN_PATHS:
+        description["paths"][path]["get"]["security"] = []
 
 
 def _state(request: Request) -> ServerState:
@@ -219,7 +266,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return _json(
         {
             "count": len(tokens),
-            "max_model_len": engine.model_config.max_model_len,
+            "max_model_len": engine.input_processor.max_request_tokens,
             "tokens": tokens,
             "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
         }
@@ -255,18 +302,21 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 
 def _model_card(state: ServerState) -> shapes.ModelCard:
-    model = state.engine.model_config
+    name = state.engine.model_config.name
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "minivllm",
-        "root": model.name,
+        "root": name,
         "parent": None,
-        "max_model_len": model.max_model_len,
+        "max_model_len": state.engine.input_processor.max_request_tokens,
     }
 
 
+@router.head("/health", include_in_schema=False)
+@router.get("/ping", responses={200: {"model": shapes.HealthResponse}})
+@router.post("/ping", include_in_schema=False)
 @router.get("/health", responses={200: {"model": shapes.HealthResponse}})
 async def health(request: Request) -> Response:
     """Whether requests can be served; 503 with the reason if not."""
@@ -278,6 +328,12 @@ async def health(request: Request) -> Response:
     if engine.num_engines == 1:
         return _json({"status": "ok"})
     return _json({"status": "ok", "replicas": describe_replicas(engine)})
+
+
+@router.get("/load", responses={200: {"model": shapes.LoadResponse}})
+async def load(request: Request) -> Response:
+    """How many requests are being answered, by this API server."""
+    return _json({"server_load": _state(request).admission.num_requests})
 
 
 @router.get("/version", responses={200: {"model": shapes.VersionResponse}})

@@ -7,6 +7,7 @@ file descriptors.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable
 
 import h11
@@ -19,6 +20,8 @@ HEAD_SECONDS = 20.0
 """How long a client may take to send a request's headers."""
 ABORT = "abort_connection"
 """Key in a request's `scope["state"]`: the function that aborts its connection, dropping unsent data."""
+RESET_SECONDS = (0.05, 0.5, 3.0)
+"""After which times to look whether a client that sends no more has reset its connection."""
 LAST_WORD_SECONDS = 2.0
 """How long a slow client has to receive the end of its response."""
 
@@ -49,6 +52,25 @@ class Connection(H11Protocol):
             self._stop("head")
         elif "head" not in self._timers:
             self._start("head", HEAD_SECONDS)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio has it
+        """The client sends no more. Answer its request all the same, if it still listens: one that does not resets the connection at the next byte."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["method"] != "POST":
+            return False
+        if self.scope["http_version"] != "1.1":  # it would not know the next byte's meaning
+            return False
+        cycle.keep_alive = False
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        for seconds in RESET_SECONDS:
+            self.loop.call_later(seconds, self._abort_if_reset)
+        return True
+
+    def _abort_if_reset(self) -> None:
+        connection = self.transport.get_extra_info("socket")
+        if not self.transport.is_closing() and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         """The socket buffer is full. Called while closing too, which would otherwise wait for the client for ever."""

@@ -21,6 +21,7 @@ from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import Closing
 
 MAX_REQUEST_ID = 128
+OPEN_PATHS = ("/health", "/ping")
 
 
 class RequestMiddleware:
@@ -64,7 +65,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            with self.closing.ending(only_watches=scope["method"] == "GET"):
+            with self.closing.ending(only_watches=scope["method"] in ("GET", "HEAD")):
                 await self.app(scope, watched_receive, send_with_id)
         except asyncio.CancelledError:
             record.end = "shutdown"
@@ -87,7 +88,7 @@ class RequestMiddleware:
 
 
 class KeyMiddleware:
-    """Requires an API key for everything but /health.
+    """Requires an API key for everything but `OPEN_PATHS`.
 
     A key comes as `Authorization: Bearer KEY`, or as the password of HTTP Basic, which browsers prompt for.
     """
@@ -99,7 +100,7 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or answer 401."""
         given = given_key(Headers(scope=scope).get("authorization", ""))
-        if scope["path"] != "/health" and not self.knows(given):
+        if scope["path"] not in OPEN_PATHS and not self.knows(given):
             error = ApiError(
                 401,
                 "This server needs an API key: send it as 'Authorization: Bearer KEY'.",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.openai.answer import Answer
@@ -69,7 +74,7 @@ class RequestRecord:
         status = self.status or 0
         if status >= 500 or self.error is not None:
             return logging.WARNING
-        return logging.DEBUG if self.method == "GET" and status < 400 else logging.INFO
+        return logging.DEBUG if self.method in ("GET", "HEAD") and status < 400 else logging.INFO
 
 
 class JsonFormatter(logging.Formatter):
@@ -90,9 +95,76 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class QueuedLog(logging.Handler):
+    """Writes lines in a thread of its own, so that a log that nobody reads, or a full disk, stops nobody. What it cannot write is dropped and counted.
+
+    Args:
+        stream: Where to.
+        capacity: Lines that may wait.
+    """
+
+    CLOSE_SECONDS = 1.0
+    """How long the last lines may take at the end of the process."""
+
+    def __init__(self, stream: TextIO, capacity: int = 10_000) -> None:
+        super().__init__()
+        try:  # not the stream itself: its lock would be held while a write waits, also when the process ends
+            self._write = functools.partial(_write_all, os.dup(stream.fileno()))
+        except OSError:  # a stream without a file
+            self._write = functools.partial(_write_text, stream)
+        self._lines: queue.Queue[str] = queue.Queue(capacity)
+        self._num_dropped = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record's line."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._num_dropped += 1  # under the handler's lock
+
+    def close(self) -> None:
+        """Wait for the last lines, but not for ever."""
+        deadline = time.monotonic() + self.CLOSE_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.005)
+        super().close()
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            try:
+                if num_dropped := self._num_dropped:
+                    self._write(self.format(_record_of_dropped(num_dropped)))
+                    with self.lock or contextlib.nullcontext():
+                        self._num_dropped -= num_dropped
+                self._write(line)
+            except (OSError, ValueError):  # a full disk, a stream that was closed
+                with self.lock or contextlib.nullcontext():
+                    self._num_dropped += 1
+            finally:
+                self._lines.task_done()
+
+
+def _write_all(file: int, line: str) -> None:
+    data = line.encode() + b"\n"
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _write_text(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def _record_of_dropped(count: int) -> logging.LogRecord:
+    message = "%d lines of this log were dropped, because they could not be written."
+    return logging.LogRecord("minivllm.log", logging.WARNING, __file__, 0, message, (count,), None)
+
+
 def configure_logging(level: str) -> None:
     """Send everything at a level of `LOG_LEVELS` or above to standard error as JSON. Third-party loggers start at warning."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedLog(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("uvicorn", "asyncio", "httpx", "urllib3"):

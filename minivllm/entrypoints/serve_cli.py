@@ -61,6 +61,11 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
         "serve no HTTP here: run --data-parallel-size-local replicas for the API server at --data-parallel-address",
     )
     add_option(group, "--api-server-count", 1, "processes that serve HTTP, on the same port and for the same replicas")
+    add_option(group, "--chat-template FILE", Path, "a Jinja template to use instead of the model's")
+    group.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
+        help='web pages that may use the server from a browser (CORS), such as https://example.org; "*" for all',
+    )  # fmt: skip
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser, enable_chunked_prefill=True)
@@ -97,6 +102,13 @@ def limit_steps(args: EngineArgs) -> EngineArgs:
         return args
     budget = max(CPU_TOKENS_PER_STEP, args.max_num_seqs + CPU_TOKENS_FOR_PROMPTS)
     return dataclasses.replace(args, max_num_batched_tokens=budget)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}.") from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -152,11 +164,15 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
                 "allow_kill",
             )
         },
+        allowed_origins=tuple(arguments.allowed_origins),
+        chat_template=arguments.chat_template and _read_text(arguments.chat_template),
         may_manage=is_local or bool(arguments.api_key or os.environ.get(API_KEY_VARIABLE)),
     )
     if arguments.mode == "static":  # as it was before there were chunks
         args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)
     if arguments.served_model is not None:
+        if args.model not in (EngineArgs.model, arguments.served_model):
+            raise ConfigError(f"Two models are given, {arguments.served_model} and --model {args.model}: leave one out.")
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
     if arguments.headless:

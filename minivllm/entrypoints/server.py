@@ -27,7 +27,7 @@ from minivllm.entrypoints.api_server import make_app
 from minivllm.entrypoints.api_server_processes import END_NOW, ApiServerProcesses
 from minivllm.entrypoints.connection import Connection
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, MinivllmError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ def run_server(
         try:
             engine = start_engine(others)
             try:
-                server = ApiServer(ServerState(engine, settings), address, others)
+                state = ServerState(engine, settings)
+                warn_of_chat_template(engine)
+                server = ApiServer(state, address, others)
                 server.run(sockets=[listener])
             finally:
                 engine.shutdown()
@@ -87,6 +89,16 @@ def run_server(
             if others is not None:
                 others.shutdown()
     return server.exit_status
+
+
+def warn_of_chat_template(engine: AsyncLLMEngine) -> None:
+    """Say so if the model's chat template does not work, before a client finds out."""
+    if engine.tokenizer is None or not engine.tokenizer.hf_tokenizer.chat_template:
+        return
+    try:
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    except MinivllmError as error:
+        print(f"minivllm: warning: {error} /v1/chat/completions does not work.", file=sys.stderr)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

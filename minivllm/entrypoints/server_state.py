@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.connection import LAST_WORD_SECONDS
+from minivllm.entrypoints.openai.answer import tokenizer_of
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.errors import ConfigError
 
@@ -34,6 +35,8 @@ class ServerSettings:
         request_timeout: Time limit per request in seconds, or None.
         shutdown_timeout: Grace period for running requests at shutdown, in seconds.
         api_server_count: API servers, which divide the sequences in flight among them.
+        chat_template: A Jinja template to use instead of the model's.
+        allowed_origins: Web pages that may use the server from a browser (CORS); "*" means all.
         allow_kill: Whether whoever reaches the server may kill replicas.
         may_manage: Whether whoever gets past the key may restart replicas.
 
@@ -48,6 +51,8 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     api_server_count: int = 1
     allow_kill: bool = False
+    chat_template: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     may_manage: bool = True
 
     def __post_init__(self) -> None:
@@ -76,6 +81,7 @@ class Admission:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_sequences = 0
+        self.num_requests = 0
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
@@ -96,10 +102,12 @@ class Admission:
                 f"The server is full: it has {self.num_sequences} continuations in flight and accepts {self.capacity}. Try again.",
             )
         self.num_sequences += num_sequences
+        self.num_requests += 1
         try:
             yield
         finally:
             self.num_sequences -= num_sequences
+            self.num_requests -= 1
 
 
 class Closing:
@@ -162,5 +170,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        if self.settings.chat_template is not None:
+            tokenizer_of(self.engine).hf_tokenizer.chat_template = self.settings.chat_template
         max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
         self.admission = Admission(math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count))

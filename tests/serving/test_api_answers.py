@@ -79,9 +79,10 @@ def test_max_completion_tokens_is_the_newer_name(server):
 
 
 def test_messages_may_have_parts_of_text(server):
-    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    whole = server.chat(max_tokens=1).json()["usage"]
-    assert server.chat(max_tokens=1, messages=[{"role": "user", "content": parts}]).json()["usage"] == whole
+    def tokens(content):
+        return server.client.post("/tokenize", json={"messages": [{"role": "user", "content": content}]}).json()["tokens"]
+
+    assert tokens([{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]) == tokens("H\ni")
 
 
 def test_what_openai_calls_developer_is_the_models_system(server):
@@ -150,6 +151,31 @@ def test_logprobs_of_chats_are_entries_with_bytes(server):
     assert content[0]["top_logprobs"][0]["logprob"] > content[0]["logprob"], "the chosen one was the second most likely"
 
 
+@pytest.mark.parametrize("script", [" 机器学习是😀 and so on", "😀😀é", "é" * 20])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_within_a_character(server, monkeypatch, script, stream):
+    """Several tokens make a character: each is where the character begins, and has its own bytes."""
+    monkeypatch.setattr(server.engine.scripted, "script", server.engine.tokenizer.encode(script))
+    num_tokens = len(server.engine.scripted.script)
+    assert num_tokens > len(script.split())
+    answer = server.complete(max_tokens=num_tokens, logprobs=0, echo=True, stream=stream)
+    chunks = list(events(answer)) if stream else [answer.json()]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    logprobs = {
+        name: [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"][name]] for name in ("tokens", "text_offset")
+    }
+    assert text == "Once" + script
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        whole = token.rstrip("\ufffd")
+        assert text[offset:].startswith(whole) and offset < len(text)
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+
+    answer = server.chat(max_tokens=num_tokens, logprobs=True, top_logprobs=2, stream=stream)
+    chunks = list(events(answer))[1:] if stream else [answer.json()]
+    entries = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == script.encode()
+
+
 def test_prompt_logprobs_are_vllms(server):
     completion = server.complete(prompt="Once upon", max_tokens=1, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]
     assert completion[0] is None
@@ -205,6 +231,37 @@ def test_the_usage_comes_last_when_asked_for(server):
     assert all("usage" not in chunk for chunk in events(server.complete(max_tokens=3, stream=True)))
 
 
+def test_the_usage_so_far_comes_with_each_chunk_when_asked_for(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (server.complete, server.chat):
+        chunks = list(events(ask(max_tokens=3, stream=True, stream_options=options)))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert (counts[0], counts[-2:], sorted(counts)) == (1, [3, 3], counts)
+        assert all(
+            chunk["usage"]["total_tokens"] == chunk["usage"]["prompt_tokens"] + count
+            for chunk, count in zip(chunks, counts, strict=True)
+        )
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    assert all("usage" not in chunk for chunk in events(server.complete(max_tokens=3, stream=True, stream_options=options)))
+
+
+def test_each_token_is_a_chunk_even_without_text(server, monkeypatch):
+    """Whoever measures the time between tokens counts chunks; only those that came together share one."""
+    monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
+    monkeypatch.setattr(server.engine.scripted, "script", server.engine.tokenizer.encode("😀😀😀"))
+    num_tokens = len(server.engine.scripted.script)
+    for ask, is_text in ((server.complete, True), (server.chat, False)):
+        chunks = list(events(ask(max_tokens=num_tokens, stream=True)))
+        texts = [
+            choice["text"] if is_text else choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]
+        ]
+        assert "".join(texts) == "😀😀😀" and len(chunks) > num_tokens - 3 > 4, (
+            "without those that have no text, there would be four"
+        )
+    held = list(events(server.complete(max_tokens=9, stop="x" * 30, stream=True)))
+    assert len(held) > 5, "the possible start of a stop string is held back"
+
+
 def test_one_prompt_that_is_too_long_among_several_is_refused_before_any_is_served(slow, monkeypatch):
     prompts = ["a", "word " * 300]
     encode = slow.engine.tokenizer.encode
@@ -219,13 +276,17 @@ def test_one_prompt_that_is_too_long_among_several_is_refused_before_any_is_serv
 def test_the_first_token_of_several_prompts_is_the_earliest(server, monkeypatch, stream):
     """The server runs four at once, so the last two of six prompts wait for the others."""
     monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
-    records = []
-    monkeypatch.setattr("minivllm.entrypoints.request_log.RequestRecord.log", lambda record: records.append(record))
+    answers = []
+    monkeypatch.setattr("minivllm.entrypoints.request_log.RequestRecord.log", lambda record: answers.append(record.answer))
     begin = time.monotonic()
     server.complete(prompt=["a"] * 6, max_tokens=6, stream=stream)
     elapsed = time.monotonic() - begin
-    wait_until(lambda: len(records) > 0)
-    assert 0.04 < records[0].answer.time_to_first_token < elapsed / 3, "of twelve steps, it came in the first"
+
+    def logged():  # the answer before may be logged only now
+        return [answer for answer in answers if answer and answer.num_sequences == 6]
+
+    wait_until(logged)
+    assert 0.04 < logged()[0].time_to_first_token < elapsed / 3, "of twelve steps, it came in the first"
 
 
 def test_tokens_come_when_they_are_there(slow):

@@ -31,6 +31,8 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),
+    ("GET", "/ping"),
+    ("GET", "/load"),
     ("GET", "/version"),
     ("GET", "/metrics"),
     ("GET", "/replicas"),

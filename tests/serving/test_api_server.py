@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import concurrent.futures
 import contextlib
 import json
 import logging
 
+import httpx
 import pytest
 from scripted_server import (
     MAX_NUM_SEQS,
@@ -22,6 +24,8 @@ from scripted_server import (
     wait_until,
 )
 
+from minivllm.entrypoints.api_server import check_num_parts
+from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.entrypoints.server_state import ServerSettings
 from minivllm.errors import ConfigError
 
@@ -54,8 +58,8 @@ def server(smollm2_path):
         ({"prompt": None}, "prompt", "prompt is null"),
         ({"prompt": ""}, None, "The prompt is empty"),
         ({"prompt": [10**6]}, None, "out of range"),
-        ({"prompt": "word " * 300}, None, "301 tokens, but the model takes at most 256"),
-        ({"prompt": "a" * 5000}, None, "5000 characters, far more than fit in the model's context of 256 tokens"),
+        ({"prompt": "word " * 300}, None, "301 tokens, but the model's maximum context length is 256"),
+        ({"prompt": "a" * 5000}, None, "5000 characters, far more than fit in the model's maximum context length of 256 tokens"),
         ({"logit_bias": {"x": 1}}, None, "a token id in logit_bias must be a whole number"),
         ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias", "5000 entries"),
         ({"logit_bias": {str(i): "x" for i in range(5000)}}, "logit_bias", "5000 entries"),
@@ -227,6 +231,31 @@ def test_an_answer_that_takes_too_long_is_ended(smollm2_path):
         assert server.complete(max_tokens=2).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1]] * 200_000},
+        {"prompt": "a", "no such field": [[]] * 300_000},
+        {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
+        {"prompt": "a", "no such field": [{}] * 300_000},
+    ],
+    ids=["prompts", "lists", "fields", "objects"],
+)
+def test_a_body_of_many_parts_is_refused_before_it_is_parsed(server, monkeypatch, body):
+    content = json.dumps(body, separators=(",", ":")).encode()
+    assert len(content) < 2**20
+    monkeypatch.setattr("msgspec.json.decode", lambda body: pytest.fail("it was parsed"))
+    response = server.client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert "more than 20000 lists" in error_of(response, 400)["message"]
+
+
+def test_brackets_in_a_text_are_no_parts():
+    check_num_parts(json.dumps({"prompt": '[{"a\\":' * 30_000}).encode())
+    check_num_parts(json.dumps({"prompt": ["[" * 8] * 4096}).encode())
+    with pytest.raises(ApiError):
+        check_num_parts(json.dumps({"prompt": [["\\", '"', '\\"']] * 20_001}).encode())
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
     monkeypatch.setattr("minivllm.entrypoints.api_server.BODY_SECONDS", 0.2)
     with connect(server) as connection:
@@ -234,7 +263,22 @@ def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
         assert read_to_the_end(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_an_upload_without_end_is_hung_up_on(smollm2_path):
+def test_a_client_that_sends_while_it_listens_hears_that_its_body_is_too_long(smollm2_path):
+    async def send(url, content):
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            return await client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+
+    async def pieces():
+        for _ in range(200):
+            yield b"x" * 2**16
+
+    with running_server(lambda: scripted_engine(smollm2_path), ServerSettings(max_request_bytes=2000)) as server:
+        for content in (b"x" * 20_000_000, pieces()):
+            assert "2000 bytes" in error_of(asyncio.run(send(server.url, content)), 413)["message"]
+
+
+def test_an_upload_without_end_is_hung_up_on(smollm2_path, monkeypatch):
+    monkeypatch.setattr("minivllm.entrypoints.api_server.DROP_SECONDS", 0.3)
     with (
         running_server(lambda: scripted_engine(smollm2_path), ServerSettings(max_request_bytes=2000)) as server,
         connect(server) as connection,
@@ -273,14 +317,41 @@ def test_a_key_that_was_tried_leaves_a_trace(smollm2_path, caplog):
     assert [(record.fields["path"], record.fields["status"]) for record in caplog.records] == [("/v1/models", 401)]
 
 
+def test_pages_of_other_sites_may_use_the_server_if_it_says_so(smollm2_path):
+    asks = {
+        "Origin": "https://example.org",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    settings = ServerSettings(api_keys=("key",), allowed_origins=("https://example.org",))
+    with running_server(lambda: scripted_engine(smollm2_path), settings) as server:
+        preflight = server.client.options("/v1/completions", headers=asks)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "https://example.org")
+        assert (
+            "access-control-allow-origin"
+            not in server.client.options("/health", headers=asks | {"Origin": "https://evil.org"}).headers
+        )
+        answer = server.client.get("/v1/models", headers={"Origin": "https://example.org"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://example.org")
+    with running_server(lambda: scripted_engine(smollm2_path)) as server:
+        assert server.client.options("/v1/completions", headers=asks).status_code == 405
+
+
+def test_what_a_load_balancer_asks(server):
+    for ask in (server.client.head, server.client.get):
+        assert ask("/health").status_code == 200
+    assert server.client.head("/health").content == b""
+    assert server.client.get("/ping").status_code == server.client.post("/ping").status_code == 200
+    assert server.client.get("/load").json() == {"server_load": 0}
+
+
 def test_a_request_is_one_line_without_its_prompt(server, caplog):
     with caplog.at_level(logging.DEBUG, "minivllm.requests"):
         server.client.post(
             "/v1/completions", json={"prompt": "my secret", "max_tokens": 2, "colour": "blue"}, headers={"X-Request-Id": "mine"}
         )
-        wait_until(lambda: len(caplog.records) > 0)
-    (record,) = caplog.records
-    fields = record.fields
+        wait_until(lambda: any(record.fields["request_id"] == "mine" for record in caplog.records))
+    (fields,) = [record.fields for record in caplog.records if record.fields["request_id"] == "mine"]
     assert (fields["request_id"], fields["status"], fields["end"]) == ("mine", 200, "finished")
     assert (fields["prompt_tokens"], fields["completion_tokens"], fields["ignored_fields"]) == (2, 2, ["colour"])
     assert fields["seconds"] >= fields["seconds_to_first_token"] >= 0

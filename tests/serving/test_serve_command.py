@@ -6,12 +6,13 @@ import contextlib
 import socket
 
 import pytest
-from scripted_server import scripted_engine
+from scripted_server import running_server, scripted_engine
 
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints import cli
-from minivllm.entrypoints.server import bind, run_server
+from minivllm.entrypoints.server import bind, run_server, warn_of_chat_template
 from minivllm.entrypoints.server_state import ServerSettings
 from minivllm.errors import ConfigError, ModelLoadError
 
@@ -95,6 +96,47 @@ def test_two_servers_with_several_api_servers_do_not_share_a_port():
     for count in (1, 3):  # a restart need not wait
         for listener in bind("127.0.0.1", port, count):
             listener.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["smollm2-135m", "--model", "another"], "Two models are given, smollm2-135m and --model another: leave one out."),
+        (["--chat-template", "no-such-file"], "no-such-file cannot be read as text"),
+        (["--served-model-name", " "], "served_model_name"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(capsys, options, sentence):
+    assert cli.main(["serve", *options, "--port", "0"]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "warning", "status"),
+    [
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", None, 200),
+        ("{% for message in messages %}{{ message.content }}", "The model's chat template is broken (line 1: ", 500),
+        ("{{ raise_exception('Only poems.') }}", "rejects this conversation (Only poems.)", 400),
+    ],
+    ids=["works", "broken", "rejects"],
+)
+def test_a_chat_template_of_ones_own_is_tried_at_the_start(smollm2_path, capsys, template, warning, status):
+    engine = scripted_engine(smollm2_path)
+    with running_server(lambda: engine, ServerSettings(shutdown_timeout=1, chat_template=template)) as server:
+        warn_of_chat_template(engine)
+        printed = capsys.readouterr().err
+        assert (warning or "serves") in printed and ("warning" in printed) == (warning is not None)
+        assert server.chat(max_tokens=1).status_code == status
+        tokens = server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+        assert status != 200 or tokens["count"] == 1
+
+
+def test_a_folder_is_served_under_its_last_name(smollm2_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").symlink_to(smollm2_path)
+    for model in (str(tmp_path / "my-model"), "my-model"):
+        assert EngineConfig.from_engine_args(EngineArgs(model=model)).model_config.name == "my-model"
+    assert EngineConfig.from_engine_args(EngineArgs()).model_config.name == "smollm2-135m"
 
 
 def serve(port, start_engine):

@@ -20,7 +20,7 @@ from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.entrypoints.openai.protocol import GenerationBody
 from minivllm.entrypoints.openai.responses import Json, Usage
-from minivllm.errors import RequestError
+from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -146,8 +146,7 @@ class Answer(ABC):
                     choices += [opening for opening in openings if opening is not None]
                 self._count(output, is_first)
                 for completion in output.outputs:
-                    if completion.text or completion.finish_reason or completion.logprobs:
-                        choices.append(self.delta(number * n + completion.index, completion))
+                    choices.append(self.delta(number * n + completion.index, completion))
                 if choices:
                     yield choices
 
@@ -248,10 +247,10 @@ def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
         engine: Has the limit.
 
     Raises:
-        RequestError: There are too many.
+        ContextLengthError: There are too many.
     """
     limit = engine.model_config.max_model_len
     if count > limit * (MAX_CHARACTERS_PER_TOKEN if unit == "characters" else 1):
-        raise RequestError(
-            f"The prompt has {count} {unit}, far more than fit in the model's context of {limit} tokens: shorten it."
+        raise ContextLengthError(
+            f"The prompt has {count} {unit}, far more than fit in the model's maximum context length of {limit} tokens: shorten it."
         )

@@ -47,7 +47,7 @@ class ChatAnswer(Answer):
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
-        content = {"content": completion.text} if completion.text else {}
+        content = {"content": completion.text} if completion.text or completion.finish_reason is None else {}
         return make_choice(index, completion, delta=content, logprobs=self._logprobs(completion))
 
     def extras(self, outputs: list[RequestOutput]) -> Json:
@@ -59,7 +59,7 @@ class ChatAnswer(Answer):
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return chat_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs)
+        return chat_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, self.engine.tokenizer)
 
 
 async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:

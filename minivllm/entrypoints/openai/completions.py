@@ -8,7 +8,7 @@ from typing import cast
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
-from minivllm.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
+from minivllm.entrypoints.openai.logprobs import TokenOffsets, completion_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import CompletionRequest
 from minivllm.entrypoints.openai.responses import CompletionLogprobs, Json
 from minivllm.outputs import CompletionOutput, RequestOutput
@@ -38,8 +38,8 @@ class CompletionAnswer(Answer):
         """The engine generates one token all the same, which is dropped."""
         self._echoes: list[str] = []
         """The text of each prompt, with `echo`."""
-        self._offsets: dict[int, int] = {}
-        """Where in its text the next token of each streamed continuation begins."""
+        self._offsets: dict[int, TokenOffsets] = {}
+        """Of each streamed continuation."""
         params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
         super().__init__(engine, body, params, len(self.prompts))
 
@@ -59,9 +59,9 @@ class CompletionAnswer(Answer):
         if self.only_echo:
             completion = without_tokens(completion)
         echo = self._echoes[index // self.params.n] if self.echo else ""
-        logprobs = self._logprobs(completion, len(echo))
+        logprobs = self._logprobs(completion, self._token_offsets(index, output))
         if self.echo and logprobs is not None:
-            logprobs = joined(self._echo_logprobs(output), logprobs)
+            logprobs = joined(self._echo_logprobs(index, output), logprobs)
         choice = make_choice(index, completion, text=echo + completion.text, logprobs=logprobs)
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -69,19 +69,19 @@ class CompletionAnswer(Answer):
 
     def opening(self, index: int, output: RequestOutput) -> Json | None:
         """The prompt, with `echo`."""
+        self._offsets[index] = self._token_offsets(index, output)
         if not self.echo:
             return None
         text = self._echoes[index // self.params.n]
-        self._offsets[index] = len(text)
-        return make_choice(index, None, text=text, logprobs=None if self.params.logprobs is None else self._echo_logprobs(output))
+        return make_choice(
+            index, None, text=text, logprobs=None if self.params.logprobs is None else self._echo_logprobs(index, output)
+        )
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
         if self.only_echo:
             completion = without_tokens(completion)
-        logprobs = self._logprobs(completion, self._offsets.get(index, 0))
-        if logprobs and logprobs["tokens"]:  # not the text's length: the possible start of a stop string is held back
-            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        logprobs = self._logprobs(completion, self._offsets[index])
         return make_choice(index, completion, text=completion.text, logprobs=logprobs)
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
@@ -89,15 +89,24 @@ class CompletionAnswer(Answer):
         if self.only_echo:
             self.usage["completion_tokens"], self.usage["total_tokens"] = 0, self.usage["prompt_tokens"]
 
-    def _logprobs(self, completion: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+    def _token_offsets(self, index: int, output: RequestOutput) -> TokenOffsets:
+        """For the tokens of a continuation, after the prompt with `echo`."""
+        begin = len(self._echoes[index // self.params.n]) if self.echo else 0
+        return TokenOffsets(self.engine.tokenizer, output.prompt_token_ids, self.params.skip_special_tokens, begin)
+
+    def _logprobs(self, completion: CompletionOutput, offsets: TokenOffsets) -> CompletionLogprobs | None:
         if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return completion_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, offset)
+        return completion_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, offsets)
 
-    def _echo_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
+    def _echo_logprobs(self, index: int, output: RequestOutput) -> CompletionLogprobs:
         assert self.params.logprobs is not None and output.prompt_logprobs is not None
-        first_token = tokenizer_of(self.engine).decode(output.prompt_token_ids[:1], skip_special_tokens=False)
-        return completion_logprobs(output.prompt_token_ids, output.prompt_logprobs, self.params.logprobs, 0, first_token)
+        tokenizer, token_ids = tokenizer_of(self.engine), output.prompt_token_ids
+        first_token = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
+        # The tokenizer may have put tokens before the text, which are not in it.
+        begin = len(self._echoes[index // self.params.n]) - len(tokenizer.decode(token_ids, skip_special_tokens=False))
+        offsets = TokenOffsets(tokenizer, [], False, begin)
+        return completion_logprobs(token_ids, output.prompt_logprobs, self.params.logprobs, offsets, first_token)
 
 
 def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from minivllm.entrypoints.openai.responses import ErrorResponse
-from minivllm.errors import EngineDeadError, RequestError, RequestGivenUpError
+from minivllm.errors import ContextLengthError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,12 @@ def as_api_error(error: Exception) -> ApiError:
     """Convert any exception. Unexpected ones are logged, and reported without details."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=_first_word(str(error)))
+    if isinstance(error, ModelLoadError):  # the chat template
+        return ApiError(500, str(error))
     if isinstance(error, RequestGivenUpError):  # OpenAI's client would retry twice
         return ApiError(500, str(error), code="request_given_up", headers={"x-should-retry": "false"})
     if isinstance(error, EngineDeadError):
@@ -112,7 +116,7 @@ def add_error_handlers(app: FastAPI) -> None:
             error = _routing_error(request, error)
         return as_api_error(error).response()
 
-    for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError):
+    for kind in (HTTPException, RequestValidationError, RequestError, EngineDeadError, ModelLoadError):
         app.add_exception_handler(kind, answer)
 
 
@@ -145,7 +149,7 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
     limits = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     for limit, words in limits.items():
         if limit in context:
-            return f"{name} is {given}, but must be {words} {context[limit]:g}.", param
+            return f"{name} is {given}, but must be {words} {context[limit]}.", param
     if kind in ("too_long", "too_short"):
         bound, words = ("max_length", "at most") if kind == "too_long" else ("min_length", "at least")
         return f"{name} has {len(mistake['input'])} entries, but must have {words} {context[bound]}.", param

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from minivllm.engine.detokenizer import REPLACEMENT, DecodeStream
+from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob
 from minivllm.outputs import Logprob
 
@@ -12,8 +14,32 @@ Candidates = dict[int, Logprob]
 """At one position: the sampled token and the most likely ones, by token id."""
 
 
+class TokenOffsets:
+    """Where in a growing text each token begins, in characters. A token in the middle of a character begins where the character does.
+
+    Args:
+        tokenizer: None where there is no text.
+        prompt_token_ids: What comes before the tokens.
+        skip_special_tokens: Whether the text is without special tokens.
+        begin: Where the first token begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: list[int], skip_special_tokens: bool, begin: int) -> None:
+        self._stream = tokenizer and DecodeStream(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._next = begin
+
+    def add(self, token_ids: list[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(max(0, self._next))
+            if self._stream is not None:
+                self._next += len(self._stream.step(token_id))
+        return offsets
+
+
 def completion_logprobs(
-    token_ids: list[int], candidates: list[Candidates | None], num_logprobs: int, offset: int, first_token: str = ""
+    token_ids: list[int], candidates: list[Candidates | None], num_logprobs: int, offsets: TokenOffsets, first_token: str = ""
 ) -> CompletionLogprobs:
     """The four lists of /v1/completions.
 
@@ -21,17 +47,15 @@ def completion_logprobs(
         token_ids: The tokens.
         candidates: The candidates at each token; None at the first token of a prompt.
         num_logprobs: Number of most likely candidates to return besides the token itself.
-        offset: Where in the text the first token begins, in characters.
+        offsets: Where in the text the tokens begin.
         first_token: The text of a token without candidates.
     """
-    result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": offsets.add(token_ids)}
     for token_id, here in zip(token_ids, candidates, strict=True):
         text = first_token if here is None else here[token_id].decoded_token or ""
         result["tokens"].append(text)
         result["token_logprobs"].append(None if here is None else finite(here[token_id].logprob))
         result["top_logprobs"].append(None if here is None else _by_text(token_id, here, num_logprobs))
-        result["text_offset"].append(offset)
-        offset += len(text)
     return result
 
 
@@ -43,18 +67,23 @@ def _by_text(token_id: int, candidates: Candidates, num_logprobs: int) -> dict[s
     return texts
 
 
-def chat_logprobs(token_ids: list[int], candidates: list[Candidates], num_logprobs: int) -> ChatLogprobs:
+def chat_logprobs(
+    token_ids: list[int], candidates: list[Candidates], num_logprobs: int, tokenizer: Tokenizer | None
+) -> ChatLogprobs:
     """The entries of /v1/chat/completions."""
+
+    def entry(token_id: int, candidate: Logprob) -> TokenLogprob:
+        text = candidate.decoded_token or ""
+        is_partial = REPLACEMENT in text  # of a character
+        token_bytes = tokenizer.token_bytes(token_id) if tokenizer and is_partial else text.encode(errors="replace")
+        return {"token": text, "logprob": finite(candidate.logprob), "bytes": list(token_bytes)}
+
     content = []
     for token_id, here in zip(token_ids, candidates, strict=True):
-        top = [_entry(candidate) for candidate in _most_likely(here, num_logprobs)]
-        content.append({**_entry(here[token_id]), "top_logprobs": top})
+        likely = sorted(here, key=lambda other: here[other].rank)[:num_logprobs]
+        top = [entry(other, here[other]) for other in likely]
+        content.append({**entry(token_id, here[token_id]), "top_logprobs": top})
     return {"content": content}
-
-
-def _entry(candidate: Logprob) -> TokenLogprob:
-    text = candidate.decoded_token or ""
-    return {"token": text, "logprob": finite(candidate.logprob), "bytes": list(text.encode(errors="replace"))}
 
 
 def _most_likely(candidates: Candidates, num_logprobs: int) -> list[Logprob]:

@@ -82,6 +82,9 @@ class StreamOptions(_Body):
     """Streaming options."""
 
     include_usage: bool | None = Field(None, description="End with a usage event.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the usage so far in each event, as in vLLM."
+    )
 
 
 class GenerationBody(_Body):
@@ -126,6 +129,11 @@ class GenerationBody(_Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def shared_sampling_params(self) -> dict[str, Any]:
         """The given fields that `SamplingParams` has too, by name and meaning."""
@@ -175,7 +183,7 @@ class Message(_Body):
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: one text, and the role "system" for OpenAI's "developer"."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 

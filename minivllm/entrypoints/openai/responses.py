@@ -236,6 +236,12 @@ class HealthResponse(TypedDict):
     replicas: NotRequired[list[ReplicaHealth]]
 
 
+class LoadResponse(TypedDict):
+    """The response of /load."""
+
+    server_load: int
+
+
 class VersionResponse(TypedDict):
     """The response of /version."""
 

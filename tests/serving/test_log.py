@@ -1,0 +1,112 @@
+"""The server's log, when nobody reads it or nothing more can be written."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted_server import wait_until
+
+from minivllm.entrypoints.request_log import JsonFormatter, QueuedLog
+
+LINE = "x" * 1000
+
+
+class Stream:
+    """What a handler needs of a stream."""
+
+    def __init__(self, file: int) -> None:
+        self.fileno = lambda: file
+
+
+@pytest.fixture
+def logger():
+    logger = logging.Logger("a test")
+    yield logger
+    for handler in logger.handlers:
+        handler.close()
+
+
+def log_to(logger, stream, capacity=50):
+    handler = QueuedLog(stream, capacity)
+    handler.setFormatter(JsonFormatter())
+    logger.addHandler(handler)
+
+
+def test_lines_come_in_order_and_the_last_ones_are_waited_for(logger, tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        log_to(logger, file, 1000)
+        for number in range(500):
+            logger.info("line %d", number)
+        logger.handlers[0].close()
+    assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == [f"line {number}" for number in range(500)]
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody_and_what_is_missing_is_counted(logger):
+    reader, writer = os.pipe()
+    log_to(logger, Stream(writer))
+    begin = time.monotonic()
+    for number in range(1000):
+        logger.info("%s %d", LINE, number)
+    assert time.monotonic() - begin < 10, "it would wait for ever"
+    lines: list[dict] = []
+
+    def read():
+        with os.fdopen(reader) as pipe:
+            lines.extend(json.loads(line) for line in pipe)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_until(lambda: any("dropped" in line["message"] for line in lines))
+    logger.info("the last one")
+    wait_until(lambda: lines[-1]["message"] == "the last one")
+    dropped = [int(line["message"].split()[0]) for line in lines if line["logger"] == "minivllm.log"]
+    assert sum(dropped) + len(lines) - len(dropped) == 1001
+    os.close(writer)
+    os.close(logger.handlers[0]._write.args[0])
+    thread.join()
+
+
+def test_a_full_disk_stops_nobody(logger):
+    with Path("/dev/full").open("w") as full:
+        log_to(logger, full)
+        for _ in range(200):
+            logger.info(LINE)
+        wait_until(lambda: logger.handlers[0]._num_dropped == 200)
+
+
+def test_a_stream_without_a_file(logger):
+    stream = io.StringIO()
+    log_to(logger, stream)
+    logger.warning("hello")
+    wait_until(lambda: "hello" in stream.getvalue())
+
+
+def test_a_server_whose_log_nobody_reads_serves_and_ends(smollm2_path):
+    options = ["--port", "0", "--log-level", "debug", "--num-gpu-blocks-override", "64", "--served-model-name", "fox"]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", str(smollm2_path), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        fcntl.fcntl(server.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        while "minivllm serves" not in (line := server.stderr.readline()):
+            assert line, "it ended"
+        url = line.split(" at ")[1].split(" ")[0]
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for _ in range(100):  # each writes a line
+                assert client.get("/health").status_code == 200
+            answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": "fox"})
+            assert (answer.status_code, answer.json()["model"]) == (200, "fox")
+            card = client.get("/v1/models").json()["data"][0]
+            assert (card["id"], card["max_model_len"]) == ("fox", 64 * 16 + 1)
+        server.terminate()
+        assert server.wait(30) == 0
