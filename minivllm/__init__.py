@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minivllm.outputs import CompletionOutput as CompletionOutput
     from minivllm.outputs import RequestOutput as RequestOutput
     from minivllm.sampling_params import SamplingParams as SamplingParams
+    from minivllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 _MODULES = {
     "LLM": "entrypoints.llm",
@@ -31,6 +32,7 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "Scheduler": "core.scheduler",
     "SimulatedExecutor": "executor.simulated",
+    "StructuredOutputsParams": "sampling_params",
     "StaticBatchScheduler": "core.static_batching",
     "VirtualClock": "executor.simulated",
 }

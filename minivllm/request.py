@@ -10,10 +10,13 @@ import enum
 import hashlib
 from array import array
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.outputs import RequestMetrics
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.core.structured_output import StructuredOutputGrammar
 
 
 class SequenceStatus(enum.Enum):
@@ -109,6 +112,8 @@ class Sequence:
     """The key by which the scheduler's queues are sorted; set by the scheduler."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of `token_ids`, extended by `extend_block_hashes`."""
+    grammar: StructuredOutputGrammar | None = None
+    """With structured outputs, how far its output has come in the grammar."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -150,6 +155,7 @@ class Sequence:
         child.token_ids = list(self.token_ids)
         child.num_computed_tokens = self.num_computed_tokens
         child.block_hashes = list(self.block_hashes)
+        child.grammar = self.grammar and self.grammar.fork()
         child.status = self.status
         return child
 
@@ -215,6 +221,8 @@ class Request:
         self.priority = priority
         self.metrics = RequestMetrics(arrival_time) if resumption is None else resumption.metrics.copy()
         self.resumption = resumption
+        self.grammar: StructuredOutputGrammar | None = None
+        """With structured outputs, the grammar at its beginning, once it is compiled."""
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
         self.data = EngineCoreRequest(

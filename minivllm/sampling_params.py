@@ -7,6 +7,7 @@ them, and never reaches the engine.
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,55 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the text of a request must be; exactly one of these.
+
+    Args:
+        json: A JSON schema, as text or as a dict.
+        regex: A regular expression (Rust's syntax) that the whole text matches.
+        choice: The texts to choose from.
+        grammar: A grammar in Lark's language, or in llama.cpp's (GBNF).
+        json_object: Any JSON object.
+
+    Raises:
+        RequestError: There is not exactly one, or it is of another type.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            has = f"has {' and '.join(given)}" if given else "is empty"
+            raise RequestError(
+                f"structured_outputs {has}, but must have exactly one of json, regex, choice, grammar and json_object."
+            )
+        if isinstance(self.json, dict):
+            object.__setattr__(self, "json", _as_json(self.json))
+        for name in ("json", "regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text):
+                raise RequestError(f"structured_outputs must have {name} as text, not {text!r}.")
+        if self.choice is not None:
+            choice = self.choice
+            if not isinstance(choice, (list, tuple)) or not choice or not all(isinstance(text, str) and text for text in choice):
+                raise RequestError(f"structured_outputs must have choice as a list of texts, not {choice!r}.")
+            object.__setattr__(self, "choice", tuple(choice))
+
+
+def _as_json(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"structured_outputs has a schema that is not JSON: {error}.") from None
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Parameters of text generation for one request.
 
@@ -58,6 +108,7 @@ class SamplingParams:
         prompt_logprobs: The same, for the tokens of the prompt.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
+        structured_outputs: What the text must be: of a JSON schema, say.
         output_kind: Which outputs the engine returns; `LLM` always uses FINAL_ONLY.
 
     Raises:
@@ -82,6 +133,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -112,6 +164,10 @@ class SamplingParams:
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be a StructuredOutputsParams, not {type(self.structured_outputs).__name__}."
+            )
         object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))

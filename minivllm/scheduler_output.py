@@ -34,6 +34,7 @@ class SequenceData:
             is forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
+        masks: With structured outputs, which tokens may follow the last known one, and each draft (`StructuredOutputGrammar.masks`); else empty.
     """
 
     request: EngineCoreRequest
@@ -47,6 +48,7 @@ class SequenceData:
     num_samples: int
     num_drafts: int
     is_decode: bool
+    masks: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +133,7 @@ class ScheduledSequence:
             1 + seq.num_unforked_siblings if self.needs_sampling else 0,
             len(drafts),
             self.is_decode,
+            seq.grammar.masks(drafts) if seq.grammar is not None and self.needs_sampling else [],
         )
 
 

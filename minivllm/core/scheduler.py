@@ -56,6 +56,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. The InputProcessor has validated it."""
         seq = Sequence(next(self._seq_ids), request)
+        seq.grammar = request.grammar and request.grammar.fork()
         seq.num_unforked_siblings = request.sampling_params.n - 1
         self._queue(request, [seq], next(self._arrivals))
 
@@ -69,6 +70,10 @@ class Scheduler:
             seq = Sequence(next(self._seq_ids), request, index)
             seq.token_ids += token_ids
             seq.num_reported_tokens = len(token_ids)
+            if request.grammar is not None:
+                seq.grammar = request.grammar.fork()
+                for token_id in token_ids:
+                    seq.grammar.accept_token(token_id)
             sequences.append(seq)
         self._queue(request, sequences, next(self._resumptions))
 
@@ -293,6 +298,8 @@ class Scheduler:
         request = seq.request
         if token_id in request.stop_reasons and seq.num_output_tokens >= request.sampling_params.min_tokens:
             self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
+        elif seq.grammar is not None and not seq.grammar.accept_token(token_id):
+            self._finish(seq, SequenceStatus.FINISHED_ERROR if seq.grammar.error else SequenceStatus.FINISHED_STOPPED)
         elif seq.num_tokens >= request.max_num_tokens:
             self._finish(seq, SequenceStatus.FINISHED_LENGTH)
 

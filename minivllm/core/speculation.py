@@ -40,6 +40,8 @@ class SpeculativeDecoding:
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
             room = request.max_num_tokens - seq.num_tokens - 1  # the model adds a token of its own
             drafts = self.proposer.propose(seq, min(self.config.num_speculative_tokens, budget, room))
+            if seq.grammar is not None:
+                drafts = drafts[: seq.grammar.count_valid(drafts)]
             num_drafts = self.block_manager.append_draft_slots(seq, len(drafts)) if drafts else 0
             item.draft_token_ids = tuple(drafts[:num_drafts])
             item.num_tokens += num_drafts

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.structured_output import GrammarCompiler, StructuredOutputGrammar
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.engine.trace_recorder import TraceRecorder
@@ -44,6 +46,9 @@ class EngineCore:
         scheduler_cls, block_space_manager_cls: The classes to use.
         clock: Gives the time in seconds.
     """
+
+    GRAMMAR_SECONDS = 0.01
+    """How long a step waits for a grammar to be compiled, if there is nothing else to do."""
 
     def __init__(
         self,
@@ -77,6 +82,10 @@ class EngineCore:
         """How often a sequence lost its cache blocks."""
         self.num_generated_tokens = 0
         self._recorder: TraceRecorder | None = None
+        self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
+        self._grammar_thread: ThreadPoolExecutor | None = None
+        self._compiling: dict[str, tuple[Request, Future[StructuredOutputGrammar]]] = {}
+        """Requests whose grammar is being compiled, by id; the scheduler does not know them yet."""
         self._undelivered: list[EngineCoreOutput] = []
         """Outputs of a step that was interrupted; the next step returns them."""
 
@@ -128,23 +137,54 @@ class EngineCore:
         Raises:
             RequestError: Its id is in use, or a scheduler of your own cannot resume it.
         """
-        if request.request_id in self.scheduler.requests:
+        if request.request_id in self.scheduler.requests or request.request_id in self._compiling:
             raise RequestError(
                 f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
             )
         added = Request.from_engine_core_request(request)
-        if added.resumption is None:
-            self.scheduler.add_request(added)
-        elif hasattr(self.scheduler, "resume_request") and added.resumption.output_token_ids:
-            self.scheduler.resume_request(added, added.resumption)
-        else:
+        resumption = added.resumption
+        if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
+        params = added.sampling_params
+        if params.structured_outputs is None:
+            self._schedule_request(added)
+            return
+        self._grammar_thread = self._grammar_thread or ThreadPoolExecutor(1, "grammars")
+        grammar = self._grammar_thread.submit(
+            self._grammar_compiler.compile, params.structured_outputs, request.eos_token_ids, params.ignore_eos
+        )
+        self._compiling[request.request_id] = added, grammar
+
+    def _schedule_request(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        if request.resumption is None:
+            self.scheduler.add_request(request)
+        else:
+            self.scheduler.resume_request(request, request.resumption)
         if self._recorder is not None:
-            self._recorder.add_request(added)
+            self._recorder.add_request(request)
+
+    def _schedule_compiled(self) -> None:
+        """Hand the requests to the scheduler whose grammars have been compiled."""
+        for request_id, (request, grammar) in list(self._compiling.items()):
+            if not grammar.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                request.grammar = grammar.result()
+            except Exception as error:  # the frontend has compiled it, so this is a limit or a lack of memory
+                request.metrics.finished_time = self.clock()
+                ended = [NewTokens(index, [], finish_reason="error") for index in range(request.sampling_params.n)]
+                metrics, client = request.metrics.copy(), request.data.client_index
+                failed = EngineCoreOutput(request_id, request.number, ended, True, metrics, error=str(error), client_index=client)
+                self._undelivered.append(failed)
+            else:
+                self._schedule_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Finish requests and free their blocks. Unknown and finished ids are ignored."""
         for request_id in request_ids:
+            self._compiling.pop(request_id, None)
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 self.scheduler.abort_request(request_id)
@@ -170,7 +210,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
+        return self.scheduler.has_unfinished_requests() or bool(self._compiling or self._undelivered)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +220,8 @@ class EngineCore:
         If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
         step reports the requests that it ended.
         """
+        if self._compiling:
+            self._schedule_compiled()
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
             return self.make_outputs(outputs)
@@ -187,6 +229,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if not scheduled.scheduled and not scheduled.preempted:
             self._check_idle()
+            wait([grammar for _, grammar in self._compiling.values()], self.GRAMMAR_SECONDS, FIRST_COMPLETED)
             return self.make_outputs([])
         self._note_scheduled(scheduled, start)
         record = self._recorder.begin_step(scheduled, start) if self._recorder is not None else None
@@ -215,7 +258,7 @@ class EngineCore:
         manager, scheduler = self.block_manager, self.scheduler
         stats = SchedulerStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_swapped=len(scheduler.swapped),
             num_used_blocks=int(self.num_gpu_blocks - manager.get_num_free_gpu_blocks()),  # a learner's may count in NumPy
             num_gpu_blocks=self.num_gpu_blocks,
@@ -246,6 +289,7 @@ class EngineCore:
     ) -> list[EngineCoreOutput]:
         """What the step added to each request, from what `Scheduler.update` returned."""
         outputs: dict[Request, EngineCoreOutput] = {}
+        errors: dict[Request, str] = {}
         for seq, i in advanced:
             # A result has one token for each sibling forked from its sequence, by index; or several for one sequence, with drafts.
             first, logprobs = seq.index - scheduled.scheduled[i].seq.index, results[i].logprobs
@@ -254,6 +298,8 @@ class EngineCore:
             new = NewTokens(seq.index, token_ids, logprobs[first : first + len(token_ids)] if logprobs else None)
             if seq.finished:
                 new.finish_reason, new.stop_reason = seq.finish_reason, seq.stop_reason
+            if seq.grammar is not None and seq.grammar.error:
+                errors[seq.request] = f"structured_outputs cannot go on: {seq.grammar.error}"
             request = seq.request
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
@@ -270,6 +316,7 @@ class EngineCore:
             outputs[request].prompt_logprobs = result.prompt_logprobs
         for request, output in outputs.items():
             output.finished, output.client_index = request.finished, request.data.client_index
+            output.error = errors.get(request)
             if request.finished:
                 request.metrics.finished_time = now
             output.metrics = request.metrics.copy()
@@ -315,6 +362,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers."""
+        if self._grammar_thread is not None:
+            self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self.executor.shutdown()
 
 

@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import Any
 
 from minivllm.config import ModelConfig, SchedulerConfig
+from minivllm.core.structured_output import GrammarCompiler
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.request import EngineCoreRequest
@@ -63,6 +64,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self.clock = clock
         self._random = random.Random(seed)
+        self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
         eos = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -170,6 +172,10 @@ class InputProcessor:
             raise RequestError(
                 f"n is {params.n}, but at most max_num_seqs = {self._scheduler_config.max_num_seqs} sequences run at once: lower n."
             )
+        if params.structured_outputs is not None:
+            if self._tokenizer is None:
+                raise RequestError("Structured outputs need a tokenizer, and there is none (skip_tokenizer_init=True).")
+            self._grammar_compiler.compile(params.structured_outputs, self._eos_token_ids)
         if params.stop and self._tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
 

@@ -132,7 +132,7 @@ class RequestState:
             if text.output.finished:
                 continue  # a stop string finished it, and the core had gone on meanwhile
             has_new = True
-            stop = _add_tokens(text, new)
+            stop = self._add_tokens(text, new)
             if stop is not None:
                 text.output.finish_reason, text.output.stop_reason = "stop", stop
                 if new.finish_reason is None:
@@ -145,6 +145,16 @@ class RequestState:
         if self.finished and self.metrics.finished_time is None:
             self.metrics.finished_time = timestamp
         return has_new, stopped
+
+    def _add_tokens(self, text: SequenceText, new: NewTokens) -> str | None:
+        """Add a sequence's new tokens. Returns the stop string that they complete, if any; tokens after it are dropped."""
+        for i, token_id in enumerate(new.token_ids):
+            is_last = i == len(new.token_ids) - 1
+            ended_by_token = new.finish_reason == "stop" and is_last and token_id in self.request.stop_reasons  # not by a grammar
+            stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=not ended_by_token)
+            if stop is not None:
+                return stop
+        return text.finish() if new.finish_reason is not None else None
 
     def resumed_request(self) -> EngineCoreRequest:
         """For another engine core: the request, and how far it has got."""
@@ -187,16 +197,6 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             error=self.error,
         )
-
-
-def _add_tokens(text: SequenceText, new: NewTokens) -> str | None:
-    """Add a sequence's new tokens. Returns the stop string that they complete, if any; tokens after it are dropped."""
-    for i, token_id in enumerate(new.token_ids):
-        ended_by_token = new.finish_reason == "stop" and i == len(new.token_ids) - 1
-        stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=not ended_by_token)
-        if stop is not None:
-            return stop
-    return text.finish() if new.finish_reason is not None else None
 
 
 def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -82,12 +82,15 @@ class Tokenizer:
         alphabet = _byte_alphabet()
         return bytes(alphabet[character] for character in token) if alphabet.keys() >= set(token) else text.encode()
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
         Args:
             messages: Dicts with "role" and "content", a string or a list of {"type": "text", "text": ...}.
             add_generation_prompt: End with the opening of the assistant's turn.
+            options: Further ones of transformers' method, such as `tools` and `continue_final_message`, and variables of the template.
 
         Raises:
             RequestError: The messages are malformed, or the model has no chat template.
@@ -101,7 +104,8 @@ class Tokenizer:
             raise RequestError("A conversation must be a list with at least one message.")
         checked = [_checked_message(message) for message in messages]
         try:
-            text = self.hf_tokenizer.apply_chat_template(checked, add_generation_prompt=add_generation_prompt, tokenize=False)
+            options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+            text = self.hf_tokenizer.apply_chat_template(checked, **options)
         except TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"The model's chat template is broken (line {error.lineno}: {error}): give another one."

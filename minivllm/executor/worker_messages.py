@@ -61,6 +61,7 @@ class StepSequence(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_samples: int
     num_drafts: int
     is_decode: bool
+    masks: list[bytes]
 
 
 class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):

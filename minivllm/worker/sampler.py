@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,11 @@ class SamplingRow:
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         return self.seq.request.sampling_params
+
+    @property
+    def mask(self) -> bytes | None:
+        """Which tokens a grammar allows, if there is one."""
+        return self.seq.masks[self.num_drafts] if self.seq.masks else None
 
     @property
     def position(self) -> int:
@@ -92,11 +98,11 @@ def argmax(logits: Tensor) -> Tensor:
 def adjusts_logits(row: SamplingRow) -> bool:
     """Whether `adjust_logits` would change anything."""
     params = row.params
-    return bool(params.logit_bias or params.has_penalties or row.position < params.min_tokens)
+    return bool(params.logit_bias or params.has_penalties or row.position < params.min_tokens or row.mask)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, the ban on ending before `min_tokens`, and penalties: what applies to greedy rows too."""
+    """Logit bias, the ban on ending before `min_tokens`, penalties, and what a grammar allows: what applies to greedy rows too."""
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
@@ -118,7 +124,15 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
+        if row.mask is not None:
+            forbidden = ~allowed_tokens(row.mask, logits.shape[-1])
+            adjusted[i].masked_fill_(forbidden.to(logits.device), MIN_LOGIT)
     return adjusted
+
+
+def allowed_tokens(mask: bytes, vocab_size: int) -> Tensor:
+    """A mask of `StructuredOutputGrammar.masks` as `[vocab_size]`, bool."""
+    return torch.from_numpy(np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab_size, bitorder="little").view(bool))
 
 
 def apply_penalties(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.sampling_params import RequestOutputKind
 
@@ -25,6 +25,7 @@ KINDS = {
     "a stop string": replace(GREEDY, stop=["<to be replaced>"]),
     "three continuations with stops": replace(SEEDED, n=3, stop=[".", "\n"], seed=11),
     "logprobs": replace(SEEDED, logprobs=3, top_k=20, logit_bias={198: 1.0}),
+    "structured": replace(SEEDED, n=2, ignore_eos=False, structured_outputs=StructuredOutputsParams(json_object=True)),
     "prompt_logprobs": replace(GREEDY, prompt_logprobs=2, logprobs=1),
 }
 ENGINES = {

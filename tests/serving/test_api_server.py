@@ -89,14 +89,20 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
     [
         ({"messages": []}, "messages has 0 entries, but must have at least 1."),
         ({"messages": "Hi"}, 'messages is "Hi", but must be a list.'),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role is \"tool\", but must be 'system'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is \"robot\", but must be 'system'"),
         ({"messages": [{"role": "user"}]}, "messages.0.content is missing: give text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content is a list, but must be text, or a list of at most 4096 parts of type text (images, audio",
         ),
         ({"tools": [{"type": "function"}]}, "tools is a list, but this server does not support that"),
-        ({"response_format": {"type": "json_object"}}, "response_format is an object, but this server does not support that"),
+        ({"response_format": {"type": "json_schema"}}, "response_format must have json_schema if, and only if"),
+        ({"response_format": {"type": "structural_tag"}}, "must be 'text', 'json_object' or 'json_schema'"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "leave one out"),
+        ({"structured_outputs": {}}, "structured_outputs is empty, but must have exactly one"),
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs cannot be compiled: "),
+        ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs cannot be compiled: "),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs has regex and choice"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs is an object, but this server does not"),
         ({"add_special_tokens": True}, "add_special_tokens is true, but this server does not support that"),
         ({"echo": True}, "echo is true, but this server does not support that"),
@@ -112,6 +118,22 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
 )
 def test_a_wrong_chat_gets_one_sentence(server, fields, sentence):
     assert sentence in error_of(server.chat(**fields), 400)["message"]
+
+
+def test_a_model_that_leaves_the_grammar_fails_its_request_alone(server):
+    """The scripted one does not look at masks, as a sampler of one's own may do."""
+    error = error_of(server.chat(structured_outputs={"regex": "[0-9]+"}), 500)
+    assert error["message"].startswith("structured_outputs cannot go on: ")
+    assert server.chat(max_tokens=1, structured_outputs={"regex": "(.|\n)*"}).status_code == 200
+
+
+def test_a_conversation_with_a_tool_is_read(server):
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "42", "tool_call_id": "x"},
+    ]
+    assert server.chat(messages=messages, max_tokens=1).status_code == 200
 
 
 def test_values_that_change_nothing_are_taken(server):

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Annotated, Literal
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from minivllm.entrypoints import cli
@@ -171,6 +173,34 @@ def test_vllms_extra_fields_come_through_extra_body(client):
     extra = {"top_k": 1, "min_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.0, "priority": 0}
     greedy = client.completions.create(model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=8).choices[0].text
     assert client.completions.create(model=MODEL, prompt=PROMPTS[0], max_tokens=8, extra_body=extra).choices[0].text == greedy
+
+
+class Colour(pydantic.BaseModel):
+    """What a client may ask for."""
+
+    name: Literal["red", "green", "blue"]
+    brightness: Annotated[int, pydantic.Field(ge=0, le=100)]
+
+
+def test_openais_parse_gets_what_it_asks_for(client):
+    wanted = {"model": MODEL, "messages": CHAT, "response_format": Colour, "temperature": 0.7, "seed": 1, "max_tokens": 80}
+    answer = client.chat.completions.parse(**wanted)
+    assert isinstance(answer.choices[0].message.parsed, Colour) and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**wanted) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_structured_outputs_in_openais_form_and_vllms(client):
+    def complete(**extra):
+        answer = client.completions.create(model=MODEL, prompt="The number: ", max_tokens=40, temperature=0, extra_body=extra)
+        return answer.choices[0].text
+
+    assert complete(structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
+    assert re.fullmatch("[0-9]{4}", complete(structured_outputs={"regex": "[0-9]{4}"}))
+    assert json.loads(complete(structured_outputs={"json": {"type": "integer", "minimum": 0}})) >= 0
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2, 3]}}}
+    assert complete(response_format=schema) in ("1", "2", "3")
+    assert complete(response_format={"type": "text"}) == complete()
 
 
 def test_errors_are_those_that_the_client_knows(served, client):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Message
-from minivllm.entrypoints.openai.responses import ChatLogprobs, Json
+from minivllm.entrypoints.openai.responses import ChatLogprobs, Json, ToolCallDelta
+from minivllm.entrypoints.openai.tools import NamedCall, ToolCallParser, make_parser, schema_of_calls
 from minivllm.outputs import CompletionOutput, RequestOutput
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 class ChatAnswer(Answer):
@@ -27,28 +29,63 @@ class ChatAnswer(Answer):
 
     def __init__(self, engine: AsyncLLMEngine, body: ChatCompletionRequest) -> None:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self.messages = body.messages
+        self.messages, self.chat = body.messages, body
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = SamplingParams(**body.shared_sampling_params(), max_tokens=max_tokens, logprobs=num_logprobs)
-        super().__init__(engine, body, params, num_prompts=1)
+        sampling = body.shared_sampling_params() | {"max_tokens": max_tokens, "logprobs": num_logprobs}
+        if (schema := schema_of_calls(body)) is not None:
+            sampling["structured_outputs"] = StructuredOutputsParams(json=schema)
+        self._parsers: dict[int, ToolCallParser] = {}
+        """Of each streamed answer."""
+        super().__init__(engine, body, SamplingParams(**sampling), num_prompts=1)
 
     async def make_prompts(self) -> list[Prompt]:
         """The conversation with the chat template applied."""
-        return [await encode_chat(self.engine, self.messages)]
+        body, options = self.chat, dict(self.chat.chat_template_kwargs or {})
+        if body.tools:
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if body.continue_final_message:
+            options["continue_final_message"] = True
+        add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        return [await encode_chat(self.engine, self.messages, add_prompt, **options)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
-        message = {"role": "assistant", "content": completion.text}
-        return make_choice(index, completion, message=message, logprobs=self._logprobs(completion))
+        parser = make_parser(self.chat)
+        content, calls = parser.update(completion.text, is_last=True)
+        calls = self._wanted(calls)
+        message: Json = {"role": "assistant", "content": self._echo + content}
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return self._finished(make_choice(index, completion, message=message, logprobs=self._logprobs(completion)), parser)
 
     def opening(self, index: int, output: RequestOutput) -> Json:
-        """The role."""
-        return make_choice(index, None, delta={"role": "assistant", "content": ""}, logprobs=None)
+        """The role, and the last message with `echo`."""
+        return make_choice(index, None, delta={"role": "assistant", "content": self._echo}, logprobs=None)
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
-        content = {"content": completion.text} if completion.text or completion.finish_reason is None else {}
-        return make_choice(index, completion, delta=content, logprobs=self._logprobs(completion))
+        parser = self._parsers.setdefault(index, make_parser(self.chat))
+        content, calls = parser.update(completion.text, is_last=completion.finish_reason is not None)
+        calls = self._wanted(calls)
+        delta: Json = {"tool_calls": calls} if calls else {}
+        if content or (completion.finish_reason is None and not calls):
+            delta["content"] = content
+        return self._finished(make_choice(index, completion, delta=delta, logprobs=self._logprobs(completion)), parser)
+
+    def _wanted(self, calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
+        return calls if self.chat.parallel_tool_calls is not False else [call for call in calls if call["index"] == 0]
+
+    @property
+    def _echo(self) -> str:
+        """With `echo`, the last message, if it is the assistant's."""
+        last = self.messages[-1]
+        return last.for_template()["content"] if self.chat.echo and last.role == "assistant" else ""
+
+    def _finished(self, choice: Json, parser: ToolCallParser) -> Json:
+        """With the finish reason of an answer that calls a function; a named one has no choice, and just stops, as in OpenAI's API."""
+        if choice["finish_reason"] == "stop" and parser.num_calls and not isinstance(parser, NamedCall):
+            choice["finish_reason"] = "tool_calls"
+        return choice
 
     def extras(self, outputs: list[RequestOutput]) -> Json:
         """vLLM's log-probabilities of the prompt."""
@@ -62,8 +99,16 @@ class ChatAnswer(Answer):
         return chat_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, self.engine.tokenizer)
 
 
-async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
+async def encode_chat(
+    engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True, **options: Any
+) -> list[int]:
     """Token ids of a conversation, encoded in a thread: a long one would block the event loop.
+
+    Args:
+        engine: Has the tokenizer.
+        messages: The conversation.
+        add_generation_prompt: End with the opening of the assistant's turn.
+        options: For the chat template.
 
     Raises:
         RequestError: The chat template rejects it, or it is far too long.
@@ -72,4 +117,4 @@ async def encode_chat(engine: AsyncLLMEngine, messages: list[Message], add_gener
     check_length(len(conversation), "messages", engine)
     check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
     tokenizer = tokenizer_of(engine)
-    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt)
+    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt, **options)

@@ -186,4 +186,4 @@ def quoted(value: Any) -> str:
 def _first_word(message: str) -> str | None:
     """The field that one of our messages opens with ("top_p is 0, ..."), if any."""
     word, _, rest = message.partition(" ")
-    return word if word.islower() and rest.split(" ", 1)[0] in ("is", "has", "must", "contains", "does", "or") else None
+    return word if word.islower() and rest.split(" ", 1)[0] in ("is", "has", "must", "contains", "does", "or", "cannot") else None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from minivllm.entrypoints.openai.errors import quoted
 from minivllm.errors import RequestError
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 """The most candidates per token that a client may ask for, as in OpenAI's chat and vLLM."""
@@ -22,28 +23,56 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 """Per message."""
 MAX_PROMPTS = 4096
+MAX_CHOICES = 4096
+MAX_TOOLS = 128
+RESERVED_KWARGS = frozenset(
+    [
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+"""What transformers' `apply_chat_template` takes for itself."""
 
 _ONLY_NULL = (
-    "audio", "web_search_options", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens", "chat_template",
+    "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens", "chat_template", "logprob_token_ids", "repetition_detection",
+    "watermarking", "thinking_token_budget",
 )  # fmt: skip
 _ONLY_EMPTY = ("tools", "functions", "tool_calls", "bad_words", "logits_processors", "documents")
-_ONLY_FALSE = ("use_beam_search", "include_stop_str_in_output", "return_token_ids", "continue_final_message")
+_ONLY_FALSE = (
+    "use_beam_search",
+    "include_stop_str_in_output",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_token_offsets",
+    "return_prompt_text",
+)
 UNSERVED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, (None,)),
     **dict.fromkeys(_ONLY_EMPTY, (None, [])),
     **dict.fromkeys(_ONLY_FALSE, (None, False)),
     **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
-    "response_format": (None, {"type": "text"}),
+    "spaces_between_special_tokens": (None, True),
     "modalities": (None, ["text"]),
     "suffix": (None, ""),
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, True),
 }
 """Fields that would change the output, each with the values that would not."""
 
 _COMPLETION_UNSERVED = UNSERVED | {"add_special_tokens": (None, True)}
-_CHAT_UNSERVED = UNSERVED | {"add_special_tokens": (None, False), "echo": (None, False)}  # templates add special tokens
+_CHAT_UNSERVED = UNSERVED | {"add_special_tokens": (None, False)}  # templates add special tokens
 
 WholeNumber = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -87,6 +116,40 @@ class StreamOptions(_Body):
     )
 
 
+class StructuredOutputs(_Body):
+    """vLLM's structured outputs: exactly one of these."""
+
+    schema_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(None, description="A regular expression that the whole text matches.")
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
+        None, description="The texts to choose from."
+    )
+    grammar: str | None = Field(None, description="A grammar in Lark's language or llama.cpp's (GBNF).")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+
+class JsonSchema(_Body):
+    """A named JSON schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
+
+
+class ResponseFormat(_Body):
+    """OpenAI's structured outputs."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError("response_format must have json_schema if, and only if, its type is json_schema.")
+        return self
+
+
 class GenerationBody(_Body):
     """The fields that /v1/completions and /v1/chat/completions share. Null means the default."""
 
@@ -103,7 +166,9 @@ class GenerationBody(_Body):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON of a schema, say.")
     # vLLM's
+    structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
@@ -137,8 +202,21 @@ class GenerationBody(_Body):
 
     def shared_sampling_params(self) -> dict[str, Any]:
         """The given fields that `SamplingParams` has too, by name and meaning."""
-        names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys()
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys() - {"structured_outputs"}
+        shared = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return shared | {"structured_outputs": self._structured_outputs()}
+
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        wanted, form = self.structured_outputs, self.response_format
+        if form is None or form.type == "text":
+            if wanted is None:
+                return None
+            return StructuredOutputsParams(wanted.schema_, wanted.regex, wanted.choice, wanted.grammar, wanted.json_object)
+        if wanted is not None:
+            raise RequestError("response_format and structured_outputs are given: leave one out.")
+        if form.json_schema is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=form.json_schema.schema_)
 
 
 class CompletionRequest(GenerationBody):
@@ -175,16 +253,76 @@ class TextPart(_Body):
     text: str
 
 
+class FunctionCall(_Body):
+    """A call of a function."""
+
+    name: str
+    arguments: str = Field(description="A JSON object.")
+
+
+class ToolCall(_Body):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as an object, if they are one."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class FunctionDefinition(_Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(_Body):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(_Body):
-    """A message of a conversation."""
+    """A message of a conversation. A tool's has the result of a call of the assistant's."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: one text, and the role "system" for OpenAI's "developer"."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: one text, the role "system" for OpenAI's "developer", and arguments of calls as objects."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -202,12 +340,39 @@ class ChatCompletionRequest(GenerationBody):
     )
     logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
     top_logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return, too.")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="Whether it may, or must (auto, if there are tools)."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls in an answer (true).")
+    # vLLM's
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the opening of the model's turn (true).")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message instead.")
+    echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the chat template.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
+        self._check_tools()
+        if reserved := RESERVED_KWARGS & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt are both true: leave one out.")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is given, but logprobs is not true: set it to true.")
         return self
+
+    def _check_tools(self) -> None:
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        if choice == "required" and not names:
+            raise RequestError("tool_choice is required, but there are no tools.")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise RequestError(f"tool_choice is {quoted(choice.function.name)}, but there is no such tool.")
+        must_call = choice == "required" or isinstance(choice, NamedToolChoice)
+        if must_call and self._structured_outputs() is not None:
+            raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
 
 
 class TokenizeRequest(_Body):

@@ -115,11 +115,28 @@ class ChatLogprobs(TypedDict):
     content: list[ChatTokenLogprob]
 
 
+class FunctionCallDelta(TypedDict):
+    """A function's name, and its arguments as JSON; in a stream, the name comes first, and arguments in parts."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A call, or its new part in a stream; only the first part has an id and a type."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
 class ChatMessage(TypedDict):
-    """The generated message."""
+    """The generated message; without content if it consists of calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChoice(TypedDict):
@@ -128,7 +145,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 
@@ -146,6 +163,7 @@ class ChatDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChunkChoice(TypedDict):
@@ -154,7 +172,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
 
 

@@ -1,0 +1,183 @@
+"""Tool calls on chat: what constrains the text of a model that must call a function, and how its text becomes calls.
+
+A model that may call one ("auto") writes calls as Hermes and Qwen do, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one is
+named, the text is its arguments; if any is required, a list of `{"name": ..., "parameters": {...}}`, as in vLLM: both by a grammar. Mirrors
+`vllm/tool_parsers/hermes_tool_parser.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any
+
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from minivllm.entrypoints.openai.responses import ToolCallDelta
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class ToolCallParser(ABC):
+    """Divides the growing text of one answer into content and calls.
+
+    Attributes:
+        num_calls: Calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    @abstractmethod
+    def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """What is new after more text: content, and calls or parts of calls."""
+
+    def _call(self, name: str, arguments: str) -> ToolCallDelta:
+        self.num_calls += 1
+        return {
+            "index": self.num_calls - 1,
+            "id": f"call_{uuid.uuid4().hex}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+
+class NoCalls(ToolCallParser):
+    """All is content."""
+
+    def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """The text."""
+        return text, []
+
+
+class NamedCall(ToolCallParser):
+    """The text is the arguments of a function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """The arguments as they come."""
+        if self.num_calls == 0:
+            return "", [self._call(self._name, text)]
+        return "", [{"index": 0, "function": {"arguments": text}}] if text else []
+
+
+class RequiredCalls(ToolCallParser):
+    """The text is a list of calls, which are given out when it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+
+    def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """All calls at the end; the text itself if it was cut."""
+        self._text += text
+        if not is_last:
+            return "", []
+        try:
+            calls = json.loads(self._text)
+        except ValueError:
+            return self._text, []
+        return "", [self._call(call["name"], json.dumps(call["parameters"])) for call in calls]
+
+
+class HermesCalls(ToolCallParser):
+    """Calls in the text, each between `<tool_call>` and `</tool_call>`; all but spaces around them is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rest = ""
+        """What may be, or is, a call, and is not complete."""
+        self._blank: str | None = ""
+        """Spaces before a call or after one, which are not content if nothing else is; None after other content."""
+
+    def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
+        """Content as it comes, but for what may be the beginning of a call; each call when it is complete."""
+        self._rest += text
+        content, calls = "", []
+        while True:
+            before, begin, inside = self._rest.partition(BEGIN)
+            if not begin:
+                num_held = 0 if is_last else _length_of_beginning(self._rest)
+                shown = len(self._rest) - num_held
+                content += self._show(self._rest[:shown])
+                self._rest = self._rest[shown:]
+                break
+            body, end, after = inside.partition(END)
+            if not end and not is_last:
+                content, self._rest = content + self._show(before), BEGIN + inside
+                break
+            call = _read_call(body)
+            content += self._show(before if call else before + BEGIN + body + end)
+            if call:
+                calls.append(self._call(*call))
+                self._blank = ""
+            self._rest = after
+        if is_last and self._blank and not self.num_calls:
+            content += self._blank
+        return content, calls
+
+    def _show(self, text: str) -> str:
+        """The content in a text that is no call."""
+        if self._blank is None:
+            return text
+        self._blank += text
+        if not self._blank.strip():
+            return ""
+        text, self._blank = self._blank, None
+        return text
+
+
+def _length_of_beginning(text: str) -> int:
+    """How many characters at the end of a text may be the beginning of a call."""
+    return next((length for length in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:length])), 0)
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call, if it is one."""
+    try:
+        call = json.loads(text)
+        return (call["name"], json.dumps(call.get("arguments", {}))) if isinstance(call["name"], str) else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def make_parser(body: ChatCompletionRequest) -> ToolCallParser:
+    """The parser for one answer to a request."""
+    choice = body.tool_choice
+    if not body.tools or choice == "none":
+        return NoCalls()
+    if isinstance(choice, NamedToolChoice):
+        return NamedCall(choice.function.name)
+    return RequiredCalls() if choice == "required" else HermesCalls()
+
+
+def schema_of_calls(body: ChatCompletionRequest) -> dict[str, Any] | None:
+    """The JSON schema of the text, if a call is required."""
+    tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        return next(_parameters(tool) for tool in tools if tool.function.name == choice.function.name)
+    if choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    limit = {"maxItems": 1} if body.parallel_tool_calls is False else {}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | limit | _definitions(tools)
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}
+
+
+def _definitions(tools: list[Tool]) -> dict[str, Any]:
+    """The `$defs` of all parameters, to which `$ref`s point from the top."""
+    return {"$defs": {name: value for tool in tools for name, value in (_parameters(tool).get("$defs") or {}).items()}}

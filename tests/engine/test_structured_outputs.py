@@ -1,0 +1,250 @@
+"""Structured outputs: what finishes is what was asked for, whatever happens on the way, and nobody else's tokens change."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_invariants import Job, run
+from thread_ranks import engine_on_threads
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minivllm import LLM, SamplingParams, StaticBatchScheduler, StructuredOutputsParams
+from minivllm.config import EngineArgs
+from minivllm.errors import RequestError
+from minivllm.request import Sequence
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "cé"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LARK = 'start: greeting " " NAME\ngreeting: "Hello" | "Good morning"\nNAME: /[A-Z][a-z]{1,8}/'
+GBNF = 'root ::= word (", " word)?\nword ::= "red" | "green" | "blue"'
+CHOICES = ["red", "green", 'a "quoted" text', "back\\slash", "über\nzwei Zeilen"]
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+FORMS = {
+    "schema": (StructuredOutputsParams(json=PERSON), is_person),
+    "schema as text": (
+        StructuredOutputsParams(json=json.dumps({"type": "integer", "maximum": 99})),
+        lambda text: int(text) <= 99,
+    ),
+    "object": (StructuredOutputsParams(json_object=True), lambda text: isinstance(json.loads(text), dict)),
+    "regex": (
+        StructuredOutputsParams(regex=r"\d{3}-\d{4}( ext\. \d{1,4})?"),
+        re.compile(r"\d{3}-\d{4}( ext\. \d{1,4})?").fullmatch,
+    ),
+    "choice": (StructuredOutputsParams(choice=CHOICES), CHOICES.__contains__),
+    "lark": (StructuredOutputsParams(grammar=LARK), re.compile("(Hello|Good morning) [A-Z][a-z]{1,8}").fullmatch),
+    "gbnf": (StructuredOutputsParams(grammar=GBNF), re.compile("(red|green|blue)(, (red|green|blue))?").fullmatch),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_text_is_what_was_asked_for(llm, form):
+    wanted, is_right = FORMS[form]
+    params = [
+        SamplingParams(structured_outputs=wanted, max_tokens=60, temperature=temperature, seed=3, n=n)
+        for temperature, n in ((0.0, 1), (1.0, 3))
+    ]
+    prompt = "The person, the colour or the number, as asked for: "
+    completions = [item for output in llm.generate([prompt] * 2, params, use_tqdm=False) for item in output.outputs]
+    for completion in completions:
+        assert completion.finish_reason == "length" or is_right(completion.text)
+    assert form == "object" or any(completion.finish_reason == "stop" for completion in completions)
+
+
+@pytest.mark.slow
+def test_others_tokens_are_bit_equal(llm):
+    """Half of a batch has a schema; the logits of the other half are what they were."""
+    prompts = [f"Once upon a time, number {number} of the" for number in range(16)]
+    plain = SamplingParams(temperature=0.8, max_tokens=12, logprobs=3, ignore_eos=True, seed=1)
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(json=PERSON), max_tokens=12)
+    without = llm.generate(prompts, plain, use_tqdm=False)
+    with_schema = llm.generate(prompts, [structured if number % 2 else plain for number in range(16)], use_tqdm=False)
+    for number in range(0, 16, 2):
+        assert with_schema[number].outputs[0].token_ids == without[number].outputs[0].token_ids
+        assert with_schema[number].outputs[0].logprobs == without[number].outputs[0].logprobs
+
+
+@pytest.mark.slow
+def test_an_end_that_is_ignored_or_comes_too_soon(llm):
+    """The grammar decides where the text may end; where it may go on, `ignore_eos` and `min_tokens` make it do so."""
+    digits = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]+"), max_tokens=10)
+    for params in (replace(digits, ignore_eos=True), replace(digits, min_tokens=10)):
+        [output] = llm.generate(["A number: "], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 10 and output.outputs[0].text.isdecimal()
+    for params in (replace(digits, ignore_eos=True), replace(digits, min_tokens=10)):
+        params = replace(params, structured_outputs=StructuredOutputsParams(choice=["7"]))
+        [output] = llm.generate(["A number: "], params, use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("7", "stop"), "nothing can follow"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "structured_outputs is empty, but must have exactly one of json, regex"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs has regex and choice, but must have exactly one"),
+        ({"regex": 5}, "must have regex as text, not 5"),
+        ({"grammar": ""}, "must have grammar as text, not ''"),
+        ({"choice": []}, "must have choice as a list of texts"),
+        ({"choice": [1]}, "must have choice as a list of texts"),
+        ({"json": {"a": object()}}, "has a schema that is not JSON"),
+    ],
+)
+def test_wrong_parameters_are_refused_where_they_are_made(fields, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        StructuredOutputsParams(**fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"json": {"type": "no such type"}}, "no such type"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": "{"}, ""),
+        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"regex": "(["}, "unclosed character class"),
+        ({"grammar": "start: nothing"}, "unknown name"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_cause(llm, fields, cause):
+    with pytest.raises(RequestError, match=f"structured_outputs cannot be compiled: .*{cause}"):
+        llm.generate(["a"], SamplingParams(structured_outputs=StructuredOutputsParams(**fields)), use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+# -- whatever happens on the way -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory, smollm2_path):
+    """A model of random weights with the default model's tokens: it says anything that it may."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, eos_token_id=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.4)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (smollm2_path / name).exists():
+            shutil.copy(smollm2_path / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(tiny_folder):
+    """What a job gives when nothing else runs; remembered."""
+    llm = LLM(str(tiny_folder), num_gpu_blocks_override=100)
+    known: dict[str, list[list[int]]] = {}
+
+    def compute(job: Job) -> list[list[int]]:
+        key = repr((job.prompt, job.params))
+        if key not in known:
+            known[key] = [item.token_ids for item in llm.generate(job.prompt, job.params, use_tqdm=False)[0].outputs]
+        return known[key]
+
+    return compute
+
+
+class Seer:
+    """Proposes the right tokens, but every fourth wrong."""
+
+    def __init__(self, right: dict[str, list[list[int]]]) -> None:
+        self.right = right
+
+    def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
+        right = self.right[seq.request.request_id][seq.index][seq.num_output_tokens :]
+        drafts = (right + [1] * num_tokens)[: max(0, num_tokens)]
+        return [(token + ((seq.num_tokens + i) % 4 == 0)) % 49152 for i, token in enumerate(drafts)]
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
+@st.composite
+def structured_jobs(draw) -> Job:
+    form = draw(st.sampled_from([None, *FORMS]))
+    max_tokens = draw(st.integers(1, 40))
+    params = SamplingParams(
+        n=draw(st.integers(1, 2)),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 5)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.sampled_from([0, 0, max_tokens])),
+        ignore_eos=draw(st.booleans()),
+        stop=draw(st.sampled_from([None, None, "e", "zz"])),
+        logprobs=draw(st.sampled_from([None, 0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.2])),
+        structured_outputs=form and FORMS[form][0],
+    )
+    prompt = draw(st.lists(st.integers(3, 49151), min_size=1, max_size=20))
+    return Job(prompt, params, draw(st.integers(0, 10)), 0, draw(st.sampled_from([None, None, None, 3])))
+
+
+@st.composite
+def engine_arguments(draw):
+    max_num_seqs = draw(st.integers(2, 5))
+    args = {
+        "block_size": draw(st.sampled_from([1, 4, 8])),
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": 64,
+        "enable_prefix_caching": draw(st.booleans()),
+        "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
+        "swap_space": 1e-4,
+        "num_speculative_tokens": draw(st.sampled_from([0, 2, 4])),
+        "scheduler_cls": draw(st.sampled_from([None, None, StaticBatchScheduler])),
+    }
+    args["num_gpu_blocks_override"] = -(-64 // args["block_size"]) + draw(st.integers(0, 12))
+    if draw(st.booleans()):
+        args |= {"enable_chunked_prefill": True, "max_num_batched_tokens": draw(st.integers(max_num_seqs, 16))}
+    return args
+
+
+@pytest.mark.slow
+@settings(max_examples=settings().max_examples // 5, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    args=engine_arguments(), workload=st.lists(structured_jobs(), min_size=2, max_size=6), num_ranks=st.sampled_from([1, 1, 2])
+)
+def test_a_structured_answer_is_right_or_ends_by_length_in_any_workload(tiny_folder, tokens_alone, args, workload, num_ranks):
+    engine = engine_on_threads(EngineArgs(str(tiny_folder), **args), num_ranks)
+    if args["num_speculative_tokens"]:
+        engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
+    decode = engine.tokenizer.decode
+    is_right = dict(FORMS.values())
+    for (_, result), job in zip(run(engine, workload).items(), workload, strict=True):
+        if result.error == "aborted":
+            continue
+        assert result.finished and result.error is None
+        assert result.tokens == tokens_alone(job)
+        for tokens, reason in zip(result.tokens, result.reasons, strict=True):
+            assert reason in ("stop", "length")
+            text = decode(tokens)
+            was_cut = job.params.stop is not None and any(stop in text for stop in job.params.stop)
+            if job.params.structured_outputs is not None and reason == "stop" and not was_cut:
+                assert is_right[job.params.structured_outputs](text)
+            assert reason == "stop" or len(tokens) == job.params.max_tokens or len(job.prompt) + len(tokens) >= 64

@@ -1,0 +1,205 @@
+"""Tools on chat: calls in a model's text, calls that are required, streamed and whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_server import check_shape, error_of, events, running_server, scripted_engine
+
+from minivllm.entrypoints.openai import responses as shapes
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
+from minivllm.entrypoints.openai.tools import HermesCalls, NamedCall, RequiredCalls, make_parser, schema_of_calls
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+HERMES = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TWO = HERMES + '\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+MESSAGES = [{"role": "user", "content": "What is the weather?"}]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_path):
+    with running_server(lambda: scripted_engine(smollm2_path)) as server:
+        yield server
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    """A chat with the tools, in which the model says a text, and what comes of it: message and finish reason, whole and streamed."""
+
+    def say(text, **fields):
+        eos = server.engine.tokenizer.eos_token_id
+        monkeypatch.setattr(server.engine.scripted, "script", [*server.engine.tokenizer.encode(text), eos])
+        fields = {"tools": [WEATHER, CLOCK], **fields}
+        body = server.chat(**fields).json()
+        check_shape(shapes.ChatCompletionResponse, body)
+        whole = body["choices"][0]
+        chunks = list(events(server.chat(**fields, stream=True)))
+        for chunk in chunks:
+            check_shape(shapes.ChatCompletionChunk, chunk)
+        message, reason = joined([chunk["choices"][0] for chunk in chunks])
+        assert (message, reason) == (without_ids(whole["message"]), whole["finish_reason"])
+        return message, reason
+
+    return say
+
+
+def joined(choices):
+    """A message from its parts in a stream."""
+    content, calls = "", {}
+    for choice in choices:
+        content += choice["delta"].get("content", "")
+        for part in choice["delta"].get("tool_calls", ()):
+            if part["index"] not in calls:
+                assert part["id"].startswith("call_") and part["type"] == "function"
+                calls[part["index"]] = dict(part["function"])
+            else:
+                calls[part["index"]]["arguments"] += part["function"]["arguments"]
+    return (content or (None if calls else ""), [calls[index] for index in sorted(calls)]), choices[-1]["finish_reason"]
+
+
+def without_ids(message):
+    return message["content"], [call["function"] for call in message.get("tool_calls", ())]
+
+
+def test_a_text_with_calls(says):
+    (content, calls), reason = says(HERMES)
+    assert (content.strip(), reason) == ("Let me see.", "tool_calls")
+    assert calls == [{"name": "get_weather", "arguments": '{"city": "Paris"}'}]
+    (_, calls), _ = says(TWO)
+    assert [call["name"] for call in calls] == ["get_weather", "get_time"]
+    (_, calls), reason = says(TWO, parallel_tool_calls=False)
+    assert ([call["name"] for call in calls], reason) == (["get_weather"], "tool_calls")
+
+
+def test_a_text_without_calls_is_content(says):
+    for text in ("Nothing to call.", "a < b <tool", "<tool_call>this is no call</tool_call>", '<tool_call>{"name": "get_time"'):
+        assert says(text) == ((text, []), "stop")
+    assert says(HERMES, tool_choice="none") == ((HERMES, []), "stop")
+
+
+def test_a_named_call_is_its_arguments(says):
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    (content, calls), reason = says('{"city": "Paris"}', tool_choice=choice)
+    assert (content, calls, reason) == (None, [{"name": "get_weather", "arguments": '{"city": "Paris"}'}], "stop")
+
+
+def test_required_calls(says):
+    text = '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]'
+    (content, calls), reason = says(text, tool_choice="required")
+    assert (content, reason) == (None, "tool_calls")
+    assert [call["name"] for call in calls] == ["get_weather", "get_time"]
+    (content, calls), reason = says(text, tool_choice="required", max_tokens=5)
+    assert (calls, reason) == ([], "length") and text.startswith(content)
+
+
+def test_who_must_call_is_held_to_it(server):
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        error = error_of(server.chat(tools=[WEATHER], tool_choice=choice), 500)
+        assert error["message"].startswith("structured_outputs cannot go on"), "the scripted model says something else"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"tool_choice": "required"}, "tool_choice is required, but there are no tools."),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            'tool_choice is "x", but there is no such tool.',
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice must be auto or none",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs has tokenize, which is not a variable of the template.",
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "are both true"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}],
+                "tool_choice": "required",
+            },
+            "structured_outputs cannot be compiled",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(server, fields, sentence):
+    assert sentence in error_of(server.chat(**fields), 400)["message"]
+
+
+def test_the_template_gets_what_it_may_use(server, monkeypatch):
+    seen = []
+
+    def apply(conversation, add_generation_prompt=True, **options):
+        seen.append((conversation, add_generation_prompt, options))
+        return [5]
+
+    monkeypatch.setattr(server.engine.tokenizer, "apply_chat_template", apply)
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    wanted = {"tools": [CLOCK], "chat_template_kwargs": {"enable_thinking": False}, "continue_final_message": True}
+    answer = server.chat(messages=messages, max_tokens=1, echo=True, **wanted).json()
+    assert answer["choices"][0]["message"]["content"] == "It is The"
+    [(conversation, add_generation_prompt, options)] = seen
+    assert conversation[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    assert conversation[2] == {"role": "tool", "content": "sunny", "tool_call_id": "call_1"}
+    assert not add_generation_prompt
+    assert options == {"tools": [CLOCK], "enable_thinking": False, "continue_final_message": True}
+
+
+def test_the_last_message_is_continued(server):
+    def prompt_tokens(**fields):
+        messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+        return server.chat(messages=messages, max_tokens=1, **fields).json()["usage"]["prompt_tokens"]
+
+    assert prompt_tokens(continue_final_message=True) < prompt_tokens(add_generation_prompt=False) < prompt_tokens()
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            ["Hi ", "<", "<tool", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}', '{"name": 5}', "\n"]
+        ),
+        max_size=12,
+    ),
+    cuts=st.lists(st.integers(0, 200)),
+)
+def test_a_text_is_the_same_in_any_pieces(parts, cuts):
+    text = "".join(parts)
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    parser, begin, content, calls = HermesCalls(), 0, "", []
+    for end in ends:
+        more = parser.update(text[begin:end], is_last=end == ends[-1])
+        content, calls, begin = content + more[0], calls + more[1], end
+    whole = HermesCalls()
+    expected_content, expected_calls = whole.update(text, is_last=True)
+    assert [call["function"] for call in calls] == [call["function"] for call in expected_calls]
+    assert content == expected_content
+    calls_in_text = text.count('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    assert len(calls) >= calls_in_text and parser.num_calls == len(calls)
+
+
+def test_references_to_definitions_are_kept():
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = ChatCompletionRequest(messages=MESSAGES, tools=[tool], tool_choice="required")
+    assert schema_of_calls(body)["$defs"] == {"A": {"type": "integer"}}
+    assert isinstance(make_parser(body), RequiredCalls)
+    body = ChatCompletionRequest(messages=MESSAGES, tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert schema_of_calls(body) == parameters and isinstance(make_parser(body), NamedCall)
