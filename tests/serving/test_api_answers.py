@@ -236,7 +236,7 @@ def test_the_usage_so_far_comes_with_each_chunk_when_asked_for(server):
     for ask in (server.complete, server.chat):
         chunks = list(events(ask(max_tokens=3, stream=True, stream_options=options)))
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert (counts[0], counts[-2:], sorted(counts)) == (1, [3, 3], counts)
+        assert counts[0] > 0 and counts[-1] == 3 and sorted(counts) == counts
         assert all(
             chunk["usage"]["total_tokens"] == chunk["usage"]["prompt_tokens"] + count
             for chunk, count in zip(chunks, counts, strict=True)
