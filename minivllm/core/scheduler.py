@@ -296,7 +296,9 @@ class Scheduler:
         """Append a sampled token, and finish the sequence if the token or the length says so."""
         seq.token_ids.append(token_id)
         request = seq.request
-        if token_id in request.stop_reasons and seq.num_output_tokens >= request.sampling_params.min_tokens:
+        if seq.grammar is not None and seq.grammar.error:
+            self._finish(seq, SequenceStatus.FINISHED_ERROR)
+        elif token_id in request.stop_reasons and seq.num_output_tokens >= request.sampling_params.min_tokens:
             self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
         elif seq.grammar is not None and not seq.grammar.accept_token(token_id):
             self._finish(seq, SequenceStatus.FINISHED_ERROR if seq.grammar.error else SequenceStatus.FINISHED_STOPPED)

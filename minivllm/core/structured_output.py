@@ -11,14 +11,25 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
+from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import RequestError
 from minivllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]?|\n[ \t]{0,16}"}
+"""Between the parts of JSON: a space, or a new line and its indentation. Where any white space may come, small models write nothing else."""
+
+LIMITS: Any = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 10_000, "verbose_errors": False}
+"""Of llguidance's parser: a mask takes at most some 50 ms, in which nobody else gets a token."""
+MAX_CHARACTERS = 2**17
+"""Of a schema, regular expression, grammar, or all choices."""
 
 
 class StructuredOutputGrammar:
@@ -36,8 +47,7 @@ class StructuredOutputGrammar:
     @property
     def error(self) -> str | None:
         """Why it cannot go on, if it has met a token that it does not allow, or a limit."""
-        message = self._matcher.get_error()
-        return message.splitlines()[0] if message else None
+        return self._matcher.get_error().splitlines()[0] if self._matcher.is_error() else None
 
     @property
     def is_terminated(self) -> bool:
@@ -85,15 +95,20 @@ class StructuredOutputGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokens.
+    """Compiles grammars for a model's tokens, and remembers the latest.
 
     Args:
         folder: The model's, with its tokenizer.json.
         vocab_size: Tokens that the model chooses from.
     """
 
+    CAPACITY = 64
+    """Compiled grammars that are remembered."""
+
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
+        self._compiled: OrderedDict[Any, StructuredOutputGrammar] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile(
         self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool = False
@@ -108,13 +123,32 @@ class GrammarCompiler:
         Raises:
             RequestError: It cannot be compiled, for the reason that the message gives.
         """
-        from llguidance import LLMatcher
+        key = params, eos_token_ids, ignore_eos
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(*key)
+                if len(self._compiled) > self.CAPACITY:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return self._compiled[key].fork()
 
+    def _compile(
+        self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool
+    ) -> StructuredOutputGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        size = sum(len(text) for text in (params.json, params.regex, params.grammar, *(params.choice or ())) if text is not None)
+        if size > MAX_CHARACTERS:
+            raise RequestError(f"structured_outputs has {size} characters, but must have at most {MAX_CHARACTERS}.")
         tokenizer = _load_tokenizer(self._folder, self._vocab_size, eos_token_ids)
-        matcher = LLMatcher(tokenizer, write_grammar(params), log_level=0)
-        if error := matcher.get_error():
-            raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(error)}")
-        return StructuredOutputGrammar(matcher, eos_token_ids if ignore_eos else ())
+        matcher = LLMatcher(tokenizer, write_grammar(params), log_level=0, limits=LLParserLimits(**LIMITS))
+        grammar = StructuredOutputGrammar(matcher, eos_token_ids if ignore_eos else ())
+        trial = grammar.fork()
+        trial.masks()  # most limits are met here
+        if trial.error or trial.is_terminated:
+            cause = _first_lines(matcher.get_error() or trial.error or "no text fits it")
+            raise RequestError(f"structured_outputs cannot be compiled: {cause}")
+        return grammar
 
 
 @functools.lru_cache(maxsize=4)
@@ -138,18 +172,18 @@ def write_grammar(params: StructuredOutputsParams) -> str:
 
     try:
         if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(params.json)
+            return LLMatcher.grammar_from_json_schema(params.json, JSON_OPTIONS)
         if params.json_object:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert params.grammar is not None
         return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(str(error))}") from None
+    except Exception as error:  # of many kinds
+        raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(str(error) or repr(error))}") from None
 
 
 def _first_lines(message: str) -> str:

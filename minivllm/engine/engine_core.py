@@ -81,6 +81,8 @@ class EngineCore:
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
         self.num_generated_tokens = 0
+        self.has_failed = False
+        """Whether the model failed in the last step."""
         self._recorder: TraceRecorder | None = None
         self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
         self._grammar_thread: ThreadPoolExecutor | None = None
@@ -181,10 +183,16 @@ class EngineCore:
             else:
                 self._schedule_request(request)
 
+    def requests_of(self, client_index: int) -> list[str]:
+        """The ids of an API server's unfinished requests."""
+        requests = [*self.scheduler.requests.values(), *(request for request, _ in self._compiling.values())]
+        return [request.request_id for request in requests if request.data.client_index == client_index]
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Finish requests and free their blocks. Unknown and finished ids are ignored."""
         for request_id in request_ids:
-            self._compiling.pop(request_id, None)
+            if request_id in self._compiling:
+                self._compiling.pop(request_id)[1].cancel()
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 self.scheduler.abort_request(request_id)
@@ -225,7 +233,7 @@ class EngineCore:
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
             return self.make_outputs(outputs)
-        start = self.clock()
+        start, self.has_failed = self.clock(), False
         scheduled = self.scheduler.schedule()
         if not scheduled.scheduled and not scheduled.preempted:
             self._check_idle()
@@ -240,6 +248,7 @@ class EngineCore:
         except EngineDeadError:  # there will be no more steps
             raise
         except Exception as error:
+            self.has_failed = True
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
             return self.make_outputs(self._fail_step(scheduled, error, record))
         except BaseException as error:  # Ctrl-C: queues and tables have changed already, so the step cannot be repeated

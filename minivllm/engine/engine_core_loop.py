@@ -176,8 +176,7 @@ class EngineCoreLoop:
             self.output_queue.put(CoreLeaving())
 
     def _abort_all_of(self, client_index: int) -> None:
-        requests = self.core.scheduler.requests.items()
-        self.core.abort_requests([name for name, request in requests if request.data.client_index == client_index])
+        self.core.abort_requests(self.core.requests_of(client_index))
 
     def _drop_client(self, client_index: int) -> None:
         self._abort_all_of(client_index)
@@ -198,8 +197,10 @@ class EngineCoreLoop:
         self._step_since = None
         outputs = message.outputs
         self._send(message)
-        failed = bool(outputs) and all(output.error for output in outputs)
-        self._num_failed_steps = self._num_failed_steps + 1 if failed else 0
+        if self.core.has_failed:
+            self._num_failed_steps += 1
+        elif outputs:
+            self._num_failed_steps = 0
         if self._num_failed_steps == MAX_FAILED_STEPS:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
 

@@ -172,20 +172,29 @@ class InputProcessor:
             raise RequestError(
                 f"n is {params.n}, but at most max_num_seqs = {self._scheduler_config.max_num_seqs} sequences run at once: lower n."
             )
-        if params.structured_outputs is not None:
-            if self._tokenizer is None:
-                raise RequestError("Structured outputs need a tokenizer, and there is none (skip_tokenizer_init=True).")
-            self._grammar_compiler.compile(params.structured_outputs, self._eos_token_ids)
+        self.check_grammar(params)
         if params.stop and self._tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Compile the grammar, if there is one; it is remembered. This can take a second.
+
+        Raises:
+            RequestError: It cannot be compiled.
+        """
+        if params.structured_outputs is None:
+            return
+        if self._tokenizer is None:
+            raise RequestError("Structured outputs need a tokenizer, and there is none (skip_tokenizer_init=True).")
+        self._grammar_compiler.compile(params.structured_outputs, self._eos_token_ids, params.ignore_eos)
 
     def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The length that the sequences of a request may reach, prompt included."""
         limit, cache_limit = self._model_config.max_model_len, self._cache_limit
         if num_prompt_tokens >= limit:
             raise ContextLengthError(
-                f"The prompt has {num_prompt_tokens} tokens, but the model's maximum context length is {limit}, with at least one "
-                f"generated token: shorten it."
+                f"This model's maximum context length is {limit} tokens, the first generated one included, "
+                f"but the prompt has {num_prompt_tokens} tokens: shorten it."
             )
         if num_prompt_tokens >= cache_limit:
             raise ContextLengthError(

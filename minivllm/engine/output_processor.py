@@ -139,7 +139,7 @@ class RequestState:
                     stopped.append(StoppedSequence(self.request.request_id, self.request.number, new.index, stop))
             elif new.finish_reason is not None:
                 text.output.finish_reason, text.output.stop_reason = new.finish_reason, new.stop_reason
-        self.metrics, self.error = output.metrics, output.error
+        self.metrics, self.error = output.metrics, self.error or output.error
         all_stopped = len(self.texts) == self.params.n and all(text.output.finished for text in self.texts.values())
         self.finished = output.finished or all_stopped
         if self.finished and self.metrics.finished_time is None:

@@ -123,8 +123,8 @@ def run_restart(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or sorted(replicas)
     for rank in ranks:
         start = time.monotonic()
-        old = replicas.get(rank, {}).get("process_id")
         _wait_for_others(server, rank, arguments.timeout)
+        old = server.replicas().get(rank, {}).get("process_id")
         server.ask("POST", f"/replicas/{rank}/restart")
         print(f"Replica {rank} finishes what it has ... ", end="", file=sys.stderr, flush=True)
         while True:

@@ -113,8 +113,11 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if params.logit_bias:
             token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
             adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        allowed = None if row.mask is None else allowed_tokens(row.mask, logits.shape[-1])
         if row.position < params.min_tokens and row.seq.request.stop_reasons:
-            adjusted[i, list(row.seq.request.stop_reasons)] = MIN_LOGIT
+            stops = list(row.seq.request.stop_reasons)
+            if allowed is None or allowed.sum() > allowed[stops].sum():  # a grammar has the last word
+                adjusted[i, stops] = MIN_LOGIT
         if params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],
@@ -124,9 +127,8 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
-        if row.mask is not None:
-            forbidden = ~allowed_tokens(row.mask, logits.shape[-1])
-            adjusted[i].masked_fill_(forbidden.to(logits.device), MIN_LOGIT)
+        if allowed is not None:
+            adjusted[i].masked_fill_(~allowed.to(logits.device), MIN_LOGIT)
     return adjusted
 
 

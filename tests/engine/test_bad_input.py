@@ -111,7 +111,7 @@ BAD_REQUESTS = {
     "not tokens": ([1, "a"], GREEDY, "A token id must be a whole number, not 'a'"),
     "not a prompt": (3.5, GREEDY, "A prompt must be a string or a list of token ids, not float"),
     "a dict without prompt": ({"text": "hi"}, GREEDY, r"must have 'prompt' or 'prompt_token_ids', not \['text'\]"),
-    "longer than the model": ([5] * 8192, GREEDY, "has 8192 tokens, but the model.s maximum context length is 8192"),
+    "longer than the model": ([5] * 8192, GREEDY, "maximum context length is 8192 tokens, .* but the prompt has 8192 tokens"),
     "can never fit the cache": ([5] * 400, SamplingParams(max_tokens=7000), "lower max_tokens"),
     "not sampling params": ("hi", {"temperature": 0}, "must be a SamplingParams, not dict"),
     "half a character": ("\ud800 hi", GREEDY, "not valid Unicode"),

@@ -74,6 +74,24 @@ def test_the_text_is_what_was_asked_for(llm, form):
 
 
 @pytest.mark.slow
+def test_thousands_of_choices_and_no_more_than_that(llm):
+    choices = [f"choice number {number}" for number in range(4096)]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=choices), max_tokens=20)
+    assert llm.generate(["One: "], params, use_tqdm=False)[0].outputs[0].text in choices
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a" * 2**18))
+    with pytest.raises(RequestError, match="structured_outputs has 262144 characters, but must have at most 131072"):
+        llm.generate(["a"], params, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_grammar_has_the_last_word_over_min_tokens(llm):
+    [seven] = llm.get_tokenizer().encode("7")
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["7"]), min_tokens=5, stop_token_ids=[seven])
+    [output] = llm.generate(["A number: "], params, use_tqdm=False)
+    assert output.error is None and output.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
 def test_others_tokens_are_bit_equal(llm):
     """Half of a batch has a schema; the logits of the other half are what they were."""
     prompts = [f"Once upon a time, number {number} of the" for number in range(16)]
@@ -126,12 +144,41 @@ def test_wrong_parameters_are_refused_where_they_are_made(fields, sentence):
         ({"json": {"not": {"type": "string"}}}, "not"),
         ({"regex": "(["}, "unclosed character class"),
         ({"grammar": "start: nothing"}, "unknown name"),
+        ({"grammar": 'start: start "a"'}, ""),
+        ({"grammar": "root ::= ("}, ""),
+        ({"grammar": "root ::= " + "(" * 3000}, ""),
+        ({"regex": r"[^\s\S]"}, ""),
+        ({"json": {"$ref": "#"}}, ""),
+        ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, ""),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_cause(llm, fields, cause):
     with pytest.raises(RequestError, match=f"structured_outputs cannot be compiled: .*{cause}"):
         llm.generate(["a"], SamplingParams(structured_outputs=StructuredOutputsParams(**fields)), use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.slow
+def test_a_limit_that_is_met_on_the_way_fails_the_request_alone(llm):
+    heavy = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a{1000}){1000}"), max_tokens=8)
+    plain = SamplingParams(temperature=0, max_tokens=8)
+    failed, *others = llm.generate(["a"] * 5, [heavy, plain, plain, plain, plain], use_tqdm=False)
+    assert failed.error.startswith("structured_outputs cannot go on: ") and failed.outputs[0].finish_reason == "error"
+    assert {(output.error, output.outputs[0].finish_reason) for output in others} == {(None, "length")}
+
+
+@pytest.mark.slow
+def test_a_request_whose_grammar_is_being_compiled_is_one_of_its_clients(llm):
+    """A client that is gone, or begins anew, is rid of it."""
+    engine = llm.llm_engine
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]+"), max_tokens=8)
+    request = engine.input_processor.process_inputs("compiling", "a", params).core_request
+    engine.core.add_request(request)
+    assert engine.core.requests_of(0) == ["compiling"] and engine.core.requests_of(1) == []
+    with pytest.raises(RequestError, match="There is already a request 'compiling'"):
+        engine.core.add_request(request)
+    engine.core.abort_requests(engine.core.requests_of(0))
+    assert engine.core.requests_of(0) == [] and not engine.has_unfinished_requests()
 
 
 # -- whatever happens on the way -------------------------------------------------------------------------------------

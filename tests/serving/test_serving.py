@@ -387,3 +387,52 @@ def test_mistakes_on_the_command_line_get_one_sentence(options, sentence, capsys
 def test_a_port_in_use_is_one_sentence(served, capsys):
     assert cli.main(["serve", "--port", served.url.rsplit(":", 1)[1]]) == 2
     assert "choose another --port" in capsys.readouterr().err
+
+
+# -- other clients ---------------------------------------------------------------------------------------------------
+
+
+class Person(pydantic.BaseModel):
+    """Short, so that the model gets to its end."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+
+
+QUESTION = "Who is it? Alice is 30 years old."
+
+
+def test_langchain_gets_structures_and_tools(served):
+    langchain = pytest.importorskip("langchain_openai", reason="LangChain is not installed")
+    chat = langchain.ChatOpenAI(
+        model=MODEL, base_url=f"{served.url}/v1", api_key=KEY, temperature=0, max_tokens=80, max_retries=0
+    )
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(chat.with_structured_output(Person, method=method).invoke(QUESTION), Person)
+    answer = chat.bind_tools([Person], tool_choice="required").invoke(QUESTION)
+    assert [call["name"] for call in answer.tool_calls] == ["Person"] * len(answer.tool_calls) != []
+    assert chat.bind_tools([Person]).invoke(QUESTION).content, "it may call, and does not know how"
+    parts = list(chat.bind_tools([Person], tool_choice="Person").stream(QUESTION))
+    assert json.loads("".join(part["args"] or "" for chunk in parts for part in chunk.tool_call_chunks)).keys() == {"name", "age"}
+
+
+def test_instructor_gets_structures(client):
+    instructor = pytest.importorskip("instructor", reason="instructor is not installed")
+    messages = [{"role": "user", "content": QUESTION}]
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+        person = instructor.from_openai(client, mode=mode).chat.completions.create(
+            model=MODEL, messages=messages, response_model=Person, temperature=0, max_tokens=80, max_retries=0
+        )
+        assert isinstance(person, Person)
+
+
+def test_litellm_gets_structures_and_knows_the_error_of_a_full_context(served):
+    litellm = pytest.importorskip("litellm", reason="LiteLLM is not installed")
+    where = {"model": f"openai/{MODEL}", "api_base": f"{served.url}/v1", "api_key": KEY, "num_retries": 0}
+    messages = [{"role": "user", "content": QUESTION}]
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema()}}
+    answer = litellm.completion(**where, messages=messages, temperature=0, max_tokens=80, response_format=schema)
+    Person.model_validate_json(answer.choices[0].message.content)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**where, messages=[{"role": "user", "content": "word " * 9000}])

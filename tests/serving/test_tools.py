@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +85,28 @@ def test_a_text_without_calls_is_content(says):
     for text in ("Nothing to call.", "a < b <tool", "<tool_call>this is no call</tool_call>", '<tool_call>{"name": "get_time"'):
         assert says(text) == ((text, []), "stop")
     assert says(HERMES, tool_choice="none") == ((HERMES, []), "stop")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "[" * 3000,
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "\\ud800"}',
+        '{"name": 5}',
+        "5",
+        '{"name": "f", "arguments": "',
+    ],
+)
+def test_what_is_no_call_is_content(call):
+    text = f"<tool_call>{call}</tool_call>"
+    assert HermesCalls().update(text, is_last=True) == (text, [])
+
+
+def test_the_end_of_a_call_may_stand_in_a_string():
+    call = '{"name": "f", "arguments": {"a": "x</tool_call>\\"</tool_call>"}}'
+    content, [found] = HermesCalls().update(f"<tool_call>{call}</tool_call>", is_last=True)
+    assert content == "" and found["function"]["arguments"] == '{"a": "x</tool_call>\\"</tool_call>"}'
 
 
 def test_a_named_call_is_its_arguments(says):
@@ -198,8 +221,19 @@ def test_a_text_is_the_same_in_any_pieces(parts, cuts):
 def test_references_to_definitions_are_kept():
     parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    body = ChatCompletionRequest(messages=MESSAGES, tools=[tool], tool_choice="required")
-    assert schema_of_calls(body)["$defs"] == {"A": {"type": "integer"}}
+    other = {"type": "function", "function": {"name": "g", "parameters": {"$defs": {"A": {"const": "x"}}, "$ref": "#/$defs/A"}}}
+    body = ChatCompletionRequest(messages=MESSAGES, tools=[tool, other], tool_choice="required")
+    schema = schema_of_calls(body)
     assert isinstance(make_parser(body), RequiredCalls)
+    right = [{"name": "f", "parameters": {"a": 5}}, {"name": "g", "parameters": "x"}]
+    jsonschema.validate(right, schema)
+    for wrong in (
+        [{"name": "f", "parameters": {"a": "x"}}],
+        [{"name": "g", "parameters": 5}],
+        [],
+        [{"name": "h", "parameters": {}}],
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
     body = ChatCompletionRequest(messages=MESSAGES, tools=[tool], tool_choice={"type": "function", "function": {"name": "f"}})
     assert schema_of_calls(body) == parameters and isinstance(make_parser(body), NamedCall)

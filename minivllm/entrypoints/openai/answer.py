@@ -176,7 +176,8 @@ class Answer(ABC):
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
                 if output.error is not None:
-                    raise ApiError(500, output.error)
+                    would_fail_again = output.error.startswith("structured_outputs")  # OpenAI's client would retry twice
+                    raise ApiError(500, output.error, headers={"x-should-retry": "false"} if would_fail_again else None)
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The server aborted the request: try again.")
                 yield number, output
@@ -252,5 +253,5 @@ def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
     limit = engine.model_config.max_model_len
     if count > limit * (MAX_CHARACTERS_PER_TOKEN if unit == "characters" else 1):
         raise ContextLengthError(
-            f"The prompt has {count} {unit}, far more than fit in the model's maximum context length of {limit} tokens: shorten it."
+            f"This model's maximum context length is {limit} tokens, but the prompt has {count} {unit}: shorten it."
         )

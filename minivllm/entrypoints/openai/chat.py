@@ -46,7 +46,7 @@ class ChatAnswer(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return [await encode_chat(self.engine, self.messages, add_prompt, **options)]
+        return [await encode_chat(self.engine, self.messages, add_prompt, options)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
@@ -100,7 +100,7 @@ class ChatAnswer(Answer):
 
 
 async def encode_chat(
-    engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True, **options: Any
+    engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True, options: dict[str, Any] | None = None
 ) -> list[int]:
     """Token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
@@ -117,4 +117,4 @@ async def encode_chat(
     check_length(len(conversation), "messages", engine)
     check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
     tokenizer = tokenizer_of(engine)
-    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt, **options)
+    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt, **(options or {}))

@@ -29,7 +29,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 _MAX_MESSAGE = 1000
 """Longest error message, in characters: it may quote the input."""
 
-_EXPECTED = {
+EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists: at most 4096 prompts, none of them empty",
     "stop": "a string, or a list of at most 64 strings",
     "content": "text, or a list of at most 4096 parts of type text (images, audio and files are not supported)",
@@ -141,11 +141,11 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
     name = param or "The request"
     field = name.rsplit(".", 1)[-1]
     if kind == "missing":
-        expected = f": give {_EXPECTED[field]}" if field in _EXPECTED else ", but it is needed: add it"
+        expected = f": give {EXPECTED[field]}" if field in EXPECTED else ", but it is needed: add it"
         return f"{name} is missing{expected}.", param
     given = quoted(mistake.get("input"))
-    if field in _EXPECTED:
-        return f"{name} is {given}, but must be {_EXPECTED[field]}.", param
+    if field in EXPECTED:
+        return f"{name} is {given}, but must be {EXPECTED[field]}.", param
     limits = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     for limit, words in limits.items():
         if limit in context:
@@ -165,7 +165,7 @@ def _field_path(location: Sequence[str | int]) -> str:
     path: list[str] = []
     for part in location[1:]:  # the first is "body"
         path.append(str(part))
-        if part in _EXPECTED:
+        if part in EXPECTED:
             break
     return ".".join(path)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from minivllm.entrypoints.openai.errors import quoted
+from minivllm.entrypoints.openai.errors import EXPECTED, quoted
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -27,6 +27,7 @@ MAX_CHOICES = 4096
 MAX_TOOLS = 128
 RESERVED_KWARGS = frozenset(
     [
+        "self",
         "messages",
         "conversation",
         "tools",
@@ -309,10 +310,16 @@ class Message(_Body):
     """A message of a conversation. A tool's has the result of a call of the assistant's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise RequestError(f"content is missing: give {EXPECTED['content']}.")
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: one text, the role "system" for OpenAI's "developer", and arguments of calls as objects."""

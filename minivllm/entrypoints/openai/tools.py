@@ -77,7 +77,7 @@ class RequiredCalls(ToolCallParser):
         if not is_last:
             return "", []
         try:
-            calls = json.loads(self._text)
+            calls = _decode(self._text)
         except ValueError:
             return self._text, []
         return "", [self._call(call["name"], json.dumps(call["parameters"])) for call in calls]
@@ -105,7 +105,7 @@ class HermesCalls(ToolCallParser):
                 content += self._show(self._rest[:shown])
                 self._rest = self._rest[shown:]
                 break
-            body, end, after = inside.partition(END)
+            body, end, after = _divide(inside)
             if not end and not is_last:
                 content, self._rest = content + self._show(before), BEGIN + inside
                 break
@@ -135,10 +135,32 @@ def _length_of_beginning(text: str) -> int:
     return next((length for length in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:length])), 0)
 
 
+def _divide(text: str) -> tuple[str, str, str]:
+    """The text of a call, its end, and what follows; the end may stand in a string of the call, too, where it means nothing."""
+    position = text.find(END)
+    while position >= 0 and text[:position].replace("\\\\", "").replace('\\"', "").count('"') % 2:
+        position = text.find(END, position + 1)
+    return (text, "", "") if position < 0 else (text[:position], END, text[position + len(END) :])
+
+
+def _decode(text: str) -> Any:
+    """JSON that another program can read. Raises ValueError."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # no half characters
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _read_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call, if it is one."""
     try:
-        call = json.loads(text)
+        call = _decode(text)
         return (call["name"], json.dumps(call.get("arguments", {}))) if isinstance(call["name"], str) else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -164,20 +186,29 @@ def schema_of_calls(body: ChatCompletionRequest) -> dict[str, Any] | None:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     limit = {"maxItems": 1} if body.parallel_tool_calls is False else {}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | limit | _definitions(tools)
+    parameters = {str(number): _move_refs(_parameters(tool), f"#/$defs/{number}") for number, tool in enumerate(tools)}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **limit, "$defs": parameters}
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     return tool.function.parameters or {"type": "object", "properties": {}}
 
 
-def _definitions(tools: list[Tool]) -> dict[str, Any]:
-    """The `$defs` of all parameters, to which `$ref`s point from the top."""
-    return {"$defs": {name: value for tool in tools for name, value in (_parameters(tool).get("$defs") or {}).items()}}
+def _move_refs(schema: Any, where: str) -> Any:
+    """A schema that has become a part of another one: its references to itself point to where it is now."""
+    if isinstance(schema, list):
+        return [_move_refs(item, where) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _move_refs(value, where) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = where + reference[1:]
+    return moved
