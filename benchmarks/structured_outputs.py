@@ -37,7 +37,7 @@ GRAMMARS = {
     "any object": StructuredOutputsParams(json_object=True),
     "a person": StructuredOutputsParams(json=PERSON),
     "a long text": StructuredOutputsParams(
-        json={"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}}
+        json={"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}
     ),
     "a regular expression": StructuredOutputsParams(regex=r"([A-Z][a-z]+ )*\d{1,3}(\.\d+)?"),
     "a choice": StructuredOutputsParams(choice=[f"the number {i}" for i in range(1000)]),
