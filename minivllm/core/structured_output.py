@@ -72,10 +72,13 @@ class StructuredOutputGrammar:
         masks = [self._mask()]
         num_accepted = 0
         for token_id in draft_token_ids:
-            if self.is_terminated or not self._matcher.consume_token(token_id):
+            if self.is_terminated:  # what follows is not kept
+                masks.append(masks[-1])
+                continue
+            if not self._matcher.consume_token(token_id):
                 raise RuntimeError(f"a draft token is not among those that may follow ({self.error})")
             num_accepted += 1
-            masks.append(masks[-1] if self.is_terminated else self._mask())  # after the end nothing is kept
+            masks.append(masks[-1] if self.is_terminated else self._mask())
         if num_accepted:
             self._matcher.rollback(num_accepted)
         return masks

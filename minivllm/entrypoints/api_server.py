@@ -18,6 +18,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
@@ -108,8 +109,9 @@ class JsonRequest(Request):
                 if num_bytes > DROP_BYTES:
                     return
 
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(drop(), DROP_SECONDS)
+        if not self._stream_consumed:
+            with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
+                await asyncio.wait_for(drop(), DROP_SECONDS)
 
     async def json(self) -> Any:
         """The body. Raises an ApiError that says where it is invalid, or that it has too many parts."""

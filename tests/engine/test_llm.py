@@ -267,8 +267,11 @@ def test_a_bad_conversation_fails_alone(llm):
     outputs = llm.chat([good, [{"role": "user"}], good], params, use_tqdm=False)
     assert "both text" in outputs[1].error
     assert outputs[0].outputs[0].text == outputs[2].outputs[0].text
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi."}]}]
-    assert llm.chat(parts, params, use_tqdm=False)[0].outputs[0].text == outputs[0].outputs[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi."}]}]
+    whole = [{"role": "user", "content": "Say\nhi."}]
+    assert (
+        llm.chat(parts, params, use_tqdm=False)[0].outputs[0].text == llm.chat(whole, params, use_tqdm=False)[0].outputs[0].text
+    )
 
 
 def test_generate_leaves_requests_of_others_alone(llm):
