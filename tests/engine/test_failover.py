@@ -15,6 +15,12 @@ PROMPT = "Here is a short story about a fox who wanted to learn how to read.\n\n
 LENGTH = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=5)
+FOX = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 5, "maxLength": 30}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -25,7 +31,7 @@ KINDS = {
     "a stop string": replace(GREEDY, stop=["<to be replaced>"]),
     "three continuations with stops": replace(SEEDED, n=3, stop=[".", "\n"], seed=11),
     "logprobs": replace(SEEDED, logprobs=3, top_k=20, logit_bias={198: 1.0}),
-    "structured": replace(SEEDED, n=2, ignore_eos=False, structured_outputs=StructuredOutputsParams(json_object=True)),
+    "structured": replace(SEEDED, n=2, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=FOX)),
     "prompt_logprobs": replace(GREEDY, prompt_logprobs=2, logprobs=1),
 }
 ENGINES = {
