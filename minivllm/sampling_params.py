@@ -101,12 +101,15 @@ class SamplingParams:
         max_tokens: The most tokens to generate. None: until the model's context is full.
         min_tokens: Before this many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
         stop: Strings that end the generation. They are not part of the text.
+        include_stop_str_in_output: They are, and so is the text of a stop token.
         stop_token_ids: Tokens that end the generation.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
         logprobs: Return log-probabilities of this many most likely tokens at each step, and of the sampled token: 0 returns the
             latter alone, None none. They are of the model's own distribution, before penalties, temperature and filters.
         prompt_logprobs: The same, for the tokens of the prompt.
+        allowed_token_ids: The tokens to choose from.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
+        truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for.
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
         structured_outputs: What the text must be: of a JSON schema, say.
         output_kind: Which outputs the engine returns; `LLM` always uses FINAL_ONLY.
@@ -128,10 +131,13 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -159,7 +165,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -169,7 +175,14 @@ class SamplingParams:
                 f"structured_outputs must be a StructuredOutputsParams, not {type(self.structured_outputs).__name__}."
             )
         object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids) or ())
+        object.__setattr__(self, "allowed_token_ids", _checked_token_ids("allowed_token_ids", self.allowed_token_ids))
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids is empty, which allows no token at all: leave it out.")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _check_int(
+                "truncate_prompt_tokens", self.truncate_prompt_tokens, low=1, hint="use -1 for as many as there is room for"
+            )
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
 
     @property
@@ -224,13 +237,13 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
+def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...] | None:
     if token_ids is None:
-        return ()
+        return None
     if not isinstance(token_ids, (list, tuple, set, frozenset)):
-        raise RequestError(f"stop_token_ids must be a list of token ids, not {token_ids!r}.")
+        raise RequestError(f"{name} must be a list of token ids, not {token_ids!r}.")
     for token_id in token_ids:
-        _check_int("a token id in stop_token_ids", token_id, low=0)
+        _check_int(f"a token id in {name}", token_id, low=0)
     return tuple(token_ids)
 
 

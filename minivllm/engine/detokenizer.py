@@ -29,12 +29,14 @@ class IncrementalDetokenizer:
         self.text = ""
         self._stream = DecodeStream(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stop_strings, self._min_tokens = params.stop_strings, params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
         self._num_tokens = 0
         self._whole_text = ""
-        self._num_held = max((len(stop) for stop in params.stop_strings), default=1) - 1
+        longest = max((len(stop) for stop in params.stop_strings), default=1)
+        self._num_held = 0 if self._include_stop else longest - 1
 
     def update(self, token_id: int) -> str | None:
-        """Add a token. Returns the stop string that it completes, if any; `text` then ends before it."""
+        """Add a token. Returns the stop string that it completes, if any; `text` then ends before it, or with it (`include_stop_str_in_output`)."""
         self._num_tokens += 1
         stop = self._add(self._stream.step(token_id))
         if stop is None:
@@ -59,7 +61,7 @@ class IncrementalDetokenizer:
         if not found:
             return None
         position, stop = min(found, key=lambda match: match[0])
-        self.text = self._whole_text = text[:position]
+        self.text = self._whole_text = text[: position + len(stop)] if self._include_stop else text[:position]
         return stop
 
 

@@ -105,6 +105,9 @@ class InputProcessor:
             raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
         params = SamplingParams() if params is None else params
         text, token_ids = self.read_prompt(prompt)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            count = params.truncate_prompt_tokens
+            token_ids = token_ids[-(count if count > 0 else max(1, self.max_request_tokens - (params.max_tokens or 1))) :]
         max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
         request = EngineCoreRequest(
             request_id,
@@ -164,8 +167,8 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self._model_config.vocab_size
-        for name, token_ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", params.logit_bias or ())):
-            for token_id in token_ids:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
                     raise RequestError(f"{name} has token id {token_id}, but this model's ids go from 0 to {vocab_size - 1}.")
         if params.n > self._scheduler_config.max_num_seqs:

@@ -151,7 +151,8 @@ class RequestState:
         for i, token_id in enumerate(new.token_ids):
             is_last = i == len(new.token_ids) - 1
             ended_by_token = new.finish_reason == "stop" and is_last and token_id in self.request.stop_reasons  # not by a grammar
-            stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=not ended_by_token)
+            visible = not ended_by_token or self.params.include_stop_str_in_output
+            stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=visible)
             if stop is not None:
                 return stop
         return text.finish() if new.finish_reason is not None else None

@@ -98,7 +98,9 @@ def argmax(logits: Tensor) -> Tensor:
 def adjusts_logits(row: SamplingRow) -> bool:
     """Whether `adjust_logits` would change anything."""
     params = row.params
-    return bool(params.logit_bias or params.has_penalties or row.position < params.min_tokens or row.mask)
+    return bool(
+        params.logit_bias or params.has_penalties or row.position < params.min_tokens or params.allowed_token_ids or row.mask
+    )
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
@@ -127,6 +129,9 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
+        if params.allowed_token_ids:
+            kept = torch.tensor(params.allowed_token_ids, device=logits.device)
+            adjusted[i] = torch.full_like(adjusted[i], MIN_LOGIT).index_copy_(0, kept, adjusted[i, kept])
         if allowed is not None:
             adjusted[i].masked_fill_(~allowed.to(logits.device), MIN_LOGIT)
     return adjusted

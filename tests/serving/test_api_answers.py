@@ -151,6 +151,35 @@ def test_logprobs_of_chats_are_entries_with_bytes(server):
     assert content[0]["top_logprobs"][0]["logprob"] > content[0]["logprob"], "the chosen one was the second most likely"
 
 
+def test_token_ids_are_given_if_wanted(server):
+    script = server.engine.scripted.script[:3]
+    whole = server.complete(prompt=["a", "b"], max_tokens=3, return_token_ids=True).json()
+    check_shape(shapes.CompletionResponse, whole)
+    prompts = [server.client.post("/tokenize", json={"prompt": prompt}).json()["tokens"] for prompt in ("a", "b")]
+    assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in whole["choices"]] == [(p, script) for p in prompts]
+    chunks = list(events(server.complete(prompt="a", max_tokens=3, return_token_ids=True, stream=True)))
+    for chunk in chunks:
+        check_shape(shapes.CompletionChunk, chunk)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [token for choice in choices for token in choice["token_ids"]] == script
+    assert [choice["prompt_token_ids"] for choice in choices] == [prompts[0]] + [None] * (len(choices) - 1)
+    whole = server.chat(max_tokens=3, return_token_ids=True).json()
+    check_shape(shapes.ChatCompletionResponse, whole)
+    assert whole["choices"][0]["token_ids"] == script and len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    chunks = list(events(server.chat(max_tokens=3, return_token_ids=True, stream=True)))
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == script
+
+
+def test_tokens_are_named_by_their_ids_if_wanted(server):
+    wanted = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+    names = [f"token_id:{token}" for token in server.engine.scripted.script[:2]]
+    logprobs = server.complete(logprobs=2, echo=True, **wanted).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"][-2:] == names and names[0] in logprobs["top_logprobs"][-2]
+    assert all(token.startswith("token_id:") for token in logprobs["tokens"])
+    content = server.chat(logprobs=True, top_logprobs=1, **wanted).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == names and bytes(content[0]["bytes"]) == b" The"
+
+
 @pytest.mark.parametrize("script", [" 机器学习是😀 and so on", "😀😀é", "é" * 20])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_within_a_character(server, monkeypatch, script, stream):

@@ -48,6 +48,7 @@ class Answer(ABC):
         num_prompts: Number of prompts that `make_prompts` will return.
 
     Attributes:
+        as_token_ids: Whether log-probabilities name tokens by their ids.
         num_sequences: Continuations of all prompts together.
         usage: Tokens so far.
         time_to_first_token: Seconds from the request to the first output; None before.
@@ -62,6 +63,7 @@ class Answer(ABC):
         self.engine = engine
         self.body = body
         self.stream = bool(body.stream)
+        self.as_token_ids = bool(body.return_tokens_as_token_ids)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         self.params = dataclasses.replace(params, output_kind=kind)
         self.num_sequences = num_prompts * params.n

@@ -56,7 +56,10 @@ class ChatAnswer(Answer):
         message: Json = {"role": "assistant", "content": self._echo + content}
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        return self._finished(make_choice(index, completion, message=message, logprobs=self._logprobs(completion)), parser)
+        choice = make_choice(index, completion, message=message, logprobs=self._logprobs(completion))
+        if self.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return self._finished(choice, parser)
 
     def opening(self, index: int, output: RequestOutput) -> Json:
         """The role, and the last message with `echo`."""
@@ -70,7 +73,10 @@ class ChatAnswer(Answer):
         delta: Json = {"tool_calls": calls} if calls else {}
         if content or (completion.finish_reason is None and not calls):
             delta["content"] = content
-        return self._finished(make_choice(index, completion, delta=delta, logprobs=self._logprobs(completion)), parser)
+        choice = make_choice(index, completion, delta=delta, logprobs=self._logprobs(completion))
+        if self.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return self._finished(choice, parser)
 
     def _wanted(self, calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
         return calls if self.chat.parallel_tool_calls is not False else [call for call in calls if call["index"] == 0]
@@ -88,15 +94,20 @@ class ChatAnswer(Answer):
         return choice
 
     def extras(self, outputs: list[RequestOutput]) -> Json:
-        """vLLM's log-probabilities of the prompt."""
-        if self.body.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(outputs[0].prompt_logprobs)}
+        """vLLM's log-probabilities and ids of the prompt."""
+        extras: Json = {}
+        if self.body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return extras
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return chat_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, self.engine.tokenizer)
+        return chat_logprobs(
+            completion.token_ids, completion.logprobs, self.params.logprobs, self.engine.tokenizer, self.as_token_ids
+        )
 
 
 async def encode_chat(

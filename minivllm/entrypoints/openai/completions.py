@@ -40,6 +40,8 @@ class CompletionAnswer(Answer):
         """The text of each prompt, with `echo`."""
         self._offsets: dict[int, TokenOffsets] = {}
         """Of each streamed continuation."""
+        self._prompt_token_ids: dict[int, list[int]] = {}
+        """Of each that has not begun."""
         params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
         super().__init__(engine, body, params, len(self.prompts))
 
@@ -63,6 +65,8 @@ class CompletionAnswer(Answer):
         if self.echo and logprobs is not None:
             logprobs = joined(self._echo_logprobs(index, output), logprobs)
         choice = make_choice(index, completion, text=echo + completion.text, logprobs=logprobs)
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": completion.token_ids}
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
@@ -70,6 +74,7 @@ class CompletionAnswer(Answer):
     def opening(self, index: int, output: RequestOutput) -> Json | None:
         """The prompt, with `echo`."""
         self._offsets[index] = self._token_offsets(index, output)
+        self._prompt_token_ids[index] = output.prompt_token_ids
         if not self.echo:
             return None
         text = self._echoes[index // self.params.n]
@@ -82,7 +87,10 @@ class CompletionAnswer(Answer):
         if self.only_echo:
             completion = without_tokens(completion)
         logprobs = self._logprobs(completion, self._offsets[index])
-        return make_choice(index, completion, text=completion.text, logprobs=logprobs)
+        choice = make_choice(index, completion, text=completion.text, logprobs=logprobs)
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": self._prompt_token_ids.pop(index, None), "token_ids": completion.token_ids}
+        return choice
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
         super()._count(output, is_first)
@@ -97,7 +105,9 @@ class CompletionAnswer(Answer):
     def _logprobs(self, completion: CompletionOutput, offsets: TokenOffsets) -> CompletionLogprobs | None:
         if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return completion_logprobs(completion.token_ids, completion.logprobs, self.params.logprobs, offsets)
+        return completion_logprobs(
+            completion.token_ids, completion.logprobs, self.params.logprobs, offsets, as_token_ids=self.as_token_ids
+        )
 
     def _echo_logprobs(self, index: int, output: RequestOutput) -> CompletionLogprobs:
         assert self.params.logprobs is not None and output.prompt_logprobs is not None
@@ -106,7 +116,9 @@ class CompletionAnswer(Answer):
         # The tokenizer may have put tokens before the text, which are not in it.
         begin = len(self._echoes[index // self.params.n]) - len(tokenizer.decode(token_ids, skip_special_tokens=False))
         offsets = TokenOffsets(tokenizer, [], False, begin)
-        return completion_logprobs(token_ids, output.prompt_logprobs, self.params.logprobs, offsets, first_token)
+        return completion_logprobs(
+            token_ids, output.prompt_logprobs, self.params.logprobs, offsets, first_token, self.as_token_ids
+        )
 
 
 def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

@@ -39,7 +39,12 @@ class TokenOffsets:
 
 
 def completion_logprobs(
-    token_ids: list[int], candidates: list[Candidates | None], num_logprobs: int, offsets: TokenOffsets, first_token: str = ""
+    token_ids: list[int],
+    candidates: list[Candidates | None],
+    num_logprobs: int,
+    offsets: TokenOffsets,
+    first_token: str = "",
+    as_token_ids: bool = False,
 ) -> CompletionLogprobs:
     """The four lists of /v1/completions.
 
@@ -49,46 +54,48 @@ def completion_logprobs(
         num_logprobs: Number of most likely candidates to return besides the token itself.
         offsets: Where in the text the tokens begin.
         first_token: The text of a token without candidates.
+        as_token_ids: Give tokens as "token_id:5".
     """
     result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": offsets.add(token_ids)}
     for token_id, here in zip(token_ids, candidates, strict=True):
         text = first_token if here is None else here[token_id].decoded_token or ""
-        result["tokens"].append(text)
+        result["tokens"].append(f"token_id:{token_id}" if as_token_ids else text)
         result["token_logprobs"].append(None if here is None else finite(here[token_id].logprob))
-        result["top_logprobs"].append(None if here is None else _by_text(token_id, here, num_logprobs))
+        result["top_logprobs"].append(None if here is None else _by_text(token_id, here, num_logprobs, as_token_ids))
     return result
 
 
-def _by_text(token_id: int, candidates: Candidates, num_logprobs: int) -> dict[str, float]:
+def _by_text(token_id: int, candidates: Candidates, num_logprobs: int, as_token_ids: bool) -> dict[str, float]:
     """Candidates by text. If several have the same (parts of a character, say), the sampled or most likely one counts."""
     texts: dict[str, float] = {}
-    for candidate in [candidates[token_id], *_most_likely(candidates, num_logprobs)]:
-        texts.setdefault(candidate.decoded_token or "", finite(candidate.logprob))
+    for chosen in [token_id, *_most_likely(candidates, num_logprobs)]:
+        text = f"token_id:{chosen}" if as_token_ids else candidates[chosen].decoded_token or ""
+        texts.setdefault(text, finite(candidates[chosen].logprob))
     return texts
 
 
 def chat_logprobs(
-    token_ids: list[int], candidates: list[Candidates], num_logprobs: int, tokenizer: Tokenizer | None
+    token_ids: list[int], candidates: list[Candidates], num_logprobs: int, tokenizer: Tokenizer | None, as_token_ids: bool
 ) -> ChatLogprobs:
-    """The entries of /v1/chat/completions."""
+    """The entries of /v1/chat/completions; `as_token_ids` gives tokens as "token_id:5"."""
 
     def entry(token_id: int, candidate: Logprob) -> TokenLogprob:
         text = candidate.decoded_token or ""
         is_partial = REPLACEMENT in text  # of a character
         token_bytes = tokenizer.token_bytes(token_id) if tokenizer and is_partial else text.encode(errors="replace")
+        text = f"token_id:{token_id}" if as_token_ids else text
         return {"token": text, "logprob": finite(candidate.logprob), "bytes": list(token_bytes)}
 
     content = []
     for token_id, here in zip(token_ids, candidates, strict=True):
-        likely = sorted(here, key=lambda other: here[other].rank)[:num_logprobs]
-        top = [entry(other, here[other]) for other in likely]
+        top = [entry(other, here[other]) for other in _most_likely(here, num_logprobs)]
         content.append({**entry(token_id, here[token_id]), "top_logprobs": top})
     return {"content": content}
 
 
-def _most_likely(candidates: Candidates, num_logprobs: int) -> list[Logprob]:
+def _most_likely(candidates: Candidates, num_logprobs: int) -> list[int]:
     """The `num_logprobs` most likely candidates; the sampled token may not be among them."""
-    return sorted(candidates.values(), key=lambda candidate: candidate.rank)[:num_logprobs]
+    return sorted(candidates, key=lambda token_id: candidates[token_id].rank)[:num_logprobs]
 
 
 def prompt_logprobs(candidates: list[Candidates | None] | None) -> PromptLogprobs | None:

@@ -49,18 +49,11 @@ RESERVED_KWARGS = frozenset(
 
 _ONLY_NULL = (
     "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "allowed_token_ids", "prompt_embeds", "truncate_prompt_tokens", "chat_template", "logprob_token_ids", "repetition_detection",
+    "prompt_embeds", "chat_template", "logprob_token_ids", "repetition_detection",
     "watermarking", "thinking_token_budget",
 )  # fmt: skip
 _ONLY_EMPTY = ("tools", "functions", "tool_calls", "bad_words", "logits_processors", "documents")
-_ONLY_FALSE = (
-    "use_beam_search",
-    "include_stop_str_in_output",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "return_token_offsets",
-    "return_prompt_text",
-)
+_ONLY_FALSE = ("use_beam_search", "return_token_offsets", "return_prompt_text")
 UNSERVED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, (None,)),
     **dict.fromkeys(_ONLY_EMPTY, (None, [])),
@@ -175,8 +168,17 @@ class GenerationBody(_Body):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The tokens to choose from."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="Keep so many tokens at the prompt's end; -1 keeps as many as there is room for."
+    )
+    return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer, too.")
+    return_tokens_as_token_ids: bool | None = Field(None, description='With log-probabilities: tokens as "token_id:5".')
     prompt_logprobs: NumLogprobs | None = None
     priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(

@@ -71,6 +71,8 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int]]
 
 
 class _Head(TypedDict):
@@ -147,6 +149,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionResponse(_Head):
@@ -156,6 +159,7 @@ class ChatCompletionResponse(_Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatDelta(TypedDict, total=False):
@@ -174,6 +178,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(_Head):
