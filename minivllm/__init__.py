@@ -32,8 +32,8 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "Scheduler": "core.scheduler",
     "SimulatedExecutor": "executor.simulated",
-    "StructuredOutputsParams": "sampling_params",
     "StaticBatchScheduler": "core.static_batching",
+    "StructuredOutputsParams": "sampling_params",
     "VirtualClock": "executor.simulated",
 }
 __all__ = list(_MODULES)

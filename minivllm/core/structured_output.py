@@ -67,7 +67,7 @@ class StructuredOutputGrammar:
         """What may follow now, and after each draft token: a bit for each token of the vocabulary, from the lowest bit of the first byte on.
 
         Raises:
-            RuntimeError: A limit of the parser was met.
+            RuntimeError: A draft token may not follow (`count_valid`).
         """
         masks = [self._mask()]
         num_accepted = 0
@@ -149,7 +149,7 @@ class GrammarCompiler:
         trial = grammar.fork()
         trial.masks()  # most limits are met here
         if trial.error or trial.is_terminated:
-            cause = _first_lines(matcher.get_error() or trial.error or "no text fits it")
+            cause = _as_line(matcher.get_error() or trial.error or "no text fits it")
             raise RequestError(f"structured_outputs cannot be compiled: {cause}")
         return grammar
 
@@ -186,8 +186,8 @@ def write_grammar(params: StructuredOutputsParams) -> str:
         assert params.grammar is not None
         return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
     except Exception as error:  # of many kinds
-        raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(str(error) or repr(error))}") from None
+        raise RequestError(f"structured_outputs cannot be compiled: {_as_line(str(error) or repr(error))}") from None
 
 
-def _first_lines(message: str) -> str:
+def _as_line(message: str) -> str:
     return " ".join(message.split())[:300]

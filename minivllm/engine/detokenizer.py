@@ -6,11 +6,8 @@
 
 from __future__ import annotations
 
-from minivllm.engine.tokenizer import Tokenizer
+from minivllm.engine.tokenizer import REPLACEMENT, Tokenizer
 from minivllm.sampling_params import SamplingParams
-
-REPLACEMENT = "\ufffd"
-"""Decoded from bytes that are not, or not yet, a character."""
 
 
 class IncrementalDetokenizer:

@@ -228,12 +228,13 @@ class EngineCore:
         If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
         step reports the requests that it ended.
         """
+        self.has_failed = False
         if self._compiling:
             self._schedule_compiled()
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
             return self.make_outputs(outputs)
-        start, self.has_failed = self.clock(), False
+        start = self.clock()
         scheduled = self.scheduler.schedule()
         if not scheduled.scheduled and not scheduled.preempted:
             self._check_idle()

@@ -197,10 +197,7 @@ class EngineCoreLoop:
         self._step_since = None
         outputs = message.outputs
         self._send(message)
-        if self.core.has_failed:
-            self._num_failed_steps += 1
-        elif outputs:
-            self._num_failed_steps = 0
+        self._num_failed_steps = self._num_failed_steps + 1 if self.core.has_failed else 0
         if self._num_failed_steps == MAX_FAILED_STEPS:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
 

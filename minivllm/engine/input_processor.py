@@ -106,8 +106,8 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         text, token_ids = self.read_prompt(prompt)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            count = params.truncate_prompt_tokens
-            token_ids = token_ids[-(count if count > 0 else max(1, self.max_request_tokens - (params.max_tokens or 1))) :]
+            room = max(1, self.max_request_tokens - (params.max_tokens or 1))
+            token_ids = token_ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
         max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
         request = EngineCoreRequest(
             request_id,

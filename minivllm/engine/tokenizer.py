@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ModelLoadError, RequestError
+
+REPLACEMENT = "\ufffd"
+"""Decoded from bytes that are not, or not yet, a character."""
 
 
 class Tokenizer:
@@ -74,12 +76,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
         text = self.decode([token_id], skip_special_tokens=False)
-        if "\ufffd" not in text:
+        if REPLACEMENT not in text:
             return text.encode()
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         token: str = self.hf_tokenizer.convert_ids_to_tokens(token_id)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):  # SentencePiece's
             return bytes.fromhex(byte[1])
-        alphabet = _byte_alphabet()
+        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
         return bytes(alphabet[character] for character in token) if alphabet.keys() >= set(token) else text.encode()
 
     def apply_chat_template(
@@ -113,14 +117,6 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and may object to a role or an order
             raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
         return self.encode(text, add_special_tokens=False)
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The characters with which byte-level BPE writes bytes: printable ones stand for themselves, the others begin at 256 (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _checked_message(message: Any) -> dict[str, str]:

@@ -22,6 +22,7 @@ from minivllm.entrypoints.server_state import Closing
 
 MAX_REQUEST_ID = 128
 OPEN_PATHS = ("/health", "/ping")
+"""What a load balancer asks, which has no key."""
 
 
 class RequestMiddleware:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -121,7 +120,7 @@ class QueuedLog(logging.Handler):
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
-            self._num_dropped += 1  # under the handler's lock
+            self._count_dropped(1)
 
     def close(self) -> None:
         """Wait for the last lines, but not for ever."""
@@ -136,14 +135,17 @@ class QueuedLog(logging.Handler):
             try:
                 if num_dropped := self._num_dropped:
                     self._write(self.format(_record_of_dropped(num_dropped)))
-                    with self.lock or contextlib.nullcontext():
-                        self._num_dropped -= num_dropped
+                    self._count_dropped(-num_dropped)
                 self._write(line)
             except (OSError, ValueError):  # a full disk, a stream that was closed
-                with self.lock or contextlib.nullcontext():
-                    self._num_dropped += 1
+                self._count_dropped(1)
             finally:
                 self._lines.task_done()
+
+    def _count_dropped(self, number: int) -> None:
+        self.acquire()
+        self._num_dropped += number
+        self.release()
 
 
 def _write_all(file: int, line: str) -> None:

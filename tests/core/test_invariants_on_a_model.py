@@ -6,6 +6,8 @@ after copying, swapping, caching and chunking, and that attention and sampling d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,10 +42,8 @@ def load(folder, **args) -> LLM:
     return LLM(str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args)
 
 
-@pytest.fixture(scope="module")
-def tokens_alone(tiny_folder):
+def alone(llm: LLM) -> Callable[[Job], list[list[int]]]:
     """What a job gives when nothing else runs; remembered."""
-    llm = load(tiny_folder, num_gpu_blocks_override=100)
     known: dict[str, list[list[int]]] = {}
 
     def compute(job: Job) -> list[list[int]]:
@@ -56,18 +56,23 @@ def tokens_alone(tiny_folder):
     return compute
 
 
+@pytest.fixture(scope="module")
+def tokens_alone(tiny_folder):
+    return alone(load(tiny_folder, num_gpu_blocks_override=100))
+
+
 class Seer:
     """Proposes drafts in the place of `PromptLookup`: the right tokens, but every fifth wrong. Random models never repeat
     themselves, so a look-up would find little.
     """
 
-    def __init__(self, right: dict[str, list[list[int]]]) -> None:
-        self.right = right
+    def __init__(self, right: dict[str, list[list[int]]], vocab_size: int = 50) -> None:
+        self.right, self.vocab_size = right, vocab_size
 
     def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
         right = self.right[seq.request.request_id][seq.index][seq.num_output_tokens :]
         drafts = (right + [1] * num_tokens)[: max(0, num_tokens)]
-        return [(token + ((seq.num_tokens + i) % 5 == 0)) % 50 for i, token in enumerate(drafts)]
+        return [(token + ((seq.num_tokens + i) % 5 == 0)) % self.vocab_size for i, token in enumerate(drafts)]
 
     def forget(self, seq: Sequence) -> None:
         pass

@@ -13,13 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_invariants import Job, run
+from test_invariants_on_a_model import Seer, alone
 from thread_ranks import engine_on_threads
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams, StaticBatchScheduler, StructuredOutputsParams
 from minivllm.config import EngineArgs
 from minivllm.errors import RequestError
-from minivllm.request import Sequence
 
 PERSON = {
     "type": "object",
@@ -205,32 +205,7 @@ def tiny_folder(tmp_path_factory, smollm2_path):
 
 @pytest.fixture(scope="module")
 def tokens_alone(tiny_folder):
-    """What a job gives when nothing else runs; remembered."""
-    llm = LLM(str(tiny_folder), num_gpu_blocks_override=100)
-    known: dict[str, list[list[int]]] = {}
-
-    def compute(job: Job) -> list[list[int]]:
-        key = repr((job.prompt, job.params))
-        if key not in known:
-            known[key] = [item.token_ids for item in llm.generate(job.prompt, job.params, use_tqdm=False)[0].outputs]
-        return known[key]
-
-    return compute
-
-
-class Seer:
-    """Proposes the right tokens, but every fourth wrong."""
-
-    def __init__(self, right: dict[str, list[list[int]]]) -> None:
-        self.right = right
-
-    def propose(self, seq: Sequence, num_tokens: int) -> list[int]:
-        right = self.right[seq.request.request_id][seq.index][seq.num_output_tokens :]
-        drafts = (right + [1] * num_tokens)[: max(0, num_tokens)]
-        return [(token + ((seq.num_tokens + i) % 4 == 0)) % 49152 for i, token in enumerate(drafts)]
-
-    def forget(self, seq: Sequence) -> None:
-        pass
+    return alone(LLM(str(tiny_folder), num_gpu_blocks_override=100))
 
 
 @st.composite
@@ -280,7 +255,7 @@ def engine_arguments(draw):
 def test_a_structured_answer_is_right_or_ends_by_length_in_any_workload(tiny_folder, tokens_alone, args, workload, num_ranks):
     engine = engine_on_threads(EngineArgs(str(tiny_folder), **args), num_ranks)
     if args["num_speculative_tokens"]:
-        engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
+        engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)}, 49152)
     decode = engine.tokenizer.decode
     is_right = dict(FORMS.values())
     for (_, result), job in zip(run(engine, workload).items(), workload, strict=True):

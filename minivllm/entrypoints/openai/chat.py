@@ -29,7 +29,7 @@ class ChatAnswer(Answer):
 
     def __init__(self, engine: AsyncLLMEngine, body: ChatCompletionRequest) -> None:
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self.messages, self.chat = body.messages, body
+        self.chat = body
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.shared_sampling_params() | {"max_tokens": max_tokens, "logprobs": num_logprobs}
         if (schema := schema_of_calls(body)) is not None:
@@ -46,7 +46,7 @@ class ChatAnswer(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return [await encode_chat(self.engine, self.messages, add_prompt, options)]
+        return [await encode_chat(self.engine, body.messages, add_prompt, options)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
@@ -56,10 +56,7 @@ class ChatAnswer(Answer):
         message: Json = {"role": "assistant", "content": self._echo + content}
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        choice = make_choice(index, completion, message=message, logprobs=self._logprobs(completion))
-        if self.body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return self._finished(choice, parser)
+        return self._choice(index, completion, parser, message=message)
 
     def opening(self, index: int, output: RequestOutput) -> Json:
         """The role, and the last message with `echo`."""
@@ -73,10 +70,7 @@ class ChatAnswer(Answer):
         delta: Json = {"tool_calls": calls} if calls else {}
         if content or (completion.finish_reason is None and not calls):
             delta["content"] = content
-        choice = make_choice(index, completion, delta=delta, logprobs=self._logprobs(completion))
-        if self.body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return self._finished(choice, parser)
+        return self._choice(index, completion, parser, delta=delta)
 
     def _wanted(self, calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
         return calls if self.chat.parallel_tool_calls is not False else [call for call in calls if call["index"] == 0]
@@ -84,11 +78,14 @@ class ChatAnswer(Answer):
     @property
     def _echo(self) -> str:
         """With `echo`, the last message, if it is the assistant's."""
-        last = self.messages[-1]
+        last = self.chat.messages[-1]
         return last.for_template()["content"] if self.chat.echo and last.role == "assistant" else ""
 
-    def _finished(self, choice: Json, parser: ToolCallParser) -> Json:
-        """With the finish reason of an answer that calls a function; a named one has no choice, and just stops, as in OpenAI's API."""
+    def _choice(self, index: int, completion: CompletionOutput, parser: ToolCallParser, **content: Json) -> Json:
+        """A choice. One that calls a function has a finish reason of its own, unless the function was named: then it just stops, as in OpenAI's API."""
+        choice = make_choice(index, completion, **content, logprobs=self._logprobs(completion))
+        if self.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
         if choice["finish_reason"] == "stop" and parser.num_calls and not isinstance(parser, NamedCall):
             choice["finish_reason"] = "tool_calls"
         return choice

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from minivllm.engine.detokenizer import REPLACEMENT, DecodeStream
-from minivllm.engine.tokenizer import Tokenizer
+from minivllm.engine.detokenizer import DecodeStream
+from minivllm.engine.tokenizer import REPLACEMENT, Tokenizer
 from minivllm.entrypoints.openai.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob
 from minivllm.outputs import Logprob
 
