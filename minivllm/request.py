@@ -62,6 +62,7 @@ class EngineCoreRequest:
         client_index: The API server that sent it, and gets its outputs.
         resumption: If another core has begun it: where to go on. Workers need not know.
         data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
+        bad_words: Those of the sampling parameters, each as token ids.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class EngineCoreRequest:
     client_index: int = 0
     resumption: Resumption | None = None
     data_parallel_rank: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
@@ -212,6 +214,7 @@ class Request:
         client_index: int = 0,
         resumption: Resumption | None = None,
         data_parallel_rank: int | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -238,6 +241,7 @@ class Request:
             cache_salt,
             client_index,
             data_parallel_rank=data_parallel_rank,
+            bad_words=bad_words,
         )
         """What does not change while the request runs, for the workers."""
         self.stop_reasons = self.data.stop_reasons

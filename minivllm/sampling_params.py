@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -108,7 +108,11 @@ class SamplingParams:
             latter alone, None none. They are of the model's own distribution, before penalties, temperature and filters.
         prompt_logprobs: The same, for the tokens of the prompt.
         allowed_token_ids: The tokens to choose from.
+        bad_words: Words that must not be written, neither as they are nor after a space. Of a word of several tokens, the last is
+            ruled out after the others. Where a grammar leaves nothing else, they have no effect.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
+        logits_processors: Functions that change the logits, called with the output's token ids and the logits (`[vocab_size]`, float32),
+            or with the prompt's token ids before these; they return the new logits. Only where the model runs in this process.
         truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for.
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
         structured_outputs: What the text must be: of a JSON schema, say.
@@ -137,6 +141,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Any] | None = None
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -175,6 +181,8 @@ class SamplingParams:
                 f"structured_outputs must be a StructuredOutputsParams, not {type(self.structured_outputs).__name__}."
             )
         object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
+        object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", _checked_logits_processors(self.logits_processors))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids) or ())
         object.__setattr__(self, "allowed_token_ids", _checked_token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
@@ -197,8 +205,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on earlier tokens, which the sampler then needs."""
+        """Whether tokens that have occurred become less likely."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def needs_output_tokens(self) -> bool:
+        """Whether the logits depend on earlier tokens, which the sampler then needs."""
+        return self.has_penalties or bool(self.bad_words or self.logits_processors)
 
 
 def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None, hint: str = "") -> None:
@@ -235,6 +248,22 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
     if "" in strings:
         raise RequestError("stop contains an empty string, which would end every text at once: remove it.")
     return tuple(strings)
+
+
+def _checked_bad_words(bad_words: object) -> tuple[str, ...]:
+    if bad_words is None:
+        return ()
+    if not isinstance(bad_words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in bad_words):
+        raise RequestError(f"bad_words must be a list of words, not {bad_words!r}.")
+    return tuple(dict.fromkeys(bad_words))
+
+
+def _checked_logits_processors(processors: object) -> tuple[Callable[..., Any], ...]:
+    if processors is None:
+        return ()
+    if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
+        raise RequestError(f"logits_processors must be a list of functions, not {processors!r}.")
+    return tuple(processors)
 
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...] | None:

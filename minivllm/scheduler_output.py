@@ -29,7 +29,7 @@ class SequenceData:
         num_computed_tokens: Position of the first of them.
         block_table: Cache blocks of the sequence, in the order of its tokens.
         num_output_tokens: Output tokens known before the step; with it the random stream is keyed.
-        output_token_ids: Those tokens, for penalties; empty where there are none to apply.
+        output_token_ids: Those tokens, for what depends on them, such as penalties; else empty.
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, 1, or one more for each sibling that
             is forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
@@ -129,7 +129,7 @@ class ScheduledSequence:
             start,
             self.block_table,
             seq.num_output_tokens,
-            seq.output_token_ids if request.sampling_params.has_penalties else [],
+            seq.output_token_ids if request.sampling_params.needs_output_tokens else [],
             1 + seq.num_unforked_siblings if self.needs_sampling else 0,
             len(drafts),
             self.is_decode,

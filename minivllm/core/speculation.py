@@ -31,11 +31,11 @@ class SpeculativeDecoding:
     def add_drafts(self, output: SchedulerOutput) -> None:
         """Let decoding sequences verify drafts, with the budget and the blocks that everything else has left.
 
-        Requests with penalties do without: their next token's distribution depends on which drafts are right.
+        Requests with penalties, bad words or logits processors do without: the next token depends on which drafts are right.
         """
         for item in output.scheduled:
             seq, request = item.seq, item.seq.request
-            if seq.num_uncomputed_tokens > 1 or seq.num_unforked_siblings or request.sampling_params.has_penalties:
+            if seq.num_uncomputed_tokens > 1 or seq.num_unforked_siblings or request.sampling_params.needs_output_tokens:
                 continue
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
             room = request.max_num_tokens - seq.num_tokens - 1  # the model adds a token of its own

@@ -47,6 +47,7 @@ class InputProcessor:
         cache_tokens: Tokens that the whole KV cache holds.
         seed: Requests without a seed draw theirs from a stream that starts here.
         clock: Gives the arrival time, in seconds.
+        in_process: Whether the model runs in this process, so that it can call functions of a request.
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class InputProcessor:
         cache_tokens: int,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        in_process: bool = False,
     ) -> None:
         self.cache_tokens = cache_tokens
         self._model_config = model_config
         self._scheduler_config = scheduler_config
         self._tokenizer = tokenizer
         self.clock = clock
+        self._in_process = in_process
         self._random = random.Random(seed)
         self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
         eos = set(model_config.eos_token_ids)
@@ -119,6 +123,7 @@ class InputProcessor:
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=_read_salt(prompt),
+            bad_words=self._tokens_of_bad_words(params),
         )
         return ProcessedRequest(text, request)
 
@@ -178,6 +183,20 @@ class InputProcessor:
         self.check_grammar(params)
         if params.stop and self._tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and there is none (skip_tokenizer_init=True): use logit_bias.")
+        if params.logits_processors and not self._in_process:
+            raise RequestError(
+                "logits_processors are functions of this process, but the model runs in another one: use an LLM without parallelism, "
+                "or a sampler of your own (sampler_cls)."
+            )
+
+    def _tokens_of_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as token ids, with a space before it and without."""
+        if self._tokenizer is None:
+            return ()
+        spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(word, add_special_tokens=False)) for word in spellings))
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar, if there is one; it is remembered. This can take a second.

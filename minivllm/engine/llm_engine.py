@@ -63,7 +63,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
         """Tokens that the whole KV cache holds."""
-        self.input_processor = InputProcessor(model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock)
+        in_process = isinstance(engine_core, InprocClient) and engine_core.core.executor.in_process
+        self.input_processor = InputProcessor(
+            model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock, in_process=in_process
+        )
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
         self.failover: Failover | None = None
         """With replicas: what becomes of requests whose replica is lost."""

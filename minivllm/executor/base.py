@@ -15,6 +15,9 @@ from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceO
 class Executor(ABC):
     """Runs the scheduler's steps."""
 
+    in_process = True
+    """Whether the model runs in this process."""
+
     @abstractmethod
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many cache blocks fit: on the device, and in the swap space on the host."""

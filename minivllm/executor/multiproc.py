@@ -52,6 +52,8 @@ class MultiProcExecutor(Executor):
         ConfigError: There is a class that workers cannot import.
     """
 
+    in_process = False
+
     def __init__(
         self,
         model_config: ModelConfig,

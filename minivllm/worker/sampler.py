@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,13 +100,12 @@ def argmax(logits: Tensor) -> Tensor:
 def adjusts_logits(row: SamplingRow) -> bool:
     """Whether `adjust_logits` would change anything."""
     params = row.params
-    return bool(
-        params.logit_bias or params.has_penalties or row.position < params.min_tokens or params.allowed_token_ids or row.mask
-    )
+    is_ruled = params.allowed_token_ids or row.position < params.min_tokens or row.mask
+    return bool(params.logit_bias or params.needs_output_tokens or is_ruled)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, the ban on ending before `min_tokens`, penalties, and what a grammar allows: what applies to greedy rows too."""
+    """Logit bias, penalties and logits processors, then what is ruled out: what applies to greedy rows too."""
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
@@ -115,11 +116,6 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if params.logit_bias:
             token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
             adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        allowed = None if row.mask is None else allowed_tokens(row.mask, logits.shape[-1])
-        if row.position < params.min_tokens and row.seq.request.stop_reasons:
-            stops = list(row.seq.request.stop_reasons)
-            if allowed is None or allowed.sum() > allowed[stops].sum():  # a grammar has the last word
-                adjusted[i, stops] = MIN_LOGIT
         if params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],
@@ -129,12 +125,46 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
+        for process in params.logits_processors or ():
+            adjusted[i] = run_logits_processor(process, row, adjusted[i])
         if params.allowed_token_ids:
             kept = torch.tensor(params.allowed_token_ids, device=logits.device)
             adjusted[i] = torch.full_like(adjusted[i], MIN_LOGIT).index_copy_(0, kept, adjusted[i, kept])
-        if allowed is not None:
-            adjusted[i].masked_fill_(~allowed.to(logits.device), MIN_LOGIT)
+        if row.mask is not None:
+            adjusted[i].masked_fill_(~allowed_tokens(row.mask, logits.shape[-1]).to(logits.device), MIN_LOGIT)
+        for banned in banned_tokens(row):
+            kept = adjusted[i].index_fill(0, torch.tensor(banned, device=logits.device), MIN_LOGIT)
+            if kept.max() > MIN_LOGIT:  # what a grammar demands comes first
+                adjusted[i] = kept
     return adjusted
+
+
+def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logits: Tensor) -> Tensor:
+    """The logits that a function of `SamplingParams.logits_processors` makes of a row's, `[vocab_size]` both.
+
+    Raises:
+        RuntimeError: It failed, or returned something else.
+    """
+    known = [list(row.seq.output_token_ids), logits.clone()]
+    if len(inspect.signature(process).parameters) == 3:
+        known.insert(0, list(row.seq.request.prompt_token_ids))
+    name = getattr(process, "__name__", type(process).__name__)
+    try:
+        processed = process(*known)
+    except Exception as error:
+        raise RuntimeError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+        found = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+        raise RuntimeError(f"the logits processor {name} must return the logits, {list(logits.shape)}, not {found}")
+    return processed
+
+
+def banned_tokens(row: SamplingRow) -> list[list[int]]:
+    """What must not come next: tokens that end the text before `min_tokens`, and last tokens of bad words whose others have just come."""
+    request, output = row.seq.request, row.seq.output_token_ids
+    stops = list(request.stop_reasons) if row.position < row.params.min_tokens else []
+    ends = [word[-1] for word in request.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
+    return [banned for banned in (stops, ends) if banned]
 
 
 def allowed_tokens(mask: bytes, vocab_size: int) -> Tensor:

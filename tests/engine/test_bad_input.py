@@ -92,6 +92,10 @@ def load(folder, **kwargs) -> LLM:
         ({"stop": ["ok", "\ud800"]}, "not valid Unicode"),
         ({"logit_bias": {1: math.nan}}, "logit_bias of token 1 is nan"),
         ({"logit_bias": [1]}, "logit_bias must map"),
+        ({"bad_words": "Paris"}, "bad_words must be a list of words"),
+        ({"bad_words": ["Paris", " "]}, "bad_words must be a list of words"),
+        ({"logits_processors": print}, "logits_processors must be a list of functions"),
+        ({"logits_processors": ["print"]}, "logits_processors must be a list of functions"),
         ({"ignore_eos": "yes"}, "ignore_eos must be True or False"),
     ],
 )

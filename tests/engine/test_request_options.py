@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor
 
-from minivllm import SamplingParams
+from minivllm import LLM, SamplingParams
+from minivllm.engine.input_processor import InputProcessor
 from minivllm.errors import RequestError
+from minivllm.sampling_params import StructuredOutputsParams
 
 PROMPT = "The capital of France is"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -63,3 +68,93 @@ def test_prompts_are_cut_at_their_beginning(llm):
     assert len(cut.core_request.prompt_token_ids) == room
     with pytest.raises(RequestError, match="truncate_prompt_tokens is 0, but must be at least 1"):
         replace(GREEDY, truncate_prompt_tokens=0)
+
+
+def no_bad_words(llm, bad_words):
+    """transformers' ban, from the same spellings."""
+    encode = llm.get_tokenizer().encode
+    spellings = {tuple(encode(space + word, add_special_tokens=False)) for word in bad_words for space in ("", " ")}
+    return NoBadWordsLogitsProcessor([list(word) for word in spellings], eos_token_id=None)
+
+
+@pytest.mark.slow
+def test_bad_words_are_not_written(llm, hf_smollm2):
+    plain = generate(llm, GREEDY).outputs[0].text
+    assert " Paris" in plain
+    bad_words = ["Paris", "located", "beautiful and", " France", "unbelievably"]
+    output = generate(llm, replace(GREEDY, bad_words=bad_words))
+    prompt = torch.tensor([output.prompt_token_ids])
+    processors = LogitsProcessorList([no_bad_words(llm, bad_words)])
+    expected = hf_smollm2.generate(prompt, max_new_tokens=12, do_sample=False, logits_processor=processors, pad_token_id=0)
+    assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+    for params in (replace(GREEDY, temperature=1.5, seed=2, n=4, max_tokens=48), replace(GREEDY, repetition_penalty=1.3)):
+        for completion in generate(llm, replace(params, bad_words=["the", "a", "is", "unbelievably"])).outputs:
+            assert not {"the", "a", "is", "unbelievably"} & set(completion.text.split(" "))
+
+
+@pytest.mark.slow
+def test_a_bad_word_of_several_tokens_loses_its_last_one(llm):
+    plain = generate(llm, GREEDY).outputs[0]
+    text = llm.get_tokenizer().decode(plain.token_ids[2:5])
+    assert llm.get_tokenizer().encode(text, add_special_tokens=False) == plain.token_ids[2:5]
+    output = generate(llm, replace(GREEDY, bad_words=[text])).outputs[0]
+    assert output.token_ids[:4] == plain.token_ids[:4]
+    assert text.strip() not in output.text
+
+
+@pytest.mark.slow
+def test_what_a_grammar_demands_comes_before_bad_words(llm):
+    wanted = StructuredOutputsParams(choice=["Paris", "Rome"])
+    for bad_words, expected in (([], {"Paris"}), (["Paris"], {"Rome"}), (["Paris", "Rome"], {"Paris", "Rome"})):
+        params = replace(GREEDY, structured_outputs=wanted, bad_words=bad_words)
+        assert generate(llm, params).outputs[0].text in expected
+
+
+@pytest.mark.slow
+def test_logits_processors_change_the_logits(llm):
+    def shorten(output_ids, logits):
+        calls.append(list(output_ids))
+        return logits.index_fill(0, torch.tensor(banned), -torch.inf)
+
+    def count_prompt(prompt_ids, output_ids, logits):
+        assert prompt_ids == prompt
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([1000 + len(output_ids)]), 0.0)
+
+    calls, prompt = [], llm.get_tokenizer().encode(PROMPT)
+    banned = generate(llm, GREEDY).outputs[0].token_ids[:1]
+    output = generate(llm, replace(GREEDY, logits_processors=[shorten])).outputs[0]
+    assert output.token_ids == generate(llm, replace(GREEDY, logit_bias={banned[0]: -100})).outputs[0].token_ids
+    assert calls == [output.token_ids[:i] for i in range(12)]
+    counted = generate(llm, replace(GREEDY, n=2, temperature=1.0, logits_processors=[count_prompt])).outputs
+    assert [completion.token_ids for completion in counted] == [[1000 + i for i in range(12)]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("process", "sentence"),
+    [
+        (lambda output_ids, logits: 1 / 0, "the logits processor <lambda> raised ZeroDivisionError: division by zero"),
+        (lambda output_ids, logits: None, r"the logits processor <lambda> must return the logits, \[49152\], not NoneType"),
+        (lambda output_ids, logits: logits[:5], r"must return the logits, \[49152\], not \[5\]"),
+    ],
+)
+def test_a_logits_processor_that_fails_says_so(llm, process, sentence):
+    assert re.search(sentence, generate(llm, replace(GREEDY, logits_processors=[process])).error)
+    assert generate(llm, GREEDY).outputs[0].text  # the engine goes on
+
+
+@pytest.mark.slow
+def test_logits_processors_are_for_models_in_this_process(llm):
+    processor = llm.llm_engine.input_processor
+    other = InputProcessor(processor._model_config, processor._scheduler_config, llm.get_tokenizer(), processor.cache_tokens)
+    with pytest.raises(RequestError, match="the model runs in another one: use an LLM without parallelism"):
+        other.process_inputs("a", PROMPT, replace(GREEDY, logits_processors=[print]))
+
+
+@pytest.mark.slow
+def test_drafts_and_bad_words_go_together(llm, smollm2_path):
+    """A text that repeats itself, so that there are drafts; and the tokens are those without."""
+    params = replace(GREEDY, max_tokens=40, bad_words=["Paris"])
+    prompt = "one two three four five one two three four five one two"
+    drafting = LLM(smollm2_path, num_gpu_blocks_override=64, num_speculative_tokens=4, max_num_seqs=4)
+    assert generate(drafting, params, prompt).outputs[0].token_ids == generate(llm, params, prompt).outputs[0].token_ids

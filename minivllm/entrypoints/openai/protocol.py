@@ -18,6 +18,7 @@ from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 MAX_LOGPROBS = 20
 """The most candidates per token that a client may ask for, as in OpenAI's chat and vLLM."""
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 4096
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -52,7 +53,7 @@ _ONLY_NULL = (
     "prompt_embeds", "chat_template", "logprob_token_ids", "repetition_detection",
     "watermarking", "thinking_token_budget",
 )  # fmt: skip
-_ONLY_EMPTY = ("tools", "functions", "tool_calls", "bad_words", "logits_processors", "documents")
+_ONLY_EMPTY = ("tools", "functions", "tool_calls", "logits_processors", "documents")
 _ONLY_FALSE = ("use_beam_search", "return_token_offsets", "return_prompt_text")
 UNSERVED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, (None,)),
@@ -62,6 +63,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "modalities": (None, ["text"]),
     "suffix": (None, ""),
+    "truncation_side": (None, "left"),
 }
 """Fields that would change the output, each with the values that would not."""
 
@@ -173,6 +175,9 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="The tokens to choose from."
+    )
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
+        None, description="Words that must not be written."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Keep so many tokens at the prompt's end; -1 keeps as many as there is room for."
