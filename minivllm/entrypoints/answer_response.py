@@ -20,7 +20,6 @@ from minivllm.entrypoints.openai.errors import ApiError, as_api_error
 from minivllm.entrypoints.request_log import RequestRecord
 from minivllm.entrypoints.server_state import ServerState
 
-DONE = b"data: [DONE]\n\n"
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -52,8 +51,7 @@ class AnswerResponse(Response):
         if not self._started:
             await error.response()(scope, receive, send)
             return
-        event = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
-        await last_word(send({"type": "http.response.body", "body": event}), scope)
+        await last_word(send({"type": "http.response.body", "body": self._answer.error_events(error)}), scope)
 
     async def _run(self, writing: Coroutine[None, None, None], receive: Receive) -> str:
         """Run the writer until it finishes or something ends it early; returns how it ended, as a `RequestRecord` says it."""
@@ -85,22 +83,13 @@ class AnswerResponse(Response):
             await send({"type": "http.response.body", "body": body})
 
     async def _write_events(self, answer: Answer, send: Send) -> None:
-        """Send a chunk per choice; what they share is encoded once."""
-        head = b"data: " + msgspec.json.encode(answer.head)[:-1] + b',"choices":['
-        tail = b'],"usage":null}\n\n' if answer.body.include_usage else b"]}\n\n"
-        async with contextlib.aclosing(answer.chunks()) as chunks:
-            async for choices in chunks:
+        async with contextlib.aclosing(answer.events()) as parts:
+            async for events in parts:
                 if not self._started:  # not earlier: an invalid request gets its own status code
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-                if answer.body.continuous_usage:
-                    tail = b'],"usage":' + msgspec.json.encode(answer.usage) + b"}\n\n"
-                events = b"".join(head + msgspec.json.encode(choice) + tail for choice in choices)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        last = b""
-        if answer.body.include_usage:
-            last = head + b'],"usage":' + msgspec.json.encode(answer.usage) + b"}\n\n"
-        await send({"type": "http.response.body", "body": last + DONE})
+        await send({"type": "http.response.body", "body": answer.last_events()})
 
     def _early_end(self, end: str) -> ApiError:
         if end == "shutdown":

@@ -167,6 +167,9 @@ def test_token_ids_are_given_if_wanted(server):
     check_shape(shapes.ChatCompletionResponse, whole)
     assert whole["choices"][0]["token_ids"] == script and len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
     chunks = list(events(server.chat(max_tokens=3, return_token_ids=True, stream=True)))
+    for chunk in chunks:
+        check_shape(shapes.ChatCompletionChunk, chunk)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [whole["prompt_token_ids"]] + [None] * (len(chunks) - 1)
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == script
 
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
@@ -29,6 +31,9 @@ MAX_CHARACTERS_PER_TOKEN = 16
 
 Prose has three to five characters a token, deeply indented code up to eight. Anything above 16 is nearly all runs of one character, and
 tokenizing megabytes of it only to refuse it would waste CPU time."""
+
+
+DONE = b"data: [DONE]\n\n"
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
@@ -103,6 +108,10 @@ class Answer(ABC):
         """Further fields of a response that does not stream."""
         return {}
 
+    def opening_extras(self, output: RequestOutput) -> Json:
+        """Further fields of the chunks before the first token."""
+        return {}
+
     # -- from outputs to JSON --------------------------------------------------------------------------------------
 
     async def response(self) -> Json:
@@ -128,29 +137,50 @@ class Answer(ABC):
         extras = self.extras([output for _, output in sorted(outputs.items())])
         return {**self.head, "choices": choices, "usage": self.usage, **extras}
 
-    async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """Generate, and yield the choices of each output as it comes.
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Generate, and yield server-sent events, those of an output together: a chunk per choice. What they share is encoded once.
 
         Raises:
-            RequestError, EngineDeadError, ApiError: It failed; before the first chunk if the request is invalid.
+            RequestError, EngineDeadError, ApiError: It failed; before the first event if the request is invalid.
         """
+        head = b"data: " + msgspec.json.encode(self.head)[:-1] + b","
+        tail = b',"usage":null}\n\n' if self.body.include_usage else b"}\n\n"
+        async with aclosing(self._chunks()) as outputs:
+            async for chunks in outputs:
+                if self.body.continuous_usage:
+                    tail = b',"usage":' + msgspec.json.encode(self.usage) + b"}\n\n"
+                yield b"".join(head + msgspec.json.encode(chunk)[1:-1] + tail for chunk in chunks)
+
+    def last_events(self) -> bytes:
+        """The events after all output."""
+        if not self.body.include_usage:
+            return DONE
+        return b"data: " + msgspec.json.encode({**self.head, "choices": [], "usage": self.usage}) + b"\n\n" + DONE
+
+    def error_events(self, error: ApiError) -> bytes:
+        """The events that end a stream which has begun."""
+        return b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
+
+    async def _chunks(self) -> AsyncGenerator[list[Json], None]:
+        """What the chunks of each output have beside `head`."""
         begun: set[int] = set()
         n = self.params.n
         async with aclosing(self._outputs()) as stream:
             async for number, output in stream:
-                choices: list[Json] = []
+                chunks: list[Json] = []
                 is_first = number not in begun
                 if is_first:
                     begun.add(number)
                     if self.time_to_first_token is None:
                         self.time_to_first_token = time.perf_counter() - self._begin
                     openings = [self.opening(number * n + i, output) for i in range(n)]
-                    choices += [opening for opening in openings if opening is not None]
+                    extras = self.opening_extras(output)
+                    chunks += [{"choices": [opening]} | extras for opening in openings if opening is not None]
                 self._count(output, is_first)
                 for completion in output.outputs:
-                    choices.append(self.delta(number * n + completion.index, completion))
-                if choices:
-                    yield choices
+                    chunks.append({"choices": [self.delta(number * n + completion.index, completion)]})
+                if chunks:
+                    yield chunks
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
         usage = self.usage

@@ -62,6 +62,10 @@ class ChatAnswer(Answer):
         """The role, and the last message with `echo`."""
         return make_choice(index, None, delta={"role": "assistant", "content": self._echo}, logprobs=None)
 
+    def opening_extras(self, output: RequestOutput) -> Json:
+        """vLLM's ids of the prompt."""
+        return {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
+
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
         parser = self._parsers.setdefault(index, make_parser(self.chat))

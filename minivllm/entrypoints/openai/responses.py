@@ -187,6 +187,7 @@ class ChatCompletionChunk(_Head):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ModelCard(TypedDict):
