@@ -104,6 +104,7 @@ class AsyncLLMEngine:
             for status in self.replicas.statuses():
                 self.metrics.set_stats(status.rank, SchedulerStats())  # shared gauges are shown once they are set
                 self.metrics.set_replica(status.rank, is_ready=status.state == "ready")
+                self.metrics.set_cache_config(status.rank, cache_config, status.num_gpu_blocks)
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
@@ -460,6 +461,7 @@ class AsyncLLMEngine:
             self.dead_error, self._is_restarting = None, False
             if self._client.client_index == 0:
                 self.metrics.set_replica(message.engine_index, is_ready=True)
+                self.metrics.set_cache_config(message.engine_index, self.cache_config, message.num_gpu_blocks)
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
             if self._watchers:
@@ -471,8 +473,8 @@ class AsyncLLMEngine:
         processed = self.output_processor.process_outputs(outputs)
         self._client.stop_sequences(processed.stopped)
         now = time.perf_counter()
+        self.metrics.record_outputs(outputs.engine_index, processed.updated, now, self.cache_config.enable_prefix_caching)
         for state in processed.updated:
-            self.metrics.record_output(state, now, self.cache_config.enable_prefix_caching)
             stream = self._streams[state.request.request_id]
             stream.notify()
             if state.finished:

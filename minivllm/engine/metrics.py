@@ -12,9 +12,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from minivllm.config import CacheConfig
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.engine.output_processor import RequestState
 
@@ -24,10 +33,15 @@ _REQUEST_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CONTINUATIONS = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 """Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
 _LABELS = ("model_name", "engine")
+_CACHE_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization", "swap_space_bytes")
+FINISHED_REASONS = ("stop", "length", "abort", "error")
 _COUNT_SECONDS = 1.0
 _RATE_SECONDS = 2.0
 
@@ -47,6 +61,7 @@ class SequenceTimes:
 class RequestTimes:
     """When the tokens of a request came, in seconds of `time.perf_counter`."""
 
+    first: float | None = None
     latest: float | None = None
     sequences: dict[int, SequenceTimes] = field(default_factory=dict)
 
@@ -80,7 +95,8 @@ class Metrics:
     Args:
         model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
         num_engines: How many replicas there are.
-        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names.
+        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names. Metrics of the process, which then
+            would be of this one or that, are left out.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -91,13 +107,18 @@ class Metrics:
         if is_shared:
             self._rendered = CollectorRegistry()
             MultiProcessCollector(self._rendered, os.environ[SHARED_METRICS])  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self.registry)
 
-        def make(metric: type[_Metric], name: str, text: str, **options: Any) -> _Metric:
+        def make(metric: type[_Metric], name: str, text: str, reasons: tuple[str, ...] = (), **options: Any) -> _Metric:
             if metric is Gauge:
                 options["multiprocess_mode"] = "mostrecent"
-            made = metric(f"minivllm:{name}", text, _LABELS, registry=self.registry, **options)
+            labels = (*_LABELS, "finished_reason") if reasons else _LABELS
+            kinds: list[tuple[str, ...]] = [(reason,) for reason in reasons] or [()]
+            made = metric(f"minivllm:{name}", text, labels, registry=self.registry, **options)
             for engine in range(num_engines):
-                made.labels(model_name, str(engine))  # is 0 from the beginning
+                for kind in kinds:
+                    made.labels(model_name, str(engine), *kind)  # is 0 from the beginning
             return made
 
         self._running = make(Gauge, "num_requests_running", "Sequences in the batch.")
@@ -126,21 +147,48 @@ class Metrics:
         )
         self._e2e = make(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
         self._queue = make(Histogram, "request_queue_time_seconds", "From arrival to the first step.", buckets=_REQUEST_S)
+        self._prefill = make(
+            Histogram, "request_prefill_time_seconds", "From the first step to the first token.", buckets=_REQUEST_S
+        )
+        self._decode = make(Histogram, "request_decode_time_seconds", "From the first token to the last.", buckets=_REQUEST_S)
+        self._inference = make(
+            Histogram, "request_inference_time_seconds", "From the first step to the last token.", buckets=_REQUEST_S
+        )
+        self._step_tokens = make(
+            Histogram,
+            "iteration_tokens_total",
+            "Prompt tokens and generated ones that a step added, by API server.",
+            buckets=_STEP_TOKENS,
+        )
+        self._cache_config = Gauge(
+            "minivllm:cache_config_info",
+            "How the KV cache is laid out; 1 for what is so.",
+            [*_CACHE_LABELS, "engine"],
+            registry=self.registry,
+            multiprocess_mode="mostrecent",
+        )
         self._request_prompt = make(Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
         self._request_output = make(
             Histogram, "request_generation_tokens", "Tokens of an answer; each of n has its own.", buckets=_TOKENS
         )
-        self._finished = Counter(
-            "minivllm:request_success",
-            "Finished requests, by reason.",
-            [*_LABELS, "finished_reason"],
-            registry=self.registry,
+        self._request_longest = make(
+            Histogram, "request_max_num_generation_tokens", "Tokens of the longest answer of n.", buckets=_TOKENS
         )
+        self._request_n = make(Histogram, "request_params_n", "Answers that a request wants.", buckets=_CONTINUATIONS)
+        self._request_max_tokens = make(
+            Histogram, "request_params_max_tokens", "Tokens that an answer may have, at most.", buckets=_TOKENS
+        )
+        self._request_preemptions = make(
+            Histogram, "request_num_preemptions", "How often a request lost its cache blocks.", buckets=_PREEMPTIONS
+        )
+        self._finished = make(Counter, "request_success", "Finished requests, by reason.", reasons=FINISHED_REASONS)
         self._model_name = model_name
         self._counts: dict[str, tuple[float, int]] = {}
         """What `count` has returned lately, and when."""
         self._num_preemptions: dict[int, int] = {}
         """By engine, in its latest stats."""
+        self._layouts: dict[int, tuple[str, ...]] = {}
+        """By engine, the labels of its KV cache."""
         self._times: dict[RequestState, RequestTimes] = {}
         """Of requests that have tokens and have not finished."""
 
@@ -156,6 +204,15 @@ class Metrics:
         self._cache_usage.labels(*labels).set(stats.cache_usage)
         self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - self._num_preemptions.get(engine_index, 0)))
         self._num_preemptions[engine_index] = stats.num_preemptions
+
+    def set_cache_config(self, engine_index: int, config: CacheConfig, num_gpu_blocks: int) -> None:
+        """How an engine's cache is laid out, from now on."""
+        swap_space = str(config.swap_space_bytes)
+        layout = (str(config.block_size), str(num_gpu_blocks), str(config.enable_prefix_caching), str(config.gpu_memory_utilization), swap_space)  # fmt: skip
+        if engine_index in self._layouts:
+            self._cache_config.labels(*self._layouts[engine_index], str(engine_index)).set(0)
+        self._cache_config.labels(*layout, str(engine_index)).set(1)
+        self._layouts[engine_index] = layout
 
     def set_replica(self, engine_index: int, *, is_ready: bool, has_died: bool = False) -> None:
         """An engine takes requests from now on, or is gone."""
@@ -180,16 +237,22 @@ class Metrics:
             self._counts[name] = now, int(total)
         return self._counts[name][1]
 
-    def record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
-        """A step added something to a request.
+    def record_outputs(self, engine_index: int, states: list[RequestState], now: float, has_prefix_cache: bool) -> None:
+        """A step added something to these requests.
 
         Args:
-            state: The request, after the step.
+            engine_index: Where the step was.
+            states: The requests, after the step.
             now: Seconds of `time.perf_counter`.
             has_prefix_cache: Whether prompts are looked up.
         """
+        if num_tokens := sum(self._record_output(state, now, has_prefix_cache) for state in states):
+            self._step_tokens.labels(self._model_name, str(engine_index)).observe(num_tokens)
+
+    def _record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> int:
+        """Returns how many tokens were added; at the first one, the prompt's too."""
         times, labels = self._times.setdefault(state, RequestTimes()), self._labels(state)
-        num_new = 0
+        num_new = num_prompt = 0
         for index, text in state.texts.items():
             sequence = times.sequences.setdefault(index, SequenceTimes(0, now, now))
             if len(text.output.token_ids) > sequence.num_tokens:
@@ -197,6 +260,7 @@ class Metrics:
                 sequence.num_tokens, sequence.latest = len(text.output.token_ids), now
         if num_new:
             if times.latest is None:
+                times.first, num_prompt = now, len(state.request.prompt_token_ids)
                 self._record_first_token(state, now, has_prefix_cache)
             else:
                 self._itl.labels(*labels).observe(now - times.latest)
@@ -205,6 +269,7 @@ class Metrics:
         if state.finished:
             reasons = [text.output.finish_reason for text in state.texts.values()]
             self.record_finish(state, "error" if state.error or not reasons else str(reasons[-1]), now)
+        return num_prompt + num_new
 
     def _record_first_token(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
         metrics, num_prompt_tokens, labels = state.metrics, len(state.request.prompt_token_ids), self._labels(state)
@@ -225,10 +290,26 @@ class Metrics:
             return
         self._e2e.labels(*labels).observe(now - state.metrics.arrival_time)
         self._request_prompt.labels(*labels).observe(len(state.request.prompt_token_ids))
+        self._request_n.labels(*labels).observe(state.params.n)
+        self._request_max_tokens.labels(*labels).observe(state.request.max_num_tokens - len(state.request.prompt_token_ids))
+        self._request_preemptions.labels(*labels).observe(state.metrics.num_preemptions)
+        self._request_longest.labels(*labels).observe(
+            max((sequence.num_tokens for sequence in times.sequences.values()), default=0)
+        )
+        self._record_phases(state, times)
         for sequence in times.sequences.values():
             self._request_output.labels(*labels).observe(sequence.num_tokens)
             if sequence.num_tokens > 1:
                 self._tpot.labels(*labels).observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))
+
+    def _record_phases(self, state: RequestState, times: RequestTimes) -> None:
+        scheduled, first = state.metrics.first_scheduled_time, state.metrics.first_token_time
+        if scheduled is None or first is None or times.first is None or times.latest is None:
+            return
+        prefill, decode, labels = first - scheduled, times.latest - times.first, self._labels(state)
+        self._prefill.labels(*labels).observe(prefill)
+        self._decode.labels(*labels).observe(decode)
+        self._inference.labels(*labels).observe(prefill + decode)
 
     def _labels(self, state: RequestState) -> tuple[str, str]:
         return self._model_name, str(state.engine_index)

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import SamplingParams
-from minivllm.config import EngineArgs
+from minivllm.config import CacheConfig, EngineArgs
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine import core_messages
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
@@ -513,7 +513,7 @@ def test_steps_are_watched_from_the_middle_and_nothing_is_kept(engine, llm):
 def test_metrics_count_what_was_done(in_a_process):
     def read(name):
         values = [line.split()[-1] for line in in_a_process.metrics.render().decode().split("\n") if line.startswith(name)]
-        assert values or "request_success" in name, name  # a reason is there once it has been
+        assert values, name
         return sum(map(float, values))
 
     names = {
@@ -523,6 +523,12 @@ def test_metrics_count_what_was_done(in_a_process):
         "itl": "minivllm:inter_token_latency_seconds_count{",
         "e2e": "minivllm:e2e_request_latency_seconds_count{",
         "hits": "minivllm:prefix_cache_hits_total{",
+        "prefill": "minivllm:request_prefill_time_seconds_count{",
+        "decode": "minivllm:request_decode_time_seconds_count{",
+        "n": "minivllm:request_params_n_sum{",
+        "longest": "minivllm:request_max_num_generation_tokens_sum{",
+        "limit": "minivllm:request_params_max_tokens_sum{",
+        "in steps": "minivllm:iteration_tokens_total_sum{",
         "length": 'minivllm:request_success_total{engine="0",finished_reason="length"',
         "abort": 'minivllm:request_success_total{engine="0",finished_reason="abort"',
     }
@@ -544,7 +550,53 @@ def test_metrics_count_what_was_done(in_a_process):
     assert gained["ttft"] == 3
     assert gained["itl"] >= 8
     assert (gained["e2e"], gained["length"], gained["abort"]) == (2, 2, 1)
+    assert [gained[key] for key in ("prefill", "decode", "n")] == [2, 2, 2]
+    assert (gained["longest"], gained["limit"]) == (10, 10)
+    assert gained["in steps"] == gained["prompt"] + gained["generated"]
     assert read("minivllm:num_requests_running{") == read("minivllm:kv_cache_usage_perc{") == 0
+
+
+DASHBOARD = {
+    "E2E Request Latency": ["e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum"],
+    "Token Throughput": ["prompt_tokens_total", "generation_tokens_total"],
+    "Inter Token Latency": ["inter_token_latency_seconds_bucket", "inter_token_latency_seconds_count"],
+    "Scheduler State": ["num_requests_running", "num_requests_waiting"],
+    "Time To First Token Latency": ["time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum"],
+    "Cache Utilization": ["kv_cache_usage_perc"],
+    "Request Prompt Length": ["request_prompt_tokens_bucket"],
+    "Request Generation Length": ["request_generation_tokens_bucket"],
+    "Finish Reason": ["request_success_total"],
+    "Queue Time": ["request_queue_time_seconds_sum"],
+    "Requests Prefill and Decode Time": ["request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"],
+    "Max Generation Token in Sequence Group": ["request_max_num_generation_tokens_sum"],
+}
+"""The panels of vLLM's Grafana dashboard, and the series that they show."""
+
+
+def test_vllms_dashboard_has_all_its_series_from_the_beginning():
+    metrics = Metrics("a model", 2)
+    samples = [sample for metric in metrics.registry.collect() for sample in metric.samples]
+    for panel, names in DASHBOARD.items():
+        for name in names:
+            found = [sample for sample in samples if sample.name == f"minivllm:{name}"]
+            assert {sample.labels["engine"] for sample in found} == {"0", "1"}, (panel, name)
+            assert all(sample.value == 0 and sample.labels["model_name"] == "a model" for sample in found), (panel, name)
+    reasons = {sample.labels["finished_reason"] for sample in samples if sample.name == "minivllm:request_success_total"}
+    assert reasons == {"stop", "length", "abort", "error"}
+    assert metrics.registry.get_sample_value("process_resident_memory_bytes") > 2**20
+
+
+def test_the_layout_of_a_cache_is_told_and_changes_with_it():
+    metrics = Metrics("model")
+    for num_gpu_blocks in (100, 200):
+        metrics.set_cache_config(0, CacheConfig(block_size=16), num_gpu_blocks)
+    samples = {
+        sample.labels["num_gpu_blocks"]: sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "minivllm:cache_config_info"
+    }
+    assert samples == {"100": 0, "200": 1}
 
 
 def test_each_of_n_answers_has_its_own_length_and_pace():
@@ -555,7 +607,7 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
         if moment == 14.0:
             new = [NewTokens(i, tokens.token_ids, finish_reason="stop") for i, tokens in enumerate([NewTokens(0, []), *new])]
         state.add(make_core_output(*new, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5)), moment)
-        metrics.record_output(state, moment, has_prefix_cache=False)
+        metrics.record_outputs(0, [state], moment, has_prefix_cache=False)
     sums = {
         name: (value("sum"), value("count"))
         for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
