@@ -362,8 +362,7 @@ class AsyncLLMEngine:
         self.check_health()
         self._bind_to_loop()
         watcher = StepQueue()
-        if not self._watchers:
-            self._client.send(SetTracing(True))
+        self._client.send(SetTracing(True))  # the next step then tells all requests
         self._watchers.add(watcher)
         try:
             while True:

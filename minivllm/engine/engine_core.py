@@ -77,6 +77,8 @@ class EngineCore:
         )
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
         self.num_gpu_blocks = num_gpu_blocks
+        self.num_requests = 0
+        """How many it has got."""
         self.num_steps = 0
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
@@ -147,6 +149,8 @@ class EngineCore:
         resumption = added.resumption
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
+        added.ordinal, added.queued_time = self.num_requests, self.clock()
+        self.num_requests += 1
         params = added.sampling_params
         if params.structured_outputs is None:
             self._schedule_request(added)
@@ -364,6 +368,11 @@ class EngineCore:
         self._recorder = TraceRecorder(self)
         self.executor.record_timing(True)
         return self._recorder.trace
+
+    def tell_requests(self) -> None:
+        """Have the next step's record tell all requests, for somebody who begins to read the records there, and later ones those that come."""
+        if self._recorder is not None:
+            self._recorder.tell_requests()
 
     def stop_trace(self) -> None:
         """Stop recording."""

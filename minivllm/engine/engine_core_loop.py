@@ -187,6 +187,8 @@ class EngineCoreLoop:
     def _set_tracing(self, message: SetTracing) -> None:
         if message.on and not self.watchers:
             self.core.start_trace()
+        if message.on:
+            self.core.tell_requests()
         self.watchers = self.watchers | {message.client_index} if message.on else self.watchers - {message.client_index}
         if not self.watchers:
             self.core.stop_trace()

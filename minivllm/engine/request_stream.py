@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 
 from minivllm.engine.output_processor import RequestState
@@ -13,6 +14,8 @@ from minivllm.sampling_params import RequestOutputKind
 
 MAX_KEPT_STEPS = 256
 """Steps kept for a slow reader; older ones are dropped."""
+MAX_KEPT_REQUESTS = 1024
+"""Requests that those have told, and which the next one then tells."""
 
 
 class RequestStream:
@@ -61,7 +64,13 @@ class StepQueue:
         self.news = asyncio.Event()
 
     def put(self, engine_index: int, record: StepRecord) -> None:
-        """There was a step."""
+        """There was a step. If the reader is slow, the oldest is dropped, but not what it tells of requests."""
+        if len(self.records) == MAX_KEPT_STEPS:
+            rank, oldest = self.records.popleft()
+            for other, later in itertools.chain(self.records, [(engine_index, record)]) if oldest.known else ():
+                if other == rank:
+                    later.known = [*oldest.known, *later.known][-MAX_KEPT_REQUESTS:]
+                    break
         self.records.append((engine_index, record))
         self.news.set()
 

@@ -19,7 +19,7 @@ import msgspec
 
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.scheduler_output import Phase, RankTiming
 
 VERSION = 1
@@ -66,6 +66,27 @@ class SequenceStep(NamedTuple):
         return SequenceKey(self.request_id, self.index)
 
 
+class KnownRequest(NamedTuple):
+    """An unfinished request, for those who read the records of steps and have not seen it come.
+
+    Attributes:
+        request_id: As in the records.
+        number: How many requests the engine core had got before it.
+        queued_time: When the core got it, in seconds of its clock.
+        first_token_time: When its first token was generated; None if it has none.
+        num_prompt_tokens, num_cached_tokens: Tokens of the prompt, and those of them found in the prefix cache.
+        progress: Of its unfinished sequences, by index: tokens in the cache, and tokens generated, before the step.
+    """
+
+    request_id: str
+    number: Count
+    queued_time: Seconds
+    first_token_time: Seconds | None
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    progress: dict[Count, tuple[Count, Count]]
+
+
 class Preemption(NamedTuple):
     """A sequence that lost its blocks, by "recompute" or by "swap"."""
 
@@ -95,6 +116,7 @@ class StepRecord:
         preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
         finished: Sequences that finished in the step.
         arrived, aborted: Requests added and aborted since the last step.
+        known: For those who read the records one by one: requests that have arrived, or all of them where somebody begins to read. Else empty.
         num_running, num_waiting, num_swapped: Sequences in each queue.
         num_free_blocks: Free blocks on the device.
         block_tables: Device blocks of each running sequence, in the order of its tokens.
@@ -120,6 +142,7 @@ class StepRecord:
     finished: list[Finish] = field(default_factory=list)
     arrived: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    known: list[KnownRequest] = field(default_factory=list)
     block_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
     swapped_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
     ref_counts: dict[Count, Count] = field(default_factory=dict)
@@ -344,7 +367,10 @@ def _check(trace: EngineTrace) -> None:
     config, now = trace.config, -math.inf
     msgspec.convert(config.scheduler_config, SchedulerConfig)
     for request in trace.requests.values():
-        SamplingParams(**{name: value for name, value in request.params.items() if name != "logit_bias"})
+        params = {name: value for name, value in request.params.items() if name != "logit_bias"}
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        SamplingParams(**params)
         if not request.request_id.isprintable():
             raise ValueError(f"request {request.request_id!r} has an id that cannot be printed")
         if len(request.finish_reasons) not in (0, len(request.output_token_ids)):

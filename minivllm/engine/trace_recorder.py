@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from minivllm.engine.trace import (
     EngineTrace,
     Finish,
+    KnownRequest,
     Preemption,
     RequestRecord,
     SequenceKey,
@@ -22,11 +23,14 @@ from minivllm.engine.trace import (
     TraceConfig,
 )
 from minivllm.request import Request, Sequence, SequenceStatus
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
 if TYPE_CHECKING:
     from minivllm.engine.engine_core import EngineCore
+
+
+_NOT_RECORDED = ("output_kind", "logits_processors")
 
 
 def _free_blocks(manager: Any, name: str) -> list[int] | None:
@@ -46,7 +50,7 @@ def given_params(params: SamplingParams) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for field in dataclasses.fields(SamplingParams):
         value = _plain(getattr(params, field.name))
-        if field.name != "output_kind" and value != field.default and value != []:
+        if field.name not in _NOT_RECORDED and value != field.default and value != []:
             given[field.name] = value
     return given
 
@@ -57,6 +61,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, StructuredOutputsParams):
+        return {name: _plain(item) for name, item in vars(value).items() if item is not None}
     return value.item() if hasattr(value, "item") else value
 
 
@@ -91,6 +97,10 @@ class TraceRecorder:
         )
         self._arrived: list[str] = []
         self._aborted: list[str] = []
+        self._tells = False
+        """Whether records tell requests."""
+        self._to_tell: list[Request] = []
+        """Those that the next step's record tells."""
         self._stopped: list[Finish] = []
         """Sequences stopped after the record of their step was removed from the trace."""
         self._names: dict[str, str] = {}
@@ -109,6 +119,8 @@ class TraceRecorder:
             count += 1
             name = self._names[request.request_id] = f"{request.request_id}#{count}"
         self._arrived.append(name)
+        if self._tells:
+            self._to_tell.append(request)
         self.trace.requests[name] = RequestRecord(
             request_id=name,
             arrival_time=request.metrics.arrival_time,
@@ -118,6 +130,11 @@ class TraceRecorder:
             priority=request.priority,
             cache_salt=request.data.cache_salt,
         )
+
+    def tell_requests(self) -> None:
+        """Tell all requests in the next step's record, and from then on those that come."""
+        self._tells = True
+        self._to_tell = list(self._core.scheduler.requests.values())
 
     def abort_request(self, request: Request) -> None:
         """A request has been aborted between two steps."""
@@ -155,12 +172,13 @@ class TraceRecorder:
             arrived=self._arrived,
             aborted=self._aborted,
             finished=self._stopped,
+            known=[self._tell(request) for request in self._to_tell if not request.finished],
             block_tables=tables,
             blocks_to_copy=list(output.blocks_to_copy),
             blocks_to_swap_out=list(output.blocks_to_swap_out),
             blocks_to_swap_in=list(output.blocks_to_swap_in),
         )
-        self._arrived, self._aborted, self._stopped = [], [], []
+        self._arrived, self._aborted, self._stopped, self._to_tell = [], [], [], []
         for seq in output.preempted:
             mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
             record.preempted.append(Preemption(*self._key(seq), mode))
@@ -210,6 +228,18 @@ class TraceRecorder:
             if request.finished:
                 self._finish_request(request)
         self.trace.steps.append(record)
+
+    def _tell(self, request: Request) -> KnownRequest:
+        metrics = request.metrics
+        return KnownRequest(
+            self._names.get(request.request_id, request.request_id),
+            request.ordinal,
+            request.queued_time,
+            metrics.first_token_time,
+            len(request.prompt_token_ids),
+            metrics.num_cached_tokens,
+            {seq.index: (seq.num_computed_tokens, seq.num_output_tokens) for seq in request.sequences if not seq.finished},
+        )
 
     def _key(self, seq: Sequence) -> SequenceKey:
         request_id = seq.request.request_id

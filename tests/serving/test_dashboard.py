@@ -137,19 +137,24 @@ def test_a_page_that_is_opened_in_the_middle_does_not_take_its_own_coming_for_th
             requests = [asyncio.create_task(generate(40)), asyncio.create_task(generate(3))]
             while engine.stats.num_steps < 5:
                 await asyncio.sleep(0.01)
-            told = []
+            firsts, ends = [], []
             async with aclosing(live_events(engine)) as events:
                 async for event in events:
                     name, content = parse(event)
                     if name == "idle":
-                        return told
+                        return firsts, ends
                     if name == "steps":
-                        told += content["first_tokens"] + [item["seconds"] for item in content["happenings"]]
+                        firsts += [seconds for _, seconds in content["first_tokens"]]
+                        ends += [(item["number"], item["seconds"]) for item in content["happenings"]]
         finally:
             await asyncio.gather(*requests)
             engine.shutdown()
 
-    assert asyncio.run(main()) == [None, None], "two ends, and nobody knows how long they and their first tokens took"
+    firsts, ends = asyncio.run(main())
+    (number, end), (other_number, other_end) = ends
+    assert (number, other_number) == (0, 1)
+    assert 0.01 < firsts[0] < end, "the page was opened after it"
+    assert 0.4 < firsts[1] < other_end, "it waited until the first one's 40 steps were over"
 
 
 def test_an_idle_engine_is_told_once_and_then_the_server_only_says_that_it_is_there(monkeypatch):
@@ -175,7 +180,7 @@ def test_an_engine_in_a_long_step_is_busy_and_not_idle(monkeypatch):
         async with aclosing(live_events(engine)) as events:
             await anext(events)
             busy = parse(await anext(events))
-            engine.num_unfinished = 0
+            engine.num_unfinished, engine.stats_by_engine = 0, {}
             return busy, parse(await anext(events))
 
     busy, idle = asyncio.run(main())

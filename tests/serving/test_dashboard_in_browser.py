@@ -270,11 +270,55 @@ def test_curves_stand_still_while_there_is_no_server_to_follow(open_page):
     open_page.complaints[:] = [text for text in open_page.complaints if "ERR_FAILED" not in text]
 
 
+def complete(server, num_prompts, max_tokens):
+    """An answer that is only begun to be read."""
+    body = json.dumps({"prompt": [[1] * 20] * num_prompts, "max_tokens": max_tokens}).encode()
+    request = urllib.request.Request(f"{server.address}/v1/completions", body, {"Content-Type": "application/json"})
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE)
+
+
+CHIPS = "() => [...document.querySelectorAll('.sequence .chip')].map((chip) => [chip.innerText, getComputedStyle(chip).backgroundColor])"
+
+
+def test_a_request_has_the_same_number_and_colour_in_every_window(open_page, server):
+    first = open_page()
+    send(first, "one request before the others, which the second window never sees", max_tokens=2)
+    expect(first.locator(".answer .note")).to_contain_text("ended: length")
+    with complete(server, 5, 400):
+        expect(first.locator(".sequence")).to_have_count(5)
+        second = open_page(NARROW)
+        expect(second.locator(".sequence")).to_have_count(5)
+        seen = first.evaluate(CHIPS)
+        assert second.evaluate(CHIPS) == seen
+        numbers = [int(text.removeprefix("#")) for text, _ in seen]
+        assert numbers == list(range(numbers[0], numbers[0] + 5)) and numbers[0] > 0
+        label = second.locator("#charts canvas").nth(4).get_attribute("aria-label")
+        assert label.startswith("Time to first token, in the engine, in the last minute: ") and "now, between" in label
+
+
+@pytest.mark.parametrize("viewport", [NARROW, WIDE])
+def test_how_many_more_there_are_can_be_read(open_page, server, viewport):
+    page = open_page(viewport)
+    with complete(server, 70, 150):
+        expect(page.locator("#running-count")).to_have_text("64")
+        for name, count in (("running", 64), ("waiting", 6)):
+            page.wait_for_timeout(200)
+            chips, more = page.locator(f"#{name}-chips .chip"), page.locator(f"#{name}-chips .more")
+            shown = chips.count()
+            box = page.locator(f"#{name}-chips").bounding_box()
+            last = (more if shown < count else chips.last).bounding_box()
+            assert (
+                last["y"] + last["height"] <= box["y"] + box["height"] + 1
+                and last["x"] + last["width"] <= box["x"] + box["width"] + 1
+            )
+            assert more.count() == (shown < count) and (shown == count or more.inner_text() == f"and {count - shown} more")
+            assert name == "waiting" or 4 < shown < 64
+        screenshot(page, f"dashboard_more_{viewport['width']}")
+
+
 def test_it_keeps_up_with_64_that_run(open_page, server):
     page = open_page()
-    body = json.dumps({"prompt": [[1] * 20] * 64, "max_tokens": 150}).encode()
-    request = urllib.request.Request(f"{server.address}/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE):
+    with complete(server, 64, 150):
         expect(page.locator("#running-count")).to_have_text("64")
         expect(page.locator(".sequence")).to_have_count(64)
         frames = page.evaluate(

@@ -76,6 +76,41 @@ def test_where_the_page_did_not_follow_the_curves_have_a_gap(page):
     assert value_at(shown["rate"], 5) == {0} and value_at(shown["running"], 5) == {3}, "followed, but no step ended"
 
 
+GAPPED = """async () => {
+    const { LiveState } = await import("/dashboard/state.js");
+    const { Curves } = await import("/dashboard/curves.js");
+    const columns = (state) => new Promise((resolve) => {
+        document.getElementById("charts").replaceChildren();
+        let numSized = 0;
+        const curves = new Curves(state, () => {
+            numSized += 1;
+            if (numSized < 6) return;
+            curves.draw(130);
+            resolve([...document.querySelectorAll("#charts canvas")].map((canvas) => {
+                const left = 50 * devicePixelRatio, width = canvas.width - 58 * devicePixelRatio;
+                const at = (ago) => Math.round(left + width * (1 - ago / 60));
+                return [28, 14, 3].map((ago) => [...canvas.getContext("2d").getImageData(at(ago), 0, 1, canvas.height).data].join());
+            }));
+        });
+    });
+    const state = new LiveState();
+    state.engine = { num_gpu_blocks: 10 };
+    const bin = { generated: 5, running: 3, waiting: 0, swapped: 0, used: 0.9, decodeSeconds: 0.1, decodeSteps: 1, prefillSeconds: 0, prefillSteps: 0, gapSeconds: 0, gaps: 0, longestGap: 0 };
+    for (let number = 200; number < 210; number += 1) state.bins.set(number, { ...bin });
+    state.bins.set(210, { isGap: true });
+    for (let number = 250; number < 260; number += 1) state.bins.set(number, { ...bin, used: 0.4 });
+    const empty = await columns(new LiveState());
+    const drawn = await columns(state);
+    return drawn.map((chart, i) => chart.map((column, j) => column === empty[i][j]));
+}"""
+"""Whether columns of the charts look as in charts without anything: 28 s ago, within a gap 14 s ago, and 3 s ago."""
+
+
+def test_a_gap_is_blank_and_what_is_before_it_and_after_it_is_filled(page):
+    rate, _, cache, *_ = page.evaluate(GAPPED)
+    assert rate == cache == [False, True, False]
+
+
 def test_after_minutes_without_anything_the_curves_still_say_how_things_stand(page):
     shown = follow(page, [100, "engine"], [100, "steps"], [101, "idle"], [400, "idle"])
     assert value_at(shown["running"], 30) == {0} == value_at(shown["rate"], 30)

@@ -13,7 +13,7 @@ from watched_engine import WaitingExecutor, model_config
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.trace import Finish, Preemption, SequenceKey, SequenceStep, StepRecord
+from minivllm.engine.trace import Finish, KnownRequest, Preemption, SequenceKey, SequenceStep, StepRecord
 from minivllm.entrypoints.dashboard.step_view import MOST_STEPS, MOST_WAITING, StepView
 from minivllm.sampling_params import SamplingParams
 
@@ -24,7 +24,16 @@ def make_step(number, scheduled=(), tables=None, **fields):
     """A step that began at second `number` and took half a second; its parts are (key, action, tokens, context, new tokens)."""
     items = [SequenceStep(*key, action, *counts) for key, action, *counts in scheduled]
     defaults = {"num_running": len(tables or {}), "num_waiting": 0, "num_swapped": 0, "num_free_blocks": 10}
+    defaults["known"] = [know(name, number) for name in fields.get("arrived", [])]
     return StepRecord(number, number + 0.5, "decode", items, block_tables=tables or {}, **{**defaults, **fields})
+
+
+def know(name, queued_time, first_token_time=None, num_prompt_tokens=20, num_cached_tokens=0, **progress):
+    """A request, of the number that its name has in the alphabet; its progress is that of sequence 0."""
+    counts = (progress.get("computed", 0), progress.get("generated", 0))
+    return KnownRequest(
+        name, ord(name[0]) - ord("a"), queued_time, first_token_time, num_prompt_tokens, num_cached_tokens, {0: counts}
+    )
 
 
 def report_of(*steps):
@@ -71,16 +80,27 @@ def test_what_the_prefix_cache_spared_is_told():
     assert (sequence["num_prompt_tokens"], sequence["num_cached_tokens"]) == (36, 32)
 
 
-def test_of_a_sequence_that_was_there_before_no_prompt_is_made_up():
-    report = report_of(make_step(0, [(A, "decode", 1, 50)], {A: (1, 2, 3, 4)}))
+def test_a_page_that_is_opened_in_the_middle_knows_the_requests_that_are_there():
+    told = [know("c", 3.0, first_token_time=4.0, num_prompt_tokens=48, num_cached_tokens=32, computed=49, generated=2)]
+    report = report_of(make_step(10, [(C, "decode", 1, 50)], {C: (1, 2, 3, 4)}, known=told))
     sequence = only(report["sequences"])
-    assert (sequence["num_prompt_tokens"], sequence["num_generated"], sequence["context_len"]) == (None, None, 50)
-    assert report["first_tokens"] == []
+    assert (sequence["num_prompt_tokens"], sequence["num_generated"], sequence["context_len"]) == (48, 3, 50)
+    assert (sequence["num_cached_tokens"], sequence["number"]) == (32, 2)
+    assert report["first_tokens"] == [(4.0, 1.0)]
+
+
+def test_steps_of_requests_that_nobody_has_told_are_passed_over():
+    unknown = make_step(0, [(A, "decode", 1, 50)], {A: (1,)})
+    assert report_of(unknown) is None
+    told = make_step(1, [(A, "decode", 1, 51)], {A: (1,)}, known=[know("a", 0.0, 0.1, computed=50, generated=31)])
+    report = report_of(unknown, told)
+    assert report["curve"]["end"] == [1.5]
 
 
 def test_a_sequence_that_is_not_computed_is_stalled():
     report = report_of(
-        make_step(0, [(A, "decode", 1, 50)], {A: (1,)}), make_step(1, [(B, "prefill", 5, 5)], {A: (1,), B: (2,)}, arrived=["b"])
+        make_step(0, [(A, "decode", 1, 50)], {A: (1,)}, arrived=["a"]),
+        make_step(1, [(B, "prefill", 5, 5)], {A: (1,), B: (2,)}, arrived=["b"]),
     )
     assert [(sequence["request_id"], sequence["action"]) for sequence in report["sequences"]] == [
         ("a", "stalled"),
@@ -235,23 +255,59 @@ def traced_engine(num_blocks, enable_prefix_caching):
     scheduler = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=2048)
     engine = LLMEngine.from_executor(model_config(), cache, scheduler, WaitingExecutor(num_blocks, 0.0))
     engine.start_trace()
+    engine.core.tell_requests()
     return engine
 
 
-def test_requests_that_were_there_before_the_page_have_no_time_to_first_token():
-    view = StepView(is_midway=True)
-    view.take(make_step(10, [(A, "decode", 1, 40, 1)], {A: (0, 1, 2)}, arrived=["a", "b"], num_waiting=1))
+def test_requests_that_waited_before_the_page_have_a_time_to_first_token():
+    view = StepView()
+    known = [know("a", 1.0, 1.5, num_prompt_tokens=38, computed=39, generated=2), know("b", 8.0, num_prompt_tokens=5)]
+    view.take(make_step(10, [(A, "decode", 1, 40, 1)], {A: (0, 1, 2)}, known=known, num_waiting=1))
     view.take(make_step(11, [(B, "prefill", 5, 5, 1)], {B: (3,)}, finished=[Finish("a", 0, "length")]))
     view.take(make_step(12, [(C, "prefill", 5, 5, 1)], {B: (3,), C: (4,)}, arrived=["c"]))
     report = view.report()
     [ended] = report["happenings"]
-    assert (ended["num_generated"], ended["seconds"]) == (None, None), "its beginning was not seen"
-    assert report["first_tokens"] == [(12.5, 0.5)], "that of c, which came later"
+    assert (ended["num_generated"], ended["seconds"], ended["number"]) == (3, 10.5, 0)
+    assert report["first_tokens"] == [(1.5, 0.5), (11.5, 3.5), (12.5, 0.5)]
     b, c = report["sequences"]
     assert (b["num_prompt_tokens"], b["num_generated"]) == (5, 1) == (c["num_prompt_tokens"], c["num_generated"])
 
 
 def test_a_prompt_that_is_found_half_computed_is_not_said_to_be_cached():
-    view = StepView(is_midway=True)
-    view.take(make_step(0, [(A, "prefill", 8, 24, 1)], {A: (0, 1)}, arrived=["a"]))
+    view = StepView()
+    view.take(make_step(0, [(A, "prefill", 8, 24, 1)], {A: (0, 1)}, known=[know("a", 0.0, computed=16)]))
     assert only(view.report()["sequences"])["num_cached_tokens"] == 0
+
+
+def test_all_pages_have_the_same_numbers_whenever_they_were_opened():
+    """Pages that come and go; some have followed from the beginning, some begin in the middle, where all is told again."""
+    rng, names = random.Random(5), itertools.count()
+    engine, views = traced_engine(num_blocks=24, enable_prefix_caching=True), []
+    order, num_compared = {}, 0
+    for _ in range(500):
+        if rng.random() < 0.2:
+            name = f"{next(names)}"
+            order[name] = len(order)
+            params = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True, n=rng.choice([1, 1, 2]))
+            engine.add_request(name, [rng.randint(1, 3)] * rng.randint(1, 90), params)
+        if rng.random() < 0.02 and engine.scheduler.requests:
+            engine.abort_request(rng.choice(list(engine.scheduler.requests)))
+        if rng.random() < 0.1 and len(views) < 4:
+            views.append(StepView())
+            engine.core.tell_requests()
+        engine.step()
+        if not engine.trace.steps:
+            continue
+        step = engine.trace.steps.pop()
+        for view in views:
+            view.take(step)
+        reports = [view.report() for view in views]
+        for report in reports:
+            for item in (*report["sequences"], *report["waiting"]):
+                assert item["number"] == order[item["request_id"]]
+            assert report["sequences"] == [item | {"keep": other["keep"], "blocks": other["blocks"]} for item, other in zip(reports[0]["sequences"], report["sequences"], strict=True)]  # fmt: skip
+            assert report["waiting"] == reports[0]["waiting"]
+            num_compared += 1
+        if rng.random() < 0.05 and views:
+            views.pop(rng.randrange(len(views)))
+    assert num_compared > 500

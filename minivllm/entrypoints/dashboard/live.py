@@ -94,7 +94,7 @@ class _Views:
 
     def __init__(self, engine: AsyncLLMEngine, replica: int) -> None:
         self._engine, self._replica = engine, replica
-        self.steps = StepView(is_midway=self.is_busy)
+        self.steps = StepView()
         self.news = asyncio.Event()
         """Set when the replica has made a step."""
 
@@ -106,8 +106,8 @@ class _Views:
     @property
     def is_busy(self) -> bool:
         """Whether the replica has requests."""
-        if self._engine.num_engines == 1:
-            return self._engine.num_unfinished_requests() > 0  # also those that it has not seen yet
+        if self._engine.num_engines == 1 and self._engine.num_unfinished_requests():
+            return True  # perhaps it has not seen them yet
         return self.stats.num_running + self.stats.num_waiting + self.stats.num_swapped > 0
 
     async def follow(self) -> None:

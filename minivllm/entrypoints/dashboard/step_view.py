@@ -1,16 +1,16 @@
 """The engine's steps as the live page needs them: the newest in full, the others as points of its curves.
 
-Pure bookkeeping over StepRecords. A page opened in mid-run knows only what later steps reveal.
+Pure bookkeeping over StepRecords. To a page that is opened in mid-run, a record tells the requests that are there already.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from minivllm.engine.trace import SequenceKey, SequenceStep, StepRecord
+from minivllm.engine.trace import KnownRequest, SequenceKey, SequenceStep, StepRecord
 
 MOST_STEPS = 2000
 """Latest steps kept for a slow page."""
@@ -29,32 +29,28 @@ class _Sequence:
     """What is known of an unfinished sequence.
 
     Attributes:
-        arrived: Start of the first step after its arrival; None if it is older than the page.
-        num_prompt_tokens: None until its prompt has been computed, or if the page is younger than that.
+        queued: When the engine core got its request.
+        num_prompt_tokens: None until its prompt has been computed.
         num_cached_tokens: Prompt tokens found in the prefix cache.
-        num_generated: Tokens generated; None if the first ones are older than the page.
+        num_generated: Tokens generated.
         context_len: Tokens in the KV cache; None if no step has shown it.
         last_token: When its latest token was generated.
     """
 
-    arrived: float | None = None
+    queued: float
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
-    num_generated: int | None = None
+    num_generated: int = 0
     context_len: int | None = None
     last_token: float | None = None
 
 
 class StepView:
-    """Takes every step, and reports what changed since the last report.
+    """Takes every step, and reports what changed since the last report. Steps of requests that no record has told are passed over."""
 
-    Args:
-        is_midway: The engine has requests already. The first step lists them as arrived; when they did is unknown.
-    """
-
-    def __init__(self, is_midway: bool = False) -> None:
-        self._is_midway = is_midway
+    def __init__(self) -> None:
         self._step: StepRecord | None = None
+        self._requests: dict[str, KnownRequest] = {}
         self._sequences: dict[SequenceKey, _Sequence] = {}
         self._waiting: dict[SequenceKey, None] = {}
         self._curve: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
@@ -67,12 +63,13 @@ class StepView:
 
     def take(self, step: StepRecord) -> None:
         """Take the next step."""
+        for request in step.known:
+            if request.request_id not in self._requests:
+                self._meet(request)
+        seen = (*step.block_tables, *step.swapped_tables, *(item.key for item in step.scheduled), *step.preempted)
+        if not all(name in self._requests for name, *_ in seen):
+            return
         self._step = step
-        for request_id in step.arrived:
-            key = SequenceKey(request_id)
-            self._sequences[key] = self._join(key, step) if self._is_midway else _Sequence(arrived=step.start, num_generated=0)
-            self._waiting[key] = None
-        self._is_midway = False
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
         self._curve.append(
@@ -90,72 +87,76 @@ class StepView:
     def forget_sequences(self) -> None:
         """The engine is idle: drop all sequences. Cached blocks stay."""
         self._sequences.clear()
+        self._requests.clear()
         self._waiting.clear()
         self._told_tables.clear()
 
+    def _meet(self, request: KnownRequest) -> None:
+        """A request has come, or was there before the page."""
+        self._requests[request.request_id] = request
+        for index, (num_computed, num_generated) in request.progress.items():
+            key, seq = SequenceKey(request.request_id, index), _Sequence(request.queued_time)
+            if num_computed or num_generated:
+                seq.num_cached_tokens, seq.num_generated, seq.context_len = request.num_cached_tokens, num_generated, num_computed
+                seq.num_prompt_tokens = request.num_prompt_tokens if num_generated else None
+            self._sequences[key] = seq
+            self._waiting[key] = None
+        if request.first_token_time is not None:
+            self._first_tokens.append((request.first_token_time, request.first_token_time - request.queued_time))
+
     def _place(self, step: StepRecord) -> None:
         """Update each sequence's queue."""
-        for tables in (step.block_tables, step.swapped_tables):
-            for key in tables:
-                self._waiting.pop(key, None)
-                if key not in self._sequences:
-                    self._sequences[key] = self._join(key, step)
+        for key in (*step.block_tables, *step.swapped_tables, *(SequenceKey(*item[:2]) for item in step.preempted)):
+            self._waiting.pop(key, None)
+            if key not in self._sequences:
+                self._sequences[key] = self._join(key)
         for item in step.preempted:
             if item.mode == "recompute":
-                key = SequenceKey(*item[:2])
-                self._sequences.setdefault(key, _Sequence())
-                self._waiting[key] = None
+                self._waiting[SequenceKey(*item[:2])] = None
         for key in [key for key in self._waiting if key.request_id in step.aborted]:
             del self._waiting[key]
         while len(self._waiting) > step.num_waiting:  # of a step that was missed
             del self._waiting[next(iter(self._waiting))]
 
-    def _join(self, key: SequenceKey, step: StepRecord) -> _Sequence:
-        """A sequence that was not seen waiting: a sibling forked in the last step, or one older than the page."""
+    def _join(self, key: SequenceKey) -> _Sequence:
+        """A sequence that was not seen waiting: a sibling forked in the last step."""
         first = self._sequences.get(SequenceKey(key.request_id))
-        if key.index and first is not None and first.num_prompt_tokens is not None:
+        if first is not None and first.num_prompt_tokens is not None:
             prompt = first.num_prompt_tokens
-            return _Sequence(first.arrived, prompt, first.num_cached_tokens, 1, prompt, first.last_token)
-        actions = [item.action for item in step.scheduled if item.key == key]
-        waits = not actions and key not in step.block_tables and key not in step.swapped_tables
-        return _Sequence(num_generated=0 if waits or "prefill" in actions else None)
+            return _Sequence(first.queued, prompt, first.num_cached_tokens, 1, prompt, first.last_token)
+        return _Sequence(self._requests[key.request_id].queued_time)
 
     def _advance(self, item: SequenceStep, step: StepRecord) -> float | None:
         """Apply a step to a sequence. Returns its inter-token latency in seconds, if it got a further token."""
-        seq = self._sequences.setdefault(item.key, _Sequence())
+        seq = self._sequences[item.key]
         is_first_chunk = seq.context_len is None
         seq.context_len = item.context_len
         if item.action == "prefill" and seq.num_generated == 0:
-            if is_first_chunk and seq.arrived is not None:
+            if is_first_chunk:
                 seq.num_cached_tokens = item.context_len - item.num_tokens
             if item.num_new_tokens:
                 seq.num_prompt_tokens = item.context_len
-                if seq.arrived is not None:
-                    self._first_tokens.append((step.end, step.end - seq.arrived))
+                self._first_tokens.append((step.end, step.end - seq.queued))
         if not item.num_new_tokens:
             return None
-        if seq.num_generated is not None:
-            seq.num_generated += item.num_new_tokens
+        seq.num_generated += item.num_new_tokens
         last, seq.last_token = seq.last_token, step.end
         return None if last is None else (step.end - last) / item.num_new_tokens
 
     def _note_happenings(self, step: StepRecord) -> None:
         def note(what: str, key: SequenceKey, why: str) -> None:
-            seq = self._sequences.get(key, _Sequence())
-            self._happenings.append(
-                {
-                    **key._asdict(),
-                    "what": what,
-                    "why": why,
-                    "num_generated": seq.num_generated,
-                    "seconds": None if seq.arrived is None else step.end - seq.arrived,
-                }
-            )
+            if key not in self._sequences:
+                return
+            seq = self._sequences[key]
+            told = {"what": what, "why": why, "num_generated": seq.num_generated, "seconds": step.end - seq.queued}
+            self._happenings.append(self._name(key) | told)
 
         for item in step.preempted:
             note("preempted", SequenceKey(*item[:2]), item.mode)
         for request_id in step.aborted:
-            note("ended", SequenceKey(request_id), "abort")
+            note(
+                "ended", next((key for key in self._sequences if key.request_id == request_id), SequenceKey(request_id)), "abort"
+            )
         for finish in step.finished:
             note("ended", SequenceKey(*finish[:2]), finish.reason)
 
@@ -166,6 +167,8 @@ class StepView:
             return
         # A finished sequence stays until the next step: siblings may have been forked from it.
         self._sequences = {key: seq for key, seq in self._sequences.items() if key in living or key in step.block_tables}
+        unfinished = {key.request_id for key in self._sequences}
+        self._requests = {name: request for name, request in self._requests.items() if name in unfinished}
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -179,10 +182,10 @@ class StepView:
         step = self._step
         if step is None:
             return None
-        waiting = islice((key for key in self._sequences if key in self._waiting), MOST_WAITING)
+        waiting = heapq.nsmallest(MOST_WAITING, self._waiting, lambda key: (self._requests[key.request_id].number, key.index))
         report = {name: getattr(step, name) for name in (*_COUNTS, "start", "num_tokens", "error")} | {
             "sequences": self._tell_sequences(step),
-            "waiting": [{**key._asdict(), "was_preempted": self._sequences[key].context_len is not None} for key in waiting],
+            "waiting": [self._name(key) | {"was_preempted": self._sequences[key].context_len is not None} for key in waiting],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
             "cached": list(step.cached_blocks - self._told_cached),
             "uncached": list(self._told_cached - step.cached_blocks),
@@ -196,18 +199,22 @@ class StepView:
             told.clear()
         return report
 
+    def _name(self, key: SequenceKey) -> dict[str, Any]:
+        """A sequence, and the number of its request in the engine, which is the same on every page."""
+        return {**key._asdict(), "number": self._requests[key.request_id].number}
+
     def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
         """All sequences that hold blocks: on the device in batch order, then on the host."""
         parts = {item.key: item for item in step.scheduled}
         told = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
             for key, table in tables.items():
-                seq, before = self._sequences.get(key, _Sequence()), self._told_tables.get(key, ())
+                seq, before = self._sequences[key], self._told_tables.get(key, ())
                 part = parts.get(key)
                 keep = len(before) if table[: len(before)] == before else 0
                 told.append(
                     {
-                        **key._asdict(),
+                        **self._name(key),
                         "place": place,
                         "action": "stalled" if part is None else part.action,
                         **{name: getattr(part, name, 0) for name in ("num_tokens", "num_drafts", "num_accepted")},

@@ -81,7 +81,7 @@ class Chart {
     this.value.setAttribute("aria-live", "off");
     caption.append(title, this.value);
     this.canvas = document.createElement("canvas");
-    this.canvas.setAttribute("aria-hidden", "true");
+    this.canvas.setAttribute("role", "img");
     figure.append(caption, this.canvas);
     home.append(figure);
     this.context = this.canvas.getContext("2d");
@@ -113,6 +113,8 @@ class Chart {
     for (const line of lines) this.#drawLine(line, box, scale);
     const text = lines.map((line) => say(line, chart.ticks)).filter(Boolean).join(", ");
     if (this.value.textContent !== text) this.value.textContent = text;
+    const label = `${chart.title}, in the last minute: ${lines.map((line) => describe(line, chart.ticks)).join("; ")}`;
+    if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
   }
 
   #drawAxes(box, scale, top) {
@@ -159,33 +161,36 @@ class Chart {
     }
     context.setLineDash(line.isDashed || line.queue === "waiting" ? [5, 3] : line.queue === "swapped" ? [1.5, 2.5] : []);
     context.lineWidth = line.queue === "running" || line.isFilled ? 2 : 1.5;
-    const path = new Path2D();
-    let start = null;
-    let last = null;
-    for (const [ago, value] of line.points) {
-      if (value === null) {
-        last = null;
-        continue;
+    for (const run of runsOf(line.points)) {
+      const path = new Path2D();
+      const [first, ...others] = run.map(([ago, value]) => [Math.max(box.left, scale.x(ago)), scale.y(value)]);
+      let last = first;
+      path.moveTo(...first);
+      for (const point of others) {
+        if (line.isStep) path.lineTo(point[0], last[1]);
+        path.lineTo(...point);
+        last = point;
       }
-      const [x, y] = [Math.max(box.left, scale.x(ago)), scale.y(value)];
-      if (last === null) path.moveTo(x, y);
-      else {
-        if (line.isStep) path.lineTo(x, last[1]);
-        path.lineTo(x, y);
-      }
-      last = [x, y];
-      start ??= x;
-    }
-    context.stroke(path);
-    context.setLineDash([]);
-    if (line.isFilled && last !== null) {
+      context.stroke(path);
+      if (!line.isFilled) continue;
       path.lineTo(last[0], box.bottom);
-      path.lineTo(start, box.bottom);
+      path.lineTo(first[0], box.bottom);
       context.globalAlpha = 0.14;
       context.fill(path);
       context.globalAlpha = 1;
     }
+    context.setLineDash([]);
   }
+}
+
+/** The stretches of points between gaps. */
+function runsOf(points) {
+  const runs = [[]];
+  for (const point of points) {
+    if (point[1] !== null) runs.at(-1).push(point);
+    else if (runs.at(-1).length) runs.push([]);
+  }
+  return runs.filter((run) => run.length);
 }
 
 /** [seconds ago, value] from the oldest to the newest; null where the page did not follow. */
@@ -215,6 +220,14 @@ function say(line, ticks) {
   const value = line.points.findLast(([ago, value]) => value !== null && ago < 5)?.[1];
   if (value === undefined) return "";
   return line.name ? `${TICKS[ticks](value)} ${line.name}` : TICKS[ticks](value);
+}
+
+/** A line in words. */
+function describe(line, ticks) {
+  const values = line.points.map(([, value]) => value).filter((value) => value !== null);
+  const name = line.name ? `${line.name} ` : "";
+  if (!values.length) return `${name}nothing yet`;
+  return `${name}${TICKS[ticks](values.at(-1))} now, between ${TICKS[ticks](Math.min(...values))} and ${TICKS[ticks](Math.max(...values))}`;
 }
 
 function mean(sum, count) {

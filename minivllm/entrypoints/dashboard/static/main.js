@@ -24,7 +24,7 @@ let stoppedAt = null;
 
 const blockMap = new BlockMap(state, schedule);
 const replicas = new Replicas(state, choose);
-const queues = new Queues(state, highlight);
+const queues = new Queues(state, schedule, highlight);
 const batch = new Batch(state, schedule, highlight);
 const curves = new Curves(state, schedule);
 const promptBox = new PromptBox(state);

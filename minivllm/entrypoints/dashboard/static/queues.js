@@ -7,10 +7,14 @@ const MOST_CHIPS = 24;
 export class Queues {
   #drawn = -1;
 
-  constructor(state, onHighlight) {
+  constructor(state, schedule, onHighlight) {
     this.state = state;
     this.preempted = document.getElementById("preempted");
-    this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight)]));
+    const repaint = () => {
+      this.#drawn = -1;
+      schedule();
+    };
+    this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight, repaint)]));
   }
 
   draw() {
@@ -29,24 +33,45 @@ export class Queues {
 
 class ChipList {
   #shown = "";
+  #width = 0;
 
-  constructor(name, onHighlight) {
+  constructor(name, onHighlight, onResize) {
     this.count = document.getElementById(`${name}-count`);
     this.list = document.getElementById(`${name}-chips`);
     this.list.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.list.addEventListener("pointerleave", () => onHighlight(null));
+    new ResizeObserver(([entry]) => {
+      this.#width = entry.contentRect.width;
+      onResize();
+    }).observe(this.list);
   }
 
   /** Show how many there are, and the first of them; of those that ended, more are counted than known. */
   show(count, items, isPast = false) {
     if (this.count.textContent !== String(count)) this.count.textContent = String(count);
     const shown = items.slice(0, MOST_CHIPS);
-    const signature = `${count} ${shown.map(({ number, index, why, was_preempted }) => `${number}/${index}/${why ?? ""}${was_preempted ? "x" : ""}`).join(" ")}`;
+    const signature = `${count} ${this.#width} ${shown.map(({ number, index, why, was_preempted }) => `${number}/${index}/${why ?? ""}${was_preempted ? "x" : ""}`).join(" ")}`;
     if (signature === this.#shown) return;
     this.#shown = signature;
     const chips = shown.map((item) => makeChip(item, isPast));
-    if (!isPast && count > shown.length) chips.push(makeMore(count - shown.length));
     this.list.replaceChildren(...chips);
+    if (!isPast) this.#makeFit(count, chips);
+  }
+
+  /** Say how many are not shown, in place of as many chips as that needs. */
+  #makeFit(count, chips) {
+    const isOver = (chip) => chip.offsetTop - this.list.offsetTop + chip.offsetHeight > this.list.clientHeight + 1;
+    const over = chips.findIndex(isOver);
+    let shown = over === -1 ? chips.length : over;
+    if (shown === count) return;
+    for (const chip of chips.slice(shown)) chip.remove();
+    const more = makeMore(count - shown);
+    this.list.append(more);
+    while (shown && isOver(more)) {
+      shown -= 1;
+      chips[shown].remove();
+      more.textContent = sayMore(count - shown);
+    }
   }
 }
 
@@ -68,8 +93,12 @@ function describeEnd(why, tokens, seconds) {
 function makeMore(count) {
   const chip = document.createElement("li");
   chip.className = "more";
-  chip.textContent = `and ${count} more`;
+  chip.textContent = sayMore(count);
   return chip;
+}
+
+function sayMore(count) {
+  return `and ${count} more`;
 }
 
 /** The number of the request that a chip or a row stands for; null if it stands for none. */

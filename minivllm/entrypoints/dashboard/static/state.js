@@ -44,9 +44,6 @@ export class LiveState {
   #newestBin = -1;
   #tables = new Map();
   #isNew = true;
-  /** Numbers of requests by id, in the order in which they came into view. They outlast a connection, and so do the colours. */
-  #numbers = new Map();
-  #nextNumber = 0;
 
   /** Take in an event of /live. */
   apply(event, content) {
@@ -120,7 +117,6 @@ export class LiveState {
     this.counts = { running: report.num_running, waiting: report.num_waiting, swapped: report.num_swapped };
     this.numUsedBlocks = this.numBlocks - report.num_free_blocks;
     this.waiting = report.waiting;
-    for (const item of [...report.sequences, ...report.waiting, ...report.happenings]) item.number = this.#number(item.request_id);
     const tables = new Map();
     for (const sequence of report.sequences) {
       const key = JSON.stringify([sequence.request_id, sequence.index]);
@@ -144,18 +140,7 @@ export class LiveState {
     }
     this.numEnded += report.happenings.filter(({ what }) => what === "ended").length;
     this.ended.length = Math.min(this.ended.length, MOST_ENDED);
-    this.#forgetNumbers();
     this.#takeTimes(report);
-  }
-
-  #number(id) {
-    if (!this.#numbers.has(id)) this.#numbers.set(id, this.#nextNumber++);
-    return this.#numbers.get(id);
-  }
-
-  #forgetNumbers() {
-    const known = new Set([...this.sequences, ...this.waiting, ...this.ended].map((item) => item.request_id));
-    for (const id of this.#numbers.keys()) if (!known.has(id)) this.#numbers.delete(id);
   }
 
   #takeStats(stats) {
