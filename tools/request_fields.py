@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_fields.md"
-BODIES: dict[str, type[GenerationBody]] = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+BODIES: dict[str, type[GenerationBody] | type[ResponsesRequest]] = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+}
 SHARED = [
     "model",
     "frequency_penalty",
@@ -88,8 +92,63 @@ VLLM_FIELDS = {
         ],
     ],
     "completions": [*SHARED, "prompt", "suffix", "prompt_embeds"],
+    "responses": [
+        "background",
+        "include",
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "metadata",
+        "model",
+        "logit_bias",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "prompt",
+        "reasoning",
+        "include_reasoning",
+        "service_tier",
+        "store",
+        "stream",
+        "temperature",
+        "text",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "top_k",
+        "min_p",
+        "truncation",
+        "user",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_cache_key",
+        "watermarking",
+        "request_id",
+        "session_id",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "priority",
+        "mm_payload",
+        "return_mm_kwargs",
+        "cache_salt",
+        "enable_response_messages",
+        "previous_input_messages",
+        "structured_outputs",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "vllm_xargs",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "chat_template_kwargs",
+    ],
 }
-"""The fields of vLLM's `ChatCompletionRequest` and `CompletionRequest`."""
+"""The fields of vLLM's `ChatCompletionRequest`, `CompletionRequest` and `ResponsesRequest`."""
 OPENAI_FIELDS = {
     "chat": [
         "audio",
@@ -104,11 +163,12 @@ OPENAI_FIELDS = {
         "web_search_options",
     ],
     "completions": ["best_of"],
+    "responses": ["conversation", "safety_identifier"],
 }
 """Those of OpenAI that vLLM has not."""
 
 
-def treatment(body: type[GenerationBody], field: str) -> str:
+def treatment(body: type[GenerationBody] | type[ResponsesRequest], field: str) -> str:
     """What the server does with a field."""
     if field in body.model_fields:
         return "served"
@@ -125,8 +185,8 @@ def write_page() -> str:
         "nothing, such as null. *Ignored*: no effect; the request's line in the log names it, as it does any field that nobody knows. This page is made by",
         "[tools/request_fields.py](../tools/request_fields.py) from the code.",
         "",
-        "| field | /v1/chat/completions | /v1/completions |",
-        "| --- | --- | --- |",
+        "| field | /v1/chat/completions | /v1/completions | /v1/responses |",
+        "| --- | --- | --- | --- |",
     ]
     for field in sorted(set().union(*known.values())):
         cells = [treatment(body, field) if field in known[route] else "–" for route, body in BODIES.items()]

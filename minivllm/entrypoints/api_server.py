@@ -36,8 +36,10 @@ from minivllm.entrypoints.openai.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationBody,
+    ResponsesRequest,
     TokenizeRequest,
 )
+from minivllm.entrypoints.openai.responses_api import ResponsesAnswer
 from minivllm.entrypoints.replicas_api import describe_replicas
 from minivllm.entrypoints.replicas_api import router as replicas_router
 from minivllm.entrypoints.server_state import ServerState
@@ -212,7 +214,7 @@ def _check_model(request: Request, model: str | None) -> None:
         )
 
 
-def _answer(request: Request, body: GenerationBody, kind: Callable[..., Answer]) -> Response:
+def _answer(request: Request, body: GenerationBody | ResponsesRequest, kind: Callable[..., Answer]) -> Response:
     _check_model(request, body.model)
     request.scope["minivllm.record"].ignored_fields = body.ignored_fields
     state = _state(request)
@@ -248,6 +250,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Generate the next message of a conversation."""
     return _answer(request, body, ChatAnswer)
+
+
+@router.post("/v1/responses", responses={200: {"model": shapes.ResponsesResponse, "content": _EVENTS}})
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Generate the next message of a conversation, in OpenAI's newer form."""
+    return _answer(request, body, ResponsesAnswer)
 
 
 # -- tokens --------------------------------------------------------------------------------------------------------

@@ -17,15 +17,25 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_server import MAX_NUM_SEQS, running_server, scripted_engine, wait_until
 
-from minivllm.entrypoints.openai.protocol import UNSERVED, ChatCompletionRequest, CompletionRequest
+from minivllm.entrypoints.openai.protocol import UNSERVED, ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from minivllm.entrypoints.server_state import ServerSettings
 
 MAX_BYTES = 8 * 2**20  # more than the longest body that schemathesis makes: 413 is not among the answers that it expects
-GENERATING = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
+GENERATING = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
+SMALL = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+}
 ROUTES = [*GENERATING, "/tokenize", "/detokenize"]
 OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -129,14 +139,12 @@ def is_refused(response):
 @pytest.mark.parametrize("path", list(GENERATING))
 def test_any_value_in_any_field_is_answered(server, path):
     names = [*GENERATING[path].model_fields, *UNSERVED]
-    small = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
     statuses = collections.Counter()
 
     @settings(quick, max_examples=150)
     @given(fields=st.dictionaries(st.sampled_from(names), json_values, min_size=1, max_size=3))
     def check(fields):
-        response = server.client.post(path, content=json.dumps(small | fields), headers=JSON)
+        response = server.client.post(path, content=json.dumps(SMALL[path] | fields), headers=JSON)
         assert response.status_code == 200 or is_refused(response)
         statuses[response.status_code] += 1
 

@@ -103,7 +103,7 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
         ({"structured_outputs": {"regex": "(["}}, "structured_outputs cannot be compiled: "),
         ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs cannot be compiled: "),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs has regex and choice"),
-        ({"bad_words": [" "]}, "bad_words must be a list of words"),
+        ({"bad_words": [" "]}, "but must be a list of at most 1024 words"),
         ({"logits_processors": ["x"]}, "logits_processors is a list, but this server does not"),
         ({"truncation_side": "right"}, "but this server does not support that"),
         ({"add_special_tokens": True}, "add_special_tokens is true, but this server does not support that"),

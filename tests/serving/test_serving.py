@@ -190,6 +190,17 @@ def test_openais_parse_gets_what_it_asks_for(client):
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
 
 
+def test_openais_responses(client):
+    wanted = {"model": MODEL, "input": CHAT, "text_format": Colour, "temperature": 0.7, "max_output_tokens": 80}
+    answer = client.responses.parse(**wanted, extra_body={"seed": 1})
+    assert isinstance(answer.output_parsed, Colour) and answer.status == "completed"
+    with client.responses.stream(**wanted, extra_body={"seed": 1}) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    greedy = {"model": MODEL, "temperature": 0}
+    said = client.chat.completions.create(**greedy, messages=CHAT, max_tokens=12).choices[0].message.content
+    assert client.responses.create(**greedy, input=CHAT, max_output_tokens=12).output_text == said
+
+
 def test_structured_outputs_in_openais_form_and_vllms(client):
     def complete(**extra):
         answer = client.completions.create(model=MODEL, prompt="The number: ", max_tokens=40, temperature=0, extra_body=extra)

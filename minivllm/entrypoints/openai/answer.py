@@ -72,7 +72,7 @@ class Answer(ABC):
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         self.params = dataclasses.replace(params, output_kind=kind)
         self.num_sequences = num_prompts * params.n
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         name = self.chunk_name if self.stream else self.object_name
         self.head: Json = {"id": self.id, "object": name, "created": int(time.time()), "model": engine.model_config.name}
         """The first fields of the response, or of each chunk."""

@@ -23,7 +23,7 @@ class ChatAnswer(Answer):
         RequestError: Parameters that do not fit together.
     """
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 

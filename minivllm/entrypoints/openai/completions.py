@@ -24,7 +24,7 @@ class CompletionAnswer(Answer):
         RequestError: Parameters that do not fit together.
     """
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_name = "text_completion"
 
     def __init__(self, engine: AsyncLLMEngine, body: CompletionRequest) -> None:

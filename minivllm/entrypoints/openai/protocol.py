@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from minivllm.entrypoints.openai.errors import EXPECTED, quoted
+from minivllm.entrypoints.openai.errors import EXPECTED, describe_mistake, quoted
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -146,11 +146,11 @@ class ResponseFormat(_Body):
         return self
 
 
-class GenerationBody(_Body):
-    """The fields that /v1/completions and /v1/chat/completions share. Null means the default."""
+class SamplingBody(_Body):
+    """The fields that all generating routes share. Null means the default."""
 
     model: str | None = Field(None, description="The model of /v1/models; it may be left out.")
-    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations per prompt (1).")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     temperature: Annotated[float, Field(ge=0)] | None = Field(None, description="0 is greedy (1).")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling (1).")
     presence_penalty: Penalty | None = None
@@ -160,24 +160,34 @@ class GenerationBody(_Body):
     )
     seed: WholeNumber | None = Field(None, description="Makes sampling reproducible.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON of a schema, say.")
     # vLLM's
     structured_outputs: StructuredOutputs | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="The prefix cache shares blocks only between requests with the same salt."
+    )
+
+
+class GenerationBody(SamplingBody):
+    """The fields that /v1/completions and /v1/chat/completions share."""
+
+    n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations per prompt (1).")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON of a schema, say.")
+    # vLLM's
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="The tokens to choose from."
     )
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
-        None, description="Words that must not be written."
+    bad_words: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(None, description="Words that must not be written.")
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Keep so many tokens at the prompt's end; -1 keeps as many as there is room for."
@@ -185,10 +195,6 @@ class GenerationBody(_Body):
     return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer, too.")
     return_tokens_as_token_ids: bool | None = Field(None, description='With log-probabilities: tokens as "token_id:5".')
     prompt_logprobs: NumLogprobs | None = None
-    priority: WholeNumber | None = Field(None, description="With the priority policy, smaller goes first (0).")
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
-        None, description="The prefix cache shares blocks only between requests with the same salt."
-    )
 
     @model_validator(mode="after")
     def _check_stream_fields(self) -> GenerationBody:
@@ -387,6 +393,98 @@ class ChatCompletionRequest(GenerationBody):
         must_call = choice == "required" or isinstance(choice, NamedToolChoice)
         if must_call and self._structured_outputs() is not None:
             raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
+
+
+class InputText(_Body):
+    """A part of a message to /v1/responses: given, or an answer of before."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(_Body):
+    """A message to /v1/responses."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+    def for_chat(self) -> dict[str, Any]:
+        """As a message to /v1/chat/completions."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class TextFormat(_Body):
+    """What the text must be, in the form of /v1/responses."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
+
+    def for_chat(self) -> dict[str, Any]:
+        """As `response_format` of /v1/chat/completions."""
+        return {"type": self.type} | ({} if self.schema_ is None else {"json_schema": {"schema": self.schema_}})
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise RequestError("text.format must have a schema if, and only if, its type is json_schema.")
+        return self
+
+
+class TextConfig(_Body):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(SamplingBody):
+    """The body of POST /v1/responses: OpenAI's newer form of a chat. Text alone, and nothing is stored."""
+
+    unserved = UNSERVED | {
+        "background": (None, False),
+        "conversation": (None,),
+        "include": (None, []),
+        "max_tool_calls": (None,),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="A text, or the messages of a conversation."
+    )
+    instructions: str | None = Field(None, description="A system message before them.")
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Tokens to generate (until the context is full)."
+    )
+    text: TextConfig | None = Field(None, description="What the text must be: JSON of a schema, say.")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the chat template.")
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same as a request to /v1/chat/completions.
+
+        Raises:
+            RequestError: Fields that do not fit together.
+        """
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += [message.for_chat() for message in self.input]
+        shared = ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys() - {"model", "text"}
+        fields = {name: getattr(self, name) for name in shared}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.for_chat()
+        try:
+            return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
+        except ValidationError as error:  # one of our own checks: types and ranges have been checked
+            raise RequestError(describe_mistake(error.errors()[0])[0]) from None
 
 
 class TokenizeRequest(_Body):

@@ -190,6 +190,83 @@ class ChatCompletionChunk(_Head):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class OutputText(TypedDict):
+    """The text of a message of /v1/responses."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(TypedDict):
+    """A message of /v1/responses."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class InputTokensDetails(TypedDict):
+    """`cached_tokens`: found in the prefix cache. What is written to it costs nothing here."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """No reasoning is told apart."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(TypedDict):
+    """Tokens of a prompt and of its answer."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    """Why an answer has no end."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(TypedDict):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ResponsesResponse(TypedDict):
+    """The response of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    metadata: dict[str, str] | None
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    temperature: float
+    tool_choice: Literal["auto"]
+    tools: list[Any]
+    top_p: float
+    max_output_tokens: int | None
+    usage: ResponsesUsage | None
+
+
 class ModelCard(TypedDict):
     """A model; `max_model_len` limits prompt and output together."""
 
