@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -23,6 +22,7 @@ from minivllm.engine.dp_messages import VERSION, HelloNode, NodeWelcome, Refused
 from minivllm.engine.dp_sockets import Sockets, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.replica_processes import LocalReplicas
+from minivllm.entrypoints.request_log import say
 from minivllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def run_headless(args: EngineArgs, *, restart: bool) -> int:
             return 0
         offset = time.perf_counter() - welcome.clock
         names = ", ".join(map(str, parallel.local_ranks))
-        print(f"minivllm: replicas {names} start, for the API server at {address}, until Ctrl-C.", file=sys.stderr, flush=True)
+        say(f"minivllm: replicas {names} start, for the API server at {address}, until Ctrl-C.")
         replicas = LocalReplicas(config, welcome, sockets, node_id, restart=restart, clock_offset=offset)
         return _supervise(replicas, connection, stop)
     finally:
@@ -105,10 +105,8 @@ class _Connection:
                 return None
             if time.monotonic() > notice:
                 notice += NOTICE_SECONDS
-                print(
-                    f"minivllm: waiting for the API server at {self._address}. If it runs, check the address, the port and the key.",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"minivllm: waiting for the API server at {self._address}. If it runs, check the address, the port and the key."
                 )
         answer = dp_messages.decode_from_handshake(self._socket.recv())
         if isinstance(answer, Refused):
@@ -131,15 +129,15 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
             connection.check()
             if stop.count and not is_leaving:
                 is_leaving = True
-                print("minivllm: the replicas finish what they have; Ctrl-C again ends them now.", file=sys.stderr, flush=True)
+                say("minivllm: the replicas finish what they have; Ctrl-C again ends them now.")
                 replicas.leave()
             if stop.count > 1:
                 return 1
             if connection.lost_since is not None and time.monotonic() - connection.lost_since > GONE_SECONDS:
-                print(f"minivllm: the API server has been gone for {GONE_SECONDS:.0f} seconds.", file=sys.stderr)
+                say(f"minivllm: the API server has been gone for {GONE_SECONDS:.0f} seconds.")
                 return 1
             for died in replicas.find_ended():
-                print(f"minivllm: replica {died.engine_index}: {died.end}.", file=sys.stderr, flush=True)
+                say(f"minivllm: replica {died.engine_index}: {died.end}.")
         return 0 if is_leaving else 1
     finally:
         replicas.shutdown(told=())

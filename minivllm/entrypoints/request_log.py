@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -162,6 +163,14 @@ def _write_text(stream: TextIO, line: str) -> None:
 def _record_of_dropped(count: int) -> logging.LogRecord:
     message = "%d lines of this log were dropped, because they could not be written."
     return logging.LogRecord("minivllm.log", logging.WARNING, __file__, 0, message, (count,), None)
+
+
+def say(sentence: str) -> None:
+    """Write a line to standard error. A full disk is no reason to end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.write(
+            sys.stderr.fileno(), sentence.encode() + b"\n"
+        )  # print would keep what it cannot write, and try again at the end
 
 
 def configure_logging(level: str) -> None:

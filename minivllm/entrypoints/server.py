@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -26,6 +25,7 @@ from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.api_server import make_app
 from minivllm.entrypoints.api_server_processes import END_NOW, ApiServerProcesses
 from minivllm.entrypoints.connection import Connection
+from minivllm.entrypoints.request_log import say
 from minivllm.entrypoints.server_state import ServerSettings, ServerState
 from minivllm.errors import ConfigError, MinivllmError
 
@@ -66,12 +66,9 @@ def run_server(
     listener, *more = bind(host, port, settings.api_server_count)  # before loading the model: a port in use fails at once
     with listener:
         address = listener.getsockname()
-        print(f"Loading the model; the server will listen on {url_of(address)}.", file=sys.stderr, flush=True)
+        say(f"Loading the model; the server will listen on {url_of(address)}.")
         if not settings.api_keys and not ipaddress.ip_address(address[0]).is_loopback:
-            print(
-                f"minivllm: warning: anyone who can reach {address[0]} can use this server: set --api-key, or leave --host out.",
-                file=sys.stderr,
-            )
+            say(f"minivllm: warning: anyone who can reach {address[0]} can use this server: set --api-key, or leave --host out.")
         raise_file_limit()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit_on_signal)  # until uvicorn installs its handlers: shut the engine down
@@ -98,7 +95,7 @@ def warn_of_chat_template(engine: AsyncLLMEngine) -> None:
     try:
         engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
     except MinivllmError as error:
-        print(f"minivllm: warning: {error} /v1/chat/completions does not work.", file=sys.stderr)
+        say(f"minivllm: warning: {error} /v1/chat/completions does not work.")
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
@@ -182,7 +179,7 @@ class ApiServer(uvicorn.Server):
         if not self._is_first:
             asyncio.get_running_loop().add_signal_handler(END_NOW, self._state.closing.end_now)
         else:
-            print(greeting(self.url, self._state), file=sys.stderr, flush=True)
+            say(greeting(self.url, self._state))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, wait for running requests, here and in the other API servers, and shut the engine down."""

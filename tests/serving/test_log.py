@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -93,20 +94,56 @@ def test_a_stream_without_a_file(logger):
     wait_until(lambda: "hello" in stream.getvalue())
 
 
-def test_a_server_whose_log_nobody_reads_serves_and_ends(smollm2_path):
-    options = ["--port", "0", "--log-level", "debug", "--num-gpu-blocks-override", "64", "--served-model-name", "fox"]
+def end(server):
+    server.terminate()
+    assert server.wait(30) == 0
+
+
+def serve(smollm2_path, port, stderr):
+    options = ["--port", str(port), "--log-level", "debug", "--num-gpu-blocks-override", "64", "--served-model-name", "fox"]
     command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", str(smollm2_path), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    return subprocess.Popen(command, stderr=stderr, text=True)
+
+
+def use(client):
+    for _ in range(100):  # each writes a line
+        assert client.get("/health").status_code == 200
+    answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": "fox"})
+    assert (answer.status_code, answer.json()["model"]) == (200, "fox")
+
+
+def test_a_server_whose_log_nobody_reads_serves_and_ends(smollm2_path):
+    with serve(smollm2_path, 0, subprocess.PIPE) as server:
         fcntl.fcntl(server.stderr, fcntl.F_SETPIPE_SZ, 4096)
         while "minivllm serves" not in (line := server.stderr.readline()):
             assert line, "it ended"
         url = line.split(" at ")[1].split(" ")[0]
         with httpx.Client(base_url=url, timeout=60) as client:
-            for _ in range(100):  # each writes a line
-                assert client.get("/health").status_code == 200
-            answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": "fox"})
-            assert (answer.status_code, answer.json()["model"]) == (200, "fox")
+            use(client)
             card = client.get("/v1/models").json()["data"][0]
             assert (card["id"], card["max_model_len"]) == ("fox", 64 * 16 + 1)
-        server.terminate()
-        assert server.wait(30) == 0
+        end(server)
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a file that is removed"])
+def test_a_server_whose_log_is_lost_starts_serves_and_ends(smollm2_path, tmp_path, kind):
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with (
+        Path("/dev/full").open("w") if kind == "a full disk" else log.open("w") as stderr,
+        serve(smollm2_path, port, stderr) as server,
+    ):
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_until(lambda: is_up(client, server), 60)
+            log.unlink(missing_ok=True)
+            use(client)
+        end(server)
+
+
+def is_up(client, server):
+    assert server.poll() is None, "it ended"
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
