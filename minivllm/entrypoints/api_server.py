@@ -49,6 +49,8 @@ BODY_SECONDS = 60.0
 """Time limit for receiving a request body."""
 MAX_PARTS_OF_BODY = 20_000
 """Lists, objects and fields of a request: 4,096 messages have 12,288."""
+BYTES_PER_VALUE = 5
+"""A body may have as many values in its lists as it would if each took so many bytes and the body were as long as it may be."""
 DROP_SECONDS, DROP_BYTES = 5.0, 2**28
 """How long, and how much of, a body that is too long is received before it is refused."""
 RANK_HEADER = "X-data-parallel-rank"
@@ -118,7 +120,7 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The body. Raises an ApiError that says where it is invalid, or that it has too many parts."""
         body = await self.body()
-        check_num_parts(body)
+        check_num_parts(body, most_values=_state(self).settings.max_request_bytes // BYTES_PER_VALUE)
         try:
             return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -127,17 +129,24 @@ class JsonRequest(Request):
             raise ApiError(400, "The body is JSON that is nested too deeply.") from None
 
 
-def check_num_parts(body: bytes) -> None:
-    """Refuse JSON of many lists, objects or fields before it is parsed: a megabyte of tiny lists takes tenths of a second, in which nobody else is served.
+def check_num_parts(body: bytes, most_values: int) -> None:
+    """Refuse JSON of many parts before it is parsed: a megabyte of tiny lists takes tenths of a second, in which nobody else is served.
+
+    Args:
+        body: The JSON.
+        most_values: How many values the lists in it may have, all together.
 
     Raises:
-        ApiError: There are more than `MAX_PARTS_OF_BODY` of them.
+        ApiError: There are more, or more than `MAX_PARTS_OF_BODY` lists, objects and fields.
     """
-    if _count_parts(body) <= MAX_PARTS_OF_BODY:  # most are so short that it need not matter what is text
+    if _count_parts(body) <= MAX_PARTS_OF_BODY and body.count(b",") <= most_values:  # most need no look at what is text
         return
     without_quotes = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if _count_parts(b"".join(without_quotes.split(b'"')[::2])) > MAX_PARTS_OF_BODY:
+    outside = b"".join(without_quotes.split(b'"')[::2])
+    if _count_parts(outside) > MAX_PARTS_OF_BODY:
         raise ApiError(400, f"The body has more than {MAX_PARTS_OF_BODY} lists, objects and fields: send fewer at a time.")
+    if outside.count(b",") > most_values:
+        raise ApiError(400, f"The body has more than {most_values} values: send fewer at a time.")
 
 
 def _count_parts(body: bytes) -> int:

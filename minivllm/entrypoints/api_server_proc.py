@@ -15,7 +15,7 @@ from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.engine.metrics import SHARED_METRICS
 from minivllm.entrypoints.api_server_processes import ApiServerSetup
 from minivllm.entrypoints.request_log import configure_logging
-from minivllm.entrypoints.server import ApiServer
+from minivllm.entrypoints.server import ApiServer, freeze_heap
 from minivllm.entrypoints.server_state import ServerState
 from minivllm.errors import MinivllmError
 
@@ -38,6 +38,7 @@ def main() -> int:
     try:
         with socket.socket(fileno=setup.listener) as listener:
             server = ApiServer(ServerState(engine, setup.settings), listener.getsockname(), is_first=False)
+            freeze_heap()
             server.run(sockets=[listener])
     finally:
         engine.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -79,6 +80,7 @@ def run_server(
                 state = ServerState(engine, settings)
                 warn_of_chat_template(engine)
                 server = ApiServer(state, address, others)
+                freeze_heap()
                 server.run(sockets=[listener])
             finally:
                 engine.shutdown()
@@ -100,6 +102,13 @@ def warn_of_chat_template(engine: AsyncLLMEngine) -> None:
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def freeze_heap() -> None:
+    """Keep the garbage collector away from what there is now, and stays: it would take a tenth of a second of the event loop to look at it all. Mirrors
+    `freeze_gc_heap` of vLLM."""
+    gc.collect()
+    gc.freeze()
 
 
 def raise_file_limit() -> None:

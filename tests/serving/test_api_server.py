@@ -262,22 +262,26 @@ def test_an_answer_that_takes_too_long_is_ended(smollm2_path):
         {"prompt": "a", "no such field": [[]] * 300_000},
         {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}},
         {"prompt": "a", "no such field": [{}] * 300_000},
+        {"tokens": [1] * 250_000},
     ],
-    ids=["prompts", "lists", "fields", "objects"],
+    ids=["prompts", "lists", "fields", "objects", "values"],
 )
 def test_a_body_of_many_parts_is_refused_before_it_is_parsed(server, monkeypatch, body):
     content = json.dumps(body, separators=(",", ":")).encode()
     assert len(content) < 2**20
     monkeypatch.setattr("msgspec.json.decode", lambda body: pytest.fail("it was parsed"))
     response = server.client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert "more than 20000 lists" in error_of(response, 400)["message"]
+    sentence = "more than 209715 values" if "tokens" in body else "more than 20000 lists"
+    assert sentence in error_of(response, 400)["message"]
 
 
-def test_brackets_in_a_text_are_no_parts():
-    check_num_parts(json.dumps({"prompt": '[{"a\\":' * 30_000}).encode())
-    check_num_parts(json.dumps({"prompt": ["[" * 8] * 4096}).encode())
-    with pytest.raises(ApiError):
-        check_num_parts(json.dumps({"prompt": [["\\", '"', '\\"']] * 20_001}).encode())
+def test_brackets_and_commas_in_a_text_are_no_parts():
+    check_num_parts(json.dumps({"prompt": '[{"a\\":,' * 30_000}).encode(), 1000)
+    check_num_parts(json.dumps({"prompt": ["[,,," * 8] * 4096}).encode(), 5000)
+    with pytest.raises(ApiError, match="more than 20000 lists"):
+        check_num_parts(json.dumps({"prompt": [["\\", '"', '\\"']] * 20_001}).encode(), 100_000)
+    with pytest.raises(ApiError, match="more than 1000 values"):
+        check_num_parts(json.dumps({"prompt": ["\\", '"', '\\"'] * 400}).encode(), 1000)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
