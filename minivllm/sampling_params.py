@@ -7,6 +7,7 @@ them, and never reaches the engine.
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -108,11 +109,12 @@ class SamplingParams:
             latter alone, None none. They are of the model's own distribution, before penalties, temperature and filters.
         prompt_logprobs: The same, for the tokens of the prompt.
         allowed_token_ids: The tokens to choose from.
-        bad_words: Words that must not be written, neither as they are nor after a space. Of a word of several tokens, the last is
-            ruled out after the others. Where a grammar leaves nothing else, they have no effect.
+        bad_words: Words not to generate, with and without a leading space: the last token of each is barred when the tokens before it
+            have just been generated. Where a grammar or `allowed_token_ids` leave nothing else, they have no effect.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
-        logits_processors: Functions that change the logits, called with the output's token ids and the logits (`[vocab_size]`, float32),
-            or with the prompt's token ids before these; they return the new logits. Only where the model runs in this process.
+        logits_processors: Functions that take the output's token ids so far and the logits (`[vocab_size]`, float32), or the prompt's token
+            ids before these, and return the new logits. A request whose function fails ends with an error. Only where the model runs in this
+            process.
         truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for.
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
         structured_outputs: What the text must be: of a JSON schema, say.
@@ -205,7 +207,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have occurred become less likely."""
+        """Whether tokens that have occurred get other logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -243,11 +245,15 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
         raise RequestError(f"stop must be a string or a list of strings, not {stop!r}.")
     for string in strings:
-        if any("\ud800" <= character <= "\udfff" for character in string):
-            raise RequestError(f"stop has {string!r}, which is not valid Unicode.")
+        _check_unicode("stop", string)
     if "" in strings:
         raise RequestError("stop contains an empty string, which would end every text at once: remove it.")
     return tuple(strings)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError(f"{name} has {text!r}, which is not valid Unicode.")
 
 
 def _checked_bad_words(bad_words: object) -> tuple[str, ...]:
@@ -255,6 +261,8 @@ def _checked_bad_words(bad_words: object) -> tuple[str, ...]:
         return ()
     if not isinstance(bad_words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in bad_words):
         raise RequestError(f"bad_words must be a list of words, not {bad_words!r}.")
+    for word in bad_words:
+        _check_unicode("bad_words", word)
     return tuple(dict.fromkeys(bad_words))
 
 
@@ -263,7 +271,24 @@ def _checked_logits_processors(processors: object) -> tuple[Callable[..., Any], 
         return ()
     if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
         raise RequestError(f"logits_processors must be a list of functions, not {processors!r}.")
+    for process in processors:
+        if num_parameters(process) not in (2, 3):
+            name = getattr(process, "__name__", type(process).__name__)
+            raise RequestError(
+                f"logits_processors has {name}, but must have functions of two parameters, the output's token ids and the logits, "
+                f"or three, with the prompt's token ids before them."
+            )
     return tuple(processors)
+
+
+def num_parameters(function: Callable[..., Any]) -> int:
+    """How many arguments a function must be called with; 0 if it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of the interpreter's own
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(item.kind in positional and item.default is item.empty for item in parameters)
 
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...] | None:

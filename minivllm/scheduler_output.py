@@ -176,8 +176,10 @@ class SequenceOutput:
             means nothing, and `Scheduler.update` drops it.
         logprobs: One entry for each of `token_ids`.
         prompt_logprobs: By position in the prompt, an entry for each prompt token that the step's logits predict.
+        error: Why the request cannot go on: a function of its own has failed.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
+    error: str | None = None

@@ -304,6 +304,10 @@ class EngineCore:
         """What the step added to each request, from what `Scheduler.update` returned."""
         outputs: dict[Request, EngineCoreOutput] = {}
         errors: dict[Request, str] = {}
+        for item, result in zip(scheduled.scheduled, results, strict=True):
+            if result.error is not None:
+                errors[item.seq.request] = result.error
+                self.scheduler.abort_request(item.seq.request.request_id, SequenceStatus.FINISHED_ERROR)
         for seq, i in advanced:
             # A result has one token for each sibling forked from its sequence, by index; or several for one sequence, with drafts.
             first, logprobs = seq.index - scheduled.scheduled[i].seq.index, results[i].logprobs

@@ -113,6 +113,7 @@ class InputProcessor:
             room = max(1, self.max_request_tokens - (params.max_tokens or 1))
             token_ids = token_ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
         max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
+        bad_words = self._tokens_of_bad_words(params)
         request = EngineCoreRequest(
             request_id,
             token_ids,
@@ -123,7 +124,7 @@ class InputProcessor:
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=_read_salt(prompt),
-            bad_words=self._tokens_of_bad_words(params),
+            bad_words=bad_words,
         )
         return ProcessedRequest(text, request)
 
@@ -183,8 +184,6 @@ class InputProcessor:
         self.check_grammar(params)
         if params.stop and self._tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
-        if params.bad_words and self._tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, and there is none (skip_tokenizer_init=True): use logit_bias.")
         if params.logits_processors and not self._in_process:
             raise RequestError(
                 "logits_processors are functions of this process, but the model runs in another one: use an LLM without parallelism, "
@@ -193,10 +192,15 @@ class InputProcessor:
 
     def _tokens_of_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token ids, with a space before it and without."""
-        if self._tokenizer is None:
+        if not params.bad_words:
             return ()
-        spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
-        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(word, add_special_tokens=False)) for word in spellings))
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and there is none (skip_tokenizer_init=True): use logit_bias.")
+        spellings = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
+        words = [tuple(self._tokenizer.encode(word, add_special_tokens=False)) for word in spellings]
+        if () in words:
+            raise RequestError(f"bad_words has {spellings[words.index(())]!r}, which has no tokens: remove it.")
+        return tuple(dict.fromkeys(words))
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar, if there is one; it is remembered. This can take a second.

@@ -15,7 +15,7 @@ from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceO
 class Executor(ABC):
     """Runs the scheduler's steps."""
 
-    in_process = True
+    in_process = False
     """Whether the model runs in this process."""
 
     @abstractmethod

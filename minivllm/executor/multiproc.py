@@ -52,8 +52,6 @@ class MultiProcExecutor(Executor):
         ConfigError: There is a class that workers cannot import.
     """
 
-    in_process = False
-
     def __init__(
         self,
         model_config: ModelConfig,

@@ -13,6 +13,8 @@ from minivllm.worker.worker import Worker
 class UniProcExecutor(Executor):
     """Hands every step to a worker in this process. The arguments are the worker's."""
 
+    in_process = True
+
     def __init__(
         self,
         model_config: ModelConfig,

@@ -167,8 +167,9 @@ class ModelRunner:
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
         if chosen is None:
             return outputs
-        for owner, token in zip(owners, chosen, strict=True):
+        for row, owner, token in zip(rows, owners, chosen, strict=True):
             owner.token_ids.append(token.token_id)
+            owner.error = owner.error or row.error
             if token.logprobs is not None:
                 owner.logprobs = [*(owner.logprobs or []), token.logprobs]
         return outputs

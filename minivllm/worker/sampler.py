@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.outputs import Logprob
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, num_parameters
 from minivllm.scheduler_output import SequenceData
 
 MIN_LOGIT = float("-inf")
@@ -37,11 +36,13 @@ class SamplingRow:
         seq: The sequence that it continues.
         index: The sibling that gets it: the sequence itself, or one that is about to be forked from it.
         num_drafts: Draft tokens that come before it.
+        error: Why it means nothing: a function of the request has failed.
     """
 
     seq: SequenceData
     index: int
     num_drafts: int = 0
+    error: str | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -100,12 +101,12 @@ def argmax(logits: Tensor) -> Tensor:
 def adjusts_logits(row: SamplingRow) -> bool:
     """Whether `adjust_logits` would change anything."""
     params = row.params
-    is_ruled = params.allowed_token_ids or row.position < params.min_tokens or row.mask
-    return bool(params.logit_bias or params.needs_output_tokens or is_ruled)
+    restricts_tokens = params.allowed_token_ids or row.position < params.min_tokens or row.mask
+    return bool(params.logit_bias or params.needs_output_tokens or restricts_tokens)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, penalties and logits processors, then what is ruled out: what applies to greedy rows too."""
+    """Logit bias, penalties and logits processors, then everything that bars tokens. All of it applies to greedy rows too."""
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
@@ -126,7 +127,11 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 params.frequency_penalty,
             )
         for process in params.logits_processors or ():
-            adjusted[i] = run_logits_processor(process, row, adjusted[i])
+            try:
+                adjusted[i] = run_logits_processor(process, row, adjusted[i])
+            except Exception as error:  # of this request, and no matter of the others in the batch
+                row.error = f"The logits processor {getattr(process, '__name__', type(process).__name__)} {error}"
+                break
         if params.allowed_token_ids:
             kept = torch.tensor(params.allowed_token_ids, device=logits.device)
             adjusted[i] = torch.full_like(adjusted[i], MIN_LOGIT).index_copy_(0, kept, adjusted[i, kept])
@@ -134,7 +139,7 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
             adjusted[i].masked_fill_(~allowed_tokens(row.mask, logits.shape[-1]).to(logits.device), MIN_LOGIT)
         for banned in banned_tokens(row):
             kept = adjusted[i].index_fill(0, torch.tensor(banned, device=logits.device), MIN_LOGIT)
-            if kept.max() > MIN_LOGIT:  # what a grammar demands comes first
+            if kept.max() > MIN_LOGIT:  # what a grammar or `allowed_token_ids` demand comes first
                 adjusted[i] = kept
     return adjusted
 
@@ -145,25 +150,31 @@ def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logit
     Raises:
         RuntimeError: It failed, or returned something else.
     """
-    known = [list(row.seq.output_token_ids), logits.clone()]
-    if len(inspect.signature(process).parameters) == 3:
-        known.insert(0, list(row.seq.request.prompt_token_ids))
-    name = getattr(process, "__name__", type(process).__name__)
+    arguments: list[Any] = [list(row.seq.output_token_ids), logits.clone()]
+    if num_parameters(process) == 3:
+        arguments.insert(0, list(row.seq.request.prompt_token_ids))
     try:
-        processed = process(*known)
+        processed = process(*arguments)
     except Exception as error:
-        raise RuntimeError(f"the logits processor {name} raised {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"raised {type(error).__name__}: {error}.") from error
     if not isinstance(processed, Tensor) or processed.shape != logits.shape:
         found = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
-        raise RuntimeError(f"the logits processor {name} must return the logits, {list(logits.shape)}, not {found}")
+        raise RuntimeError(f"must return the logits, {list(logits.shape)}, not {found}.")
+    if not processed.max() > MIN_LOGIT:
+        raise RuntimeError("leaves no token to choose from.")
     return processed
 
 
 def banned_tokens(row: SamplingRow) -> list[list[int]]:
-    """What must not come next: tokens that end the text before `min_tokens`, and last tokens of bad words whose others have just come."""
+    """What must not come next: before `min_tokens`, tokens that end the text; the last tokens of bad words whose others have just come."""
     request, output = row.seq.request, row.seq.output_token_ids
     stops = list(request.stop_reasons) if row.position < row.params.min_tokens else []
-    ends = [word[-1] for word in request.bad_words if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]]
+    last = output[-1] if output else None
+    ends = [
+        word[-1]
+        for word in request.bad_words
+        if len(word) == 1 or (word[-2] == last and tuple(output[1 - len(word) :]) == word[:-1])
+    ]
     return [banned for banned in (stops, ends) if banned]
 
 

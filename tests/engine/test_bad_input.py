@@ -94,6 +94,7 @@ def load(folder, **kwargs) -> LLM:
         ({"logit_bias": [1]}, "logit_bias must map"),
         ({"bad_words": "Paris"}, "bad_words must be a list of words"),
         ({"bad_words": ["Paris", " "]}, "bad_words must be a list of words"),
+        ({"bad_words": ["\ud800"]}, "not valid Unicode"),
         ({"logits_processors": print}, "logits_processors must be a list of functions"),
         ({"logits_processors": ["print"]}, "logits_processors must be a list of functions"),
         ({"ignore_eos": "yes"}, "ignore_eos must be True or False"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 from transformers import LogitsProcessorList, NoBadWordsLogitsProcessor
 
 from minivllm import LLM, SamplingParams
-from minivllm.engine.input_processor import InputProcessor
+from minivllm.config import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import RequestError
 from minivllm.sampling_params import StructuredOutputsParams
 
@@ -129,32 +129,62 @@ def test_logits_processors_change_the_logits(llm):
     assert [completion.token_ids for completion in counted] == [[1000 + i for i in range(12)]] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("process", "sentence"),
-    [
-        (lambda output_ids, logits: 1 / 0, "the logits processor <lambda> raised ZeroDivisionError: division by zero"),
-        (lambda output_ids, logits: None, r"the logits processor <lambda> must return the logits, \[49152\], not NoneType"),
-        (lambda output_ids, logits: logits[:5], r"must return the logits, \[49152\], not \[5\]"),
-    ],
-)
-def test_a_logits_processor_that_fails_says_so(llm, process, sentence):
-    assert re.search(sentence, generate(llm, replace(GREEDY, logits_processors=[process])).error)
-    assert generate(llm, GREEDY).outputs[0].text  # the engine goes on
+FAILING = {
+    "raises": (lambda output_ids, logits: 1 / 0, "The logits processor fail_late raised ZeroDivisionError: division by zero."),
+    "none": (lambda output_ids, logits: None, "must return the logits, [49152], not NoneType."),
+    "shape": (lambda output_ids, logits: logits[:5], "must return the logits, [49152], not [5]."),
+    "nothing left": (lambda output_ids, logits: logits - torch.inf, "leaves no token to choose from."),
+}
 
 
 @pytest.mark.slow
-def test_logits_processors_are_for_models_in_this_process(llm):
-    processor = llm.llm_engine.input_processor
-    other = InputProcessor(processor._model_config, processor._scheduler_config, llm.get_tokenizer(), processor.cache_tokens)
-    with pytest.raises(RequestError, match="the model runs in another one: use an LLM without parallelism"):
-        other.process_inputs("a", PROMPT, replace(GREEDY, logits_processors=[print]))
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_logits_processor_that_fails_ends_its_request_alone(llm, kind):
+    process, sentence = FAILING[kind]
+
+    def fail_late(output_ids, logits):
+        return process(output_ids, logits) if len(output_ids) == 3 else logits
+
+    alone = generate(llm, GREEDY).outputs[0].token_ids
+    for temperature, n in ((0, 1), (1.0, 2)):
+        bad = replace(GREEDY, temperature=temperature, n=n, seed=1, logits_processors=[fail_late])
+        for _ in range(4):  # one after another, which is no reason to end the engine
+            failed, good = llm.generate([PROMPT] * 2, [bad, GREEDY], use_tqdm=False)
+            assert sentence in failed.error and good.outputs[0].token_ids == alone
+            assert {completion.finish_reason for completion in failed.outputs} == {"error"}
+    assert llm.llm_engine.block_manager.get_num_free_gpu_blocks() == llm.llm_engine.block_manager.num_gpu_blocks
+
+
+@pytest.mark.slow
+def test_functions_say_what_they_take(llm):
+    seen = []
+    generate(llm, replace(GREEDY, logits_processors=[lambda ids, logits, scale=2: (seen.append(len(ids)), logits)[1]]))
+    assert seen == list(range(12)), "what has a default is no third parameter"
+    for function in (lambda logits: logits, lambda a, b, c, d: a, print):
+        with pytest.raises(RequestError, match="but must have functions of two parameters"):
+            replace(GREEDY, logits_processors=[function])
+
+
+@pytest.mark.slow
+def test_logits_processors_are_for_models_in_this_process(smollm2_path):
+    params = replace(GREEDY, logits_processors=[lambda output_ids, logits: logits])
+    engine = LLMEngine.from_engine_args(EngineArgs(str(smollm2_path), num_gpu_blocks_override=16), in_process=False)
+    try:
+        with pytest.raises(RequestError, match="the model runs in another one: use an LLM without parallelism"):
+            engine.add_request("a", PROMPT, params)
+    finally:
+        engine.shutdown()
 
 
 @pytest.mark.slow
 def test_drafts_and_bad_words_go_together(llm, smollm2_path):
-    """A text that repeats itself, so that there are drafts; and the tokens are those without."""
-    params = replace(GREEDY, max_tokens=40, bad_words=["Paris"])
-    prompt = "one two three four five one two three four five one two"
+    """A text that repeats itself, so that there would be drafts; the bad word is within what is repeated."""
     drafting = LLM(smollm2_path, num_gpu_blocks_override=64, num_speculative_tokens=4, max_num_seqs=4)
-    assert generate(drafting, params, prompt).outputs[0].token_ids == generate(llm, params, prompt).outputs[0].token_ids
+    prompt = "one two three four five one two three four five one two"
+    params = replace(GREEDY, max_tokens=40)
+    assert generate(drafting, params, prompt).metrics.num_draft_tokens > 0
+    plain = generate(llm, params, prompt).outputs[0]
+    params = replace(params, bad_words=["four five"])
+    with_drafts, without = (generate(engine, params, prompt).outputs[0] for engine in (drafting, llm))
+    assert "four five" in plain.text and "four five" not in without.text
+    assert with_drafts.token_ids == without.token_ids
