@@ -16,7 +16,7 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """A request's times, in seconds of the engine's clock, and its counters.
+    """A request's times, in seconds of the engine's clock, and its counters. `queued_time` is when the (first) engine core got it.
 
     `num_preemptions` counts how often one of its sequences lost its blocks; `num_cached_tokens` is the number of prompt tokens found
     in the prefix cache at its first admission. With speculative decoding, `num_accepted_tokens` of `num_draft_tokens` were accepted.
@@ -30,6 +30,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    queued_time: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:

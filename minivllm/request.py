@@ -226,8 +226,6 @@ class Request:
         self.resumption = resumption
         self.ordinal = 0
         """How many requests the engine core had got before it."""
-        self.queued_time = 0.0
-        """When the engine core got it, in seconds of its clock."""
         self.grammar: StructuredOutputGrammar | None = None
         """With structured outputs, the grammar at its beginning, once it is compiled."""
         self.sequences: list[Sequence] = []

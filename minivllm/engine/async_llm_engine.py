@@ -104,7 +104,8 @@ class AsyncLLMEngine:
             for status in self.replicas.statuses():
                 self.metrics.set_stats(status.rank, SchedulerStats())  # shared gauges are shown once they are set
                 self.metrics.set_replica(status.rank, is_ready=status.state == "ready")
-                self.metrics.set_cache_config(status.rank, cache_config, status.num_gpu_blocks)
+                if status.state == "ready":
+                    self.metrics.set_cache_config(status.rank, cache_config, status.num_gpu_blocks)
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self.input_processor = input_processor or InputProcessor(
@@ -362,11 +363,14 @@ class AsyncLLMEngine:
         self.check_health()
         self._bind_to_loop()
         watcher = StepQueue()
-        self._client.send(SetTracing(True))  # the next step then tells all requests
+        self._client.send(SetTracing(True))  # the next record then describes all requests
         self._watchers.add(watcher)
         try:
             while True:
                 await watcher.news.wait()
+                if watcher.has_missed:
+                    watcher.has_missed = False
+                    self._client.send(SetTracing(True))
                 while watcher.records:
                     yield watcher.records.popleft()
                 if watcher.failure is not None:
@@ -460,7 +464,8 @@ class AsyncLLMEngine:
             self.dead_error, self._is_restarting = None, False
             if self._client.client_index == 0:
                 self.metrics.set_replica(message.engine_index, is_ready=True)
-                self.metrics.set_cache_config(message.engine_index, self.cache_config, message.num_gpu_blocks)
+                num_gpu_blocks = self.replicas.statuses()[message.engine_index].num_gpu_blocks
+                self.metrics.set_cache_config(message.engine_index, self.cache_config, num_gpu_blocks)
             self.num_gpu_blocks = message.num_gpu_blocks
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
             if self._watchers:
@@ -472,7 +477,8 @@ class AsyncLLMEngine:
         processed = self.output_processor.process_outputs(outputs)
         self._client.stop_sequences(processed.stopped)
         now = time.perf_counter()
-        self.metrics.record_outputs(outputs.engine_index, processed.updated, now, self.cache_config.enable_prefix_caching)
+        has_cache = self.cache_config.enable_prefix_caching
+        self.metrics.record_outputs(outputs.engine_index, processed.updated, now, outputs.timestamp, has_cache)
         for state in processed.updated:
             stream = self._streams[state.request.request_id]
             stream.notify()

@@ -84,7 +84,7 @@ class StopSequences(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Whether each `EngineCoreOutputs` to this API server is to carry its `StepRecord`."""
+    """Whether each `EngineCoreOutputs` to this API server is to carry its `StepRecord`. If so, the next record describes all requests."""
 
     on: bool
     client_index: int = 0

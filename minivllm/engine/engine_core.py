@@ -78,7 +78,7 @@ class EngineCore:
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
         self.num_gpu_blocks = num_gpu_blocks
         self.num_requests = 0
-        """How many it has got."""
+        """Requests received so far."""
         self.num_steps = 0
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
@@ -149,8 +149,10 @@ class EngineCore:
         resumption = added.resumption
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
-        added.ordinal, added.queued_time = self.num_requests, self.clock()
+        added.ordinal = self.num_requests
         self.num_requests += 1
+        if added.metrics.queued_time is None:  # another core had it before, else
+            added.metrics.queued_time = self.clock()
         params = added.sampling_params
         if params.structured_outputs is None:
             self._schedule_request(added)
@@ -373,10 +375,10 @@ class EngineCore:
         self.executor.record_timing(True)
         return self._recorder.trace
 
-    def tell_requests(self) -> None:
-        """Have the next step's record tell all requests, for somebody who begins to read the records there, and later ones those that come."""
+    def snapshot_requests(self) -> None:
+        """Describe all requests in the next step's record, and new ones in later records, for a reader who joins now."""
         if self._recorder is not None:
-            self._recorder.tell_requests()
+            self._recorder.snapshot_requests()
 
     def stop_trace(self) -> None:
         """Stop recording."""

@@ -188,7 +188,7 @@ class EngineCoreLoop:
         if message.on and not self.watchers:
             self.core.start_trace()
         if message.on:
-            self.core.tell_requests()
+            self.core.snapshot_requests()
         self.watchers = self.watchers | {message.client_index} if message.on else self.watchers - {message.client_index}
         if not self.watchers:
             self.core.stop_trace()

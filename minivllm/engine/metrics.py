@@ -1,7 +1,8 @@
 """Metrics for Prometheus.
 
 Names (with `minivllm:` for `vllm:`) and meanings are vLLM's: `vllm/v1/metrics/loggers.py`, documented in vLLM's
-`docs/design/metrics.md`. Times are taken in the frontend, when a user could see the token.
+`docs/design/metrics.md`. Latencies that a user sees (time to first token, between tokens, end to end) are taken in the frontend; queue, prefill,
+decode and inference time in the engine core.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 """Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
 _LABELS = ("model_name", "engine")
 _CACHE_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization", "swap_space_bytes")
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
 _COUNT_SECONDS = 1.0
 _RATE_SECONDS = 2.0
 
@@ -61,7 +62,6 @@ class SequenceTimes:
 class RequestTimes:
     """When the tokens of a request came, in seconds of `time.perf_counter`."""
 
-    first: float | None = None
     latest: float | None = None
     sequences: dict[int, SequenceTimes] = field(default_factory=dict)
 
@@ -95,8 +95,8 @@ class Metrics:
     Args:
         model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
         num_engines: How many replicas there are.
-        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names. Metrics of the process, which then
-            would be of this one or that, are left out.
+        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names. Process metrics are left out
+            then: they would be those of whichever server answers.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -146,7 +146,12 @@ class Metrics:
             buckets=_ITL_S,
         )
         self._e2e = make(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
-        self._queue = make(Histogram, "request_queue_time_seconds", "From arrival to the first step.", buckets=_REQUEST_S)
+        self._queue = make(
+            Histogram,
+            "request_queue_time_seconds",
+            "From when the engine core received it to its first step.",
+            buckets=_REQUEST_S,
+        )
         self._prefill = make(
             Histogram, "request_prefill_time_seconds", "From the first step to the first token.", buckets=_REQUEST_S
         )
@@ -157,12 +162,12 @@ class Metrics:
         self._step_tokens = make(
             Histogram,
             "iteration_tokens_total",
-            "Prompt tokens and generated ones that a step added, by API server.",
+            "Prompt tokens and generated tokens of a step, without those found in the cache; each API server counts its own part.",
             buckets=_STEP_TOKENS,
         )
         self._cache_config = Gauge(
             "minivllm:cache_config_info",
-            "How the KV cache is laid out; 1 for what is so.",
+            "Configuration of the KV cache, in the labels; the value is 1.",
             [*_CACHE_LABELS, "engine"],
             registry=self.registry,
             multiprocess_mode="mostrecent",
@@ -172,16 +177,19 @@ class Metrics:
             Histogram, "request_generation_tokens", "Tokens of an answer; each of n has its own.", buckets=_TOKENS
         )
         self._request_longest = make(
-            Histogram, "request_max_num_generation_tokens", "Tokens of the longest answer of n.", buckets=_TOKENS
+            Histogram, "request_max_num_generation_tokens", "Tokens of a request's longest output.", buckets=_TOKENS
         )
-        self._request_n = make(Histogram, "request_params_n", "Answers that a request wants.", buckets=_CONTINUATIONS)
+        self._request_n = make(Histogram, "request_params_n", "The parameter n.", buckets=_CONTINUATIONS)
         self._request_max_tokens = make(
-            Histogram, "request_params_max_tokens", "Tokens that an answer may have, at most.", buckets=_TOKENS
+            Histogram,
+            "request_params_max_tokens",
+            "The parameter max_tokens; without it, what the context has room for.",
+            buckets=_TOKENS,
         )
         self._request_preemptions = make(
             Histogram, "request_num_preemptions", "How often a request lost its cache blocks.", buckets=_PREEMPTIONS
         )
-        self._finished = make(Counter, "request_success", "Finished requests, by reason.", reasons=FINISHED_REASONS)
+        self._finished = make(Counter, "request_success", "Finished requests, by reason.", reasons=_FINISHED_REASONS)
         self._model_name = model_name
         self._counts: dict[str, tuple[float, int]] = {}
         """What `count` has returned lately, and when."""
@@ -207,9 +215,9 @@ class Metrics:
 
     def set_cache_config(self, engine_index: int, config: CacheConfig, num_gpu_blocks: int) -> None:
         """How an engine's cache is laid out, from now on."""
-        swap_space = str(config.swap_space_bytes)
-        layout = (str(config.block_size), str(num_gpu_blocks), str(config.enable_prefix_caching), str(config.gpu_memory_utilization), swap_space)  # fmt: skip
-        if engine_index in self._layouts:
+        values = (config.block_size, num_gpu_blocks, config.enable_prefix_caching, config.gpu_memory_utilization)
+        layout = tuple(map(str, (*values, config.swap_space_bytes)))
+        if engine_index in self._layouts:  # labels cannot be removed where several processes share metrics
             self._cache_config.labels(*self._layouts[engine_index], str(engine_index)).set(0)
         self._cache_config.labels(*layout, str(engine_index)).set(1)
         self._layouts[engine_index] = layout
@@ -237,20 +245,23 @@ class Metrics:
             self._counts[name] = now, int(total)
         return self._counts[name][1]
 
-    def record_outputs(self, engine_index: int, states: list[RequestState], now: float, has_prefix_cache: bool) -> None:
+    def record_outputs(
+        self, engine_index: int, states: list[RequestState], now: float, step_end: float, has_prefix_cache: bool
+    ) -> None:
         """A step added something to these requests.
 
         Args:
             engine_index: Where the step was.
             states: The requests, after the step.
             now: Seconds of `time.perf_counter`.
+            step_end: When the step ended, on the core's clock.
             has_prefix_cache: Whether prompts are looked up.
         """
-        if num_tokens := sum(self._record_output(state, now, has_prefix_cache) for state in states):
+        if num_tokens := sum(self._record_output(state, now, step_end, has_prefix_cache) for state in states):
             self._step_tokens.labels(self._model_name, str(engine_index)).observe(num_tokens)
 
-    def _record_output(self, state: RequestState, now: float, has_prefix_cache: bool) -> int:
-        """Returns how many tokens were added; at the first one, the prompt's too."""
+    def _record_output(self, state: RequestState, now: float, step_end: float, has_prefix_cache: bool) -> int:
+        """Returns how many tokens were added; at the first one, those of the prompt that were computed, too."""
         times, labels = self._times.setdefault(state, RequestTimes()), self._labels(state)
         num_new = num_prompt = 0
         for index, text in state.texts.items():
@@ -260,7 +271,7 @@ class Metrics:
                 sequence.num_tokens, sequence.latest = len(text.output.token_ids), now
         if num_new:
             if times.latest is None:
-                times.first, num_prompt = now, len(state.request.prompt_token_ids)
+                num_prompt = len(state.request.prompt_token_ids) - state.metrics.num_cached_tokens
                 self._record_first_token(state, now, has_prefix_cache)
             else:
                 self._itl.labels(*labels).observe(now - times.latest)
@@ -268,6 +279,8 @@ class Metrics:
             times.latest = now
         if state.finished:
             reasons = [text.output.finish_reason for text in state.texts.values()]
+            if not state.error:
+                self._record_phases(state, step_end)
             self.record_finish(state, "error" if state.error or not reasons else str(reasons[-1]), now)
         return num_prompt + num_new
 
@@ -275,8 +288,6 @@ class Metrics:
         metrics, num_prompt_tokens, labels = state.metrics, len(state.request.prompt_token_ids), self._labels(state)
         self._ttft.labels(*labels).observe(now - metrics.arrival_time)
         self._prompt_tokens.labels(*labels).inc(num_prompt_tokens)
-        if metrics.first_scheduled_time is not None:
-            self._queue.labels(*labels).observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
         if has_prefix_cache:
             self._prefix_queries.labels(*labels).inc(num_prompt_tokens)
             self._prefix_hits.labels(*labels).inc(metrics.num_cached_tokens)
@@ -291,25 +302,29 @@ class Metrics:
         self._e2e.labels(*labels).observe(now - state.metrics.arrival_time)
         self._request_prompt.labels(*labels).observe(len(state.request.prompt_token_ids))
         self._request_n.labels(*labels).observe(state.params.n)
-        self._request_max_tokens.labels(*labels).observe(state.request.max_num_tokens - len(state.request.prompt_token_ids))
+        max_tokens = state.params.max_tokens or state.request.max_num_tokens - len(state.request.prompt_token_ids)
+        self._request_max_tokens.labels(*labels).observe(max_tokens)
         self._request_preemptions.labels(*labels).observe(state.metrics.num_preemptions)
         self._request_longest.labels(*labels).observe(
             max((sequence.num_tokens for sequence in times.sequences.values()), default=0)
         )
-        self._record_phases(state, times)
         for sequence in times.sequences.values():
             self._request_output.labels(*labels).observe(sequence.num_tokens)
             if sequence.num_tokens > 1:
                 self._tpot.labels(*labels).observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))
 
-    def _record_phases(self, state: RequestState, times: RequestTimes) -> None:
-        scheduled, first = state.metrics.first_scheduled_time, state.metrics.first_token_time
-        if scheduled is None or first is None or times.first is None or times.latest is None:
+    def _record_phases(self, state: RequestState, step_end: float) -> None:
+        metrics, labels = state.metrics, self._labels(state)
+        queued, scheduled, first = metrics.queued_time, metrics.first_scheduled_time, metrics.first_token_time
+        if queued is None or scheduled is None or first is None:
             return
-        prefill, decode, labels = first - scheduled, times.latest - times.first, self._labels(state)
-        self._prefill.labels(*labels).observe(prefill)
-        self._decode.labels(*labels).observe(decode)
-        self._inference.labels(*labels).observe(prefill + decode)
+        for histogram, seconds in (
+            (self._queue, scheduled - queued),
+            (self._prefill, first - scheduled),
+            (self._decode, step_end - first),
+            (self._inference, step_end - scheduled),
+        ):
+            histogram.labels(*labels).observe(seconds)
 
     def _labels(self, state: RequestState) -> tuple[str, str]:
         return self._model_name, str(state.engine_index)

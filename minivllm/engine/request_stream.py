@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 
 from minivllm.engine.output_processor import RequestState
@@ -13,9 +12,7 @@ from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
 MAX_KEPT_STEPS = 256
-"""Steps kept for a slow reader; older ones are dropped."""
-MAX_KEPT_REQUESTS = 1024
-"""Requests that those have told, and which the next one then tells."""
+"""Steps kept for a slow reader."""
 
 
 class RequestStream:
@@ -59,18 +56,16 @@ class StepQueue:
     """Steps for one reader."""
 
     def __init__(self) -> None:
-        self.records: deque[tuple[int, StepRecord]] = deque(maxlen=MAX_KEPT_STEPS)
+        self.records: deque[tuple[int, StepRecord]] = deque()
+        self.has_missed = False
         self.failure: EngineDeadError | None = None
         self.news = asyncio.Event()
 
     def put(self, engine_index: int, record: StepRecord) -> None:
-        """There was a step. If the reader is slow, the oldest is dropped, but not what it tells of requests."""
+        """There was a step. All records of a reader who is too slow are dropped: it needs to be told anew what there is."""
         if len(self.records) == MAX_KEPT_STEPS:
-            rank, oldest = self.records.popleft()
-            for other, later in itertools.chain(self.records, [(engine_index, record)]) if oldest.known else ():
-                if other == rank:
-                    later.known = [*oldest.known, *later.known][-MAX_KEPT_REQUESTS:]
-                    break
+            self.records.clear()
+            self.has_missed = True
         self.records.append((engine_index, record))
         self.news.set()
 

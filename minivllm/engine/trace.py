@@ -66,20 +66,20 @@ class SequenceStep(NamedTuple):
         return SequenceKey(self.request_id, self.index)
 
 
-class KnownRequest(NamedTuple):
-    """An unfinished request, for those who read the records of steps and have not seen it come.
+class RequestSnapshot(NamedTuple):
+    """An unfinished request before a step.
 
     Attributes:
         request_id: As in the records.
-        number: How many requests the engine core had got before it.
-        queued_time: When the core got it, in seconds of its clock.
+        ordinal: How many requests the engine core had received before it.
+        queued_time: When the first core received it, in seconds of the engine's clock.
         first_token_time: When its first token was generated; None if it has none.
         num_prompt_tokens, num_cached_tokens: Tokens of the prompt, and those of them found in the prefix cache.
-        progress: Of its unfinished sequences, by index: tokens in the cache, and tokens generated, before the step.
+        progress: Of its unfinished sequences, by index: tokens in the cache, and tokens generated.
     """
 
     request_id: str
-    number: Count
+    ordinal: Count
     queued_time: Seconds
     first_token_time: Seconds | None
     num_prompt_tokens: Count
@@ -116,7 +116,8 @@ class StepRecord:
         preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
         finished: Sequences that finished in the step.
         arrived, aborted: Requests added and aborted since the last step.
-        known: For those who read the records one by one: requests that have arrived, or all of them where somebody begins to read. Else empty.
+        request_snapshots: For readers of single records, and not saved: requests that have arrived.
+        describes_all: Whether these are all unfinished requests, for a reader who joins here.
         num_running, num_waiting, num_swapped: Sequences in each queue.
         num_free_blocks: Free blocks on the device.
         block_tables: Device blocks of each running sequence, in the order of its tokens.
@@ -142,7 +143,8 @@ class StepRecord:
     finished: list[Finish] = field(default_factory=list)
     arrived: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    known: list[KnownRequest] = field(default_factory=list)
+    request_snapshots: list[RequestSnapshot] = field(default_factory=list)
+    describes_all: bool = False
     block_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
     swapped_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
     ref_counts: dict[Count, Count] = field(default_factory=dict)
@@ -329,6 +331,8 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
     content: dict[str, Any] = {}
     for item in dataclasses.fields(StepRecord):
         value = getattr(step, item.name)
+        if item.name in ("request_snapshots", "describes_all"):
+            continue
         if item.name in _TABLES:
             old = getattr(before, item.name) if before else {}
             value = [[*key, table] for key, table in value.items() if old.get(key) != table]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from minivllm.engine.trace import (
     EngineTrace,
     Finish,
-    KnownRequest,
     Preemption,
     RequestRecord,
+    RequestSnapshot,
     SequenceKey,
     SequenceStep,
     StepRecord,
@@ -97,10 +97,11 @@ class TraceRecorder:
         )
         self._arrived: list[str] = []
         self._aborted: list[str] = []
-        self._tells = False
-        """Whether records tell requests."""
-        self._to_tell: list[Request] = []
-        """Those that the next step's record tells."""
+        self._takes_snapshots = False
+        """Whether records describe requests that arrive."""
+        self._to_snapshot: list[Request] = []
+        self._describes_all = False
+        """What the next step's record describes."""
         self._stopped: list[Finish] = []
         """Sequences stopped after the record of their step was removed from the trace."""
         self._names: dict[str, str] = {}
@@ -119,8 +120,8 @@ class TraceRecorder:
             count += 1
             name = self._names[request.request_id] = f"{request.request_id}#{count}"
         self._arrived.append(name)
-        if self._tells:
-            self._to_tell.append(request)
+        if self._takes_snapshots:
+            self._to_snapshot.append(request)
         self.trace.requests[name] = RequestRecord(
             request_id=name,
             arrival_time=request.metrics.arrival_time,
@@ -131,10 +132,10 @@ class TraceRecorder:
             cache_salt=request.data.cache_salt,
         )
 
-    def tell_requests(self) -> None:
-        """Tell all requests in the next step's record, and from then on those that come."""
-        self._tells = True
-        self._to_tell = list(self._core.scheduler.requests.values())
+    def snapshot_requests(self) -> None:
+        """Describe all requests in the next step's record, and new ones in later records."""
+        self._takes_snapshots = self._describes_all = True
+        self._to_snapshot = list(self._core.scheduler.requests.values())
 
     def abort_request(self, request: Request) -> None:
         """A request has been aborted between two steps."""
@@ -172,13 +173,15 @@ class TraceRecorder:
             arrived=self._arrived,
             aborted=self._aborted,
             finished=self._stopped,
-            known=[self._tell(request) for request in self._to_tell if not request.finished],
+            request_snapshots=[self._snapshot(request) for request in self._to_snapshot if not request.finished],
+            describes_all=self._describes_all,
             block_tables=tables,
             blocks_to_copy=list(output.blocks_to_copy),
             blocks_to_swap_out=list(output.blocks_to_swap_out),
             blocks_to_swap_in=list(output.blocks_to_swap_in),
         )
-        self._arrived, self._aborted, self._stopped, self._to_tell = [], [], [], []
+        self._arrived, self._aborted, self._stopped = [], [], []
+        self._to_snapshot, self._describes_all = [], False
         for seq in output.preempted:
             mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
             record.preempted.append(Preemption(*self._key(seq), mode))
@@ -229,12 +232,12 @@ class TraceRecorder:
                 self._finish_request(request)
         self.trace.steps.append(record)
 
-    def _tell(self, request: Request) -> KnownRequest:
+    def _snapshot(self, request: Request) -> RequestSnapshot:
         metrics = request.metrics
-        return KnownRequest(
+        return RequestSnapshot(
             self._names.get(request.request_id, request.request_id),
             request.ordinal,
-            request.queued_time,
+            metrics.arrival_time if metrics.queued_time is None else metrics.queued_time,
             metrics.first_token_time,
             len(request.prompt_token_ids),
             metrics.num_cached_tokens,

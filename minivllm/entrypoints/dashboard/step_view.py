@@ -1,6 +1,6 @@
 """The engine's steps as the live page needs them: the newest in full, the others as points of its curves.
 
-Pure bookkeeping over StepRecords. To a page that is opened in mid-run, a record tells the requests that are there already.
+Pure bookkeeping over StepRecords. To a page that is opened in mid-run, a record describes the requests that are there already.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.engine.trace import KnownRequest, SequenceKey, SequenceStep, StepRecord
+from minivllm.engine.trace import RequestSnapshot, SequenceKey, SequenceStep, StepRecord
 
 MOST_STEPS = 2000
 """Latest steps kept for a slow page."""
@@ -46,11 +46,11 @@ class _Sequence:
 
 
 class StepView:
-    """Takes every step, and reports what changed since the last report. Steps of requests that no record has told are passed over."""
+    """Takes every step, and reports what changed since the last report. Requests that no record has described yet are left out."""
 
     def __init__(self) -> None:
         self._step: StepRecord | None = None
-        self._requests: dict[str, KnownRequest] = {}
+        self._requests: dict[str, RequestSnapshot] = {}
         self._sequences: dict[SequenceKey, _Sequence] = {}
         self._waiting: dict[SequenceKey, None] = {}
         self._curve: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
@@ -63,12 +63,10 @@ class StepView:
 
     def take(self, step: StepRecord) -> None:
         """Take the next step."""
-        for request in step.known:
-            if request.request_id not in self._requests:
-                self._meet(request)
-        seen = (*step.block_tables, *step.swapped_tables, *(item.key for item in step.scheduled), *step.preempted)
-        if not all(name in self._requests for name, *_ in seen):
-            return
+        if step.describes_all:
+            self._forget_all_but({request.request_id for request in step.request_snapshots})
+        for request in step.request_snapshots:
+            self._add_request(request)
         self._step = step
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
@@ -91,28 +89,36 @@ class StepView:
         self._waiting.clear()
         self._told_tables.clear()
 
-    def _meet(self, request: KnownRequest) -> None:
-        """A request has come, or was there before the page."""
+    def _forget_all_but(self, request_ids: set[str]) -> None:
+        """Others have ended in steps that were missed."""
+        self._requests = {name: request for name, request in self._requests.items() if name in request_ids}
+        self._sequences = {key: seq for key, seq in self._sequences.items() if key.request_id in request_ids}
+        self._waiting = {key: None for key in self._waiting if key.request_id in request_ids}
+
+    def _add_request(self, request: RequestSnapshot) -> None:
+        """A request has come, perhaps from another engine core, or was there before the page."""
+        is_new = request.request_id not in self._requests
         self._requests[request.request_id] = request
         for index, (num_computed, num_generated) in request.progress.items():
-            key, seq = SequenceKey(request.request_id, index), _Sequence(request.queued_time)
+            key = SequenceKey(request.request_id, index)
+            self._waiting[key] = None  # unless the step has blocks of it
+            seq = self._sequences.setdefault(key, _Sequence(request.queued_time))
             if num_computed or num_generated:
                 seq.num_cached_tokens, seq.num_generated, seq.context_len = request.num_cached_tokens, num_generated, num_computed
                 seq.num_prompt_tokens = request.num_prompt_tokens if num_generated else None
-            self._sequences[key] = seq
-            self._waiting[key] = None
-        if request.first_token_time is not None:
+        if is_new and request.first_token_time is not None:
             self._first_tokens.append((request.first_token_time, request.first_token_time - request.queued_time))
 
     def _place(self, step: StepRecord) -> None:
         """Update each sequence's queue."""
         for key in (*step.block_tables, *step.swapped_tables, *(SequenceKey(*item[:2]) for item in step.preempted)):
             self._waiting.pop(key, None)
-            if key not in self._sequences:
+            if key not in self._sequences and key.request_id in self._requests:
                 self._sequences[key] = self._join(key)
         for item in step.preempted:
-            if item.mode == "recompute":
-                self._waiting[SequenceKey(*item[:2])] = None
+            key = SequenceKey(*item[:2])
+            if item.mode == "recompute" and key in self._sequences:
+                self._waiting[key] = None
         for key in [key for key in self._waiting if key.request_id in step.aborted]:
             del self._waiting[key]
         while len(self._waiting) > step.num_waiting:  # of a step that was missed
@@ -128,7 +134,9 @@ class StepView:
 
     def _advance(self, item: SequenceStep, step: StepRecord) -> float | None:
         """Apply a step to a sequence. Returns its inter-token latency in seconds, if it got a further token."""
-        seq = self._sequences[item.key]
+        seq = self._sequences.get(item.key)
+        if seq is None:
+            return None
         is_first_chunk = seq.context_len is None
         seq.context_len = item.context_len
         if item.action == "prefill" and seq.num_generated == 0:
@@ -153,10 +161,8 @@ class StepView:
 
         for item in step.preempted:
             note("preempted", SequenceKey(*item[:2]), item.mode)
-        for request_id in step.aborted:
-            note(
-                "ended", next((key for key in self._sequences if key.request_id == request_id), SequenceKey(request_id)), "abort"
-            )
+        for key in [key for key in self._sequences if key.request_id in step.aborted]:
+            note("ended", key, "abort")
         for finish in step.finished:
             note("ended", SequenceKey(*finish[:2]), finish.reason)
 
@@ -182,7 +188,7 @@ class StepView:
         step = self._step
         if step is None:
             return None
-        waiting = heapq.nsmallest(MOST_WAITING, self._waiting, lambda key: (self._requests[key.request_id].number, key.index))
+        waiting = heapq.nsmallest(MOST_WAITING, self._waiting, lambda key: (self._requests[key.request_id].ordinal, key.index))
         report = {name: getattr(step, name) for name in (*_COUNTS, "start", "num_tokens", "error")} | {
             "sequences": self._tell_sequences(step),
             "waiting": [self._name(key) | {"was_preempted": self._sequences[key].context_len is not None} for key in waiting],
@@ -193,7 +199,9 @@ class StepView:
             "first_tokens": list(self._first_tokens),
             "curve": {name: [point[name] for point in self._curve] for name in self._curve[0]},
         }
-        self._told_tables, self._told_cached = step.block_tables | step.swapped_tables, step.cached_blocks
+        tables = step.block_tables | step.swapped_tables
+        self._told_tables = {key: table for key, table in tables.items() if key in self._sequences}
+        self._told_cached = step.cached_blocks
         self._step = None
         for told in (self._curve, self._first_tokens, self._happenings):
             told.clear()
@@ -201,7 +209,7 @@ class StepView:
 
     def _name(self, key: SequenceKey) -> dict[str, Any]:
         """A sequence, and the number of its request in the engine, which is the same on every page."""
-        return {**key._asdict(), "number": self._requests[key.request_id].number}
+        return {**key._asdict(), "number": self._requests[key.request_id].ordinal}
 
     def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
         """All sequences that hold blocks: on the device in batch order, then on the host."""
@@ -209,6 +217,8 @@ class StepView:
         told = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
             for key, table in tables.items():
+                if key not in self._sequences:
+                    continue
                 seq, before = self._sequences[key], self._told_tables.get(key, ())
                 part = parts.get(key)
                 keep = len(before) if table[: len(before)] == before else 0
