@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, ResponsesRequest
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest, SamplingBody
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_fields.md"
-BODIES: dict[str, type[GenerationBody] | type[ResponsesRequest]] = {
+BODIES: dict[str, type[SamplingBody]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     "responses": ResponsesRequest,
@@ -163,12 +163,21 @@ OPENAI_FIELDS = {
         "web_search_options",
     ],
     "completions": ["best_of"],
-    "responses": ["conversation", "safety_identifier"],
+    "responses": [
+        "context_management",
+        "conversation",
+        "image",
+        "moderation",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "stream_options",
+    ],
 }
 """Those of OpenAI that vLLM has not."""
 
 
-def treatment(body: type[GenerationBody] | type[ResponsesRequest], field: str) -> str:
+def treatment(body: type[SamplingBody], field: str) -> str:
     """What the server does with a field."""
     if field in body.model_fields:
         return "served"

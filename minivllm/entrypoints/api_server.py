@@ -35,11 +35,11 @@ from minivllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationBody,
     ResponsesRequest,
+    SamplingBody,
     TokenizeRequest,
 )
-from minivllm.entrypoints.openai.responses_api import ResponsesAnswer
+from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
 from minivllm.entrypoints.replicas_api import describe_replicas
 from minivllm.entrypoints.replicas_api import router as replicas_router
 from minivllm.entrypoints.server_state import ServerState
@@ -223,7 +223,7 @@ def _check_model(request: Request, model: str | None) -> None:
         )
 
 
-def _answer(request: Request, body: GenerationBody | ResponsesRequest, kind: Callable[..., Answer]) -> Response:
+def _answer(request: Request, body: SamplingBody, kind: Callable[..., Answer]) -> Response:
     _check_model(request, body.model)
     request.scope["minivllm.record"].ignored_fields = body.ignored_fields
     state = _state(request)
@@ -263,7 +263,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @router.post("/v1/responses", responses={200: {"model": shapes.ResponsesResponse, "content": _EVENTS}})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Generate the next message of a conversation, in OpenAI's newer form."""
+    """Generate the next message of a conversation, in the form of OpenAI's Responses API."""
     return _answer(request, body, ResponsesAnswer)
 
 

@@ -105,6 +105,14 @@ def test_a_conversation_is_that_of_a_chat(server):
         ({"max_output_tokens": 0}, "max_output_tokens is 0, but must be at least 1", "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format must have a schema if, and only if", "text.format"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "structured_outputs cannot be compiled", None),
+        ({"response_format": {"type": "json_object"}}, "response_format is an object, but this server does not support", None),
+        ({"max_tokens": 5}, "max_tokens is 5, but this server does not support that", "max_tokens"),
+        ({"n": 2}, "n is 2, but this server does not support that", "n"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "text.format and structured_outputs",
+            None,
+        ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools, which is not a variable", None),
         ({"metadata": {"a": 1}}, "metadata.a is 1, but must be a string", "metadata.a"),
         ({"model": "x"}, 'There is no model "x"', "model"),
@@ -119,8 +127,18 @@ def test_mistakes_are_told_in_a_sentence(server, body, sentence, param, stream):
 
 
 def test_what_changes_nothing_is_taken(server):
-    fields = {"store": True, "reasoning": {"effort": "low"}, "truncation": "disabled", "tools": [], "tool_choice": "auto"}
-    assert respond(server, max_output_tokens=1, text={"format": {"type": "text"}}, **fields).status_code == 200
+    fields = {"store": True, "reasoning": {"effort": "low"}, "truncation": "disabled", "tools": [], "tool_choice": "none"}
+    body = respond(
+        server, max_output_tokens=1, text={"format": {"type": "text"}}, n=1, parallel_tool_calls=False, **fields
+    ).json()
+    assert (body["store"], body["tool_choice"], body["parallel_tool_calls"], body["text"]) == (
+        False,
+        "none",
+        False,
+        {"format": {"type": "text"}},
+    )
+    message = {"type": None, "role": "user", "content": "Hi"}
+    assert respond(server, input=[message], bad_words=["x"], min_tokens=1, max_output_tokens=1).status_code == 200
 
 
 def test_a_model_that_fails_is_told_as_an_event_or_as_an_error(server):
@@ -138,7 +156,8 @@ def test_a_model_that_fails_is_told_as_an_event_or_as_an_error(server):
         executor.failure, executor.seconds_per_step = None, 0.0
     last = json.loads(text.split("\n\n")[-2].split("\ndata: ")[1])
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
-    assert "out of luck" in last["response"]["error"]["message"] and last["response"]["output"] == []
+    assert "out of luck" in last["response"]["error"]["message"] and last["response"]["output"][0]["status"] == "incomplete"
+    assert SENTENCE.startswith(last["response"]["output"][0]["content"][0]["text"])
     TypeAdapter(ResponseStreamEvent).validate_python(last)
     wait_until(server.is_idle)
 

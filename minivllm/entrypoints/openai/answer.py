@@ -1,4 +1,4 @@
-"""Shared by the two generating endpoints: prompts go to the engine, and outputs become one response or a stream of chunks.
+"""Shared by the generating endpoints: prompts go to the engine, and outputs become one response or a stream of chunks.
 
 A subclass of `Answer` knows one endpoint's JSON; `answer_response.py` delivers it.
 """

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from minivllm.entrypoints.openai.errors import EXPECTED, describe_mistake, quoted
+from minivllm.entrypoints.openai.errors import EXPECTED, quoted
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -82,6 +82,15 @@ def _check_num_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(value)} entries, but must have at most {MAX_LOGIT_BIAS}.")
     return value
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if reserved := RESERVED_KWARGS & kwargs.keys():
+        raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
+    return kwargs
+
+
+ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
 
 
 class _Body(BaseModel):
@@ -165,6 +174,13 @@ class SamplingBody(_Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The tokens to choose from."
+    )
+    bad_words: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(None, description="Words whose tokens must not be generated.")
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -182,13 +198,6 @@ class GenerationBody(SamplingBody):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON of a schema, say.")
     # vLLM's
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="The tokens to choose from."
-    )
-    bad_words: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
-        Field(None, description="Words that must not be written.")
-    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Keep so many tokens at the prompt's end; -1 keeps as many as there is room for."
     )
@@ -371,13 +380,11 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool | None = Field(None, description="End the prompt with the opening of the model's turn (true).")
     continue_final_message: bool | None = Field(None, description="Go on with the last message instead.")
     echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the chat template.")
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         self._check_tools()
-        if reserved := RESERVED_KWARGS & (self.chat_template_kwargs or {}).keys():
-            raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError("continue_final_message and add_generation_prompt are both true: leave one out.")
         if self.top_logprobs is not None and not self.logprobs:
@@ -395,8 +402,8 @@ class ChatCompletionRequest(GenerationBody):
             raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
 
 
-class InputText(_Body):
-    """A part of a message to /v1/responses: given, or an answer of before."""
+class ContentPart(_Body):
+    """A part of a message to /v1/responses: of the user's, or of an earlier answer."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -405,13 +412,15 @@ class InputText(_Body):
 class InputMessage(_Body):
     """A message to /v1/responses."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     def for_chat(self) -> dict[str, Any]:
         """As a message to /v1/chat/completions."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content: Any = self.content
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
         return {"role": self.role, "content": content}
 
 
@@ -436,24 +445,36 @@ class TextFormat(_Body):
 
 
 class TextConfig(_Body):
-    """How the text is to be."""
+    """Settings of the text output."""
 
     format: TextFormat | None = None
 
 
-class ResponsesRequest(SamplingBody):
-    """The body of POST /v1/responses: OpenAI's newer form of a chat. Text alone, and nothing is stored."""
+_RESPONSES_FIELDS = {*SamplingBody.model_fields, "chat_template_kwargs", "parallel_tool_calls", "stream_options", "tool_choice"}
+"""Of a chat's fields, those that a request to /v1/responses may have."""
 
-    unserved = UNSERVED | {
-        "background": (None, False),
-        "conversation": (None,),
-        "include": (None, []),
-        "max_tool_calls": (None,),
-        "previous_response_id": (None,),
-        "prompt": (None,),
-        "top_logprobs": (None, 0),
-        "truncation": (None, "disabled"),
-    }
+
+class ResponsesRequest(SamplingBody):
+    """The body of POST /v1/responses: a chat in the form of OpenAI's Responses API. Text only, and nothing is stored."""
+
+    unserved = (
+        dict.fromkeys(ChatCompletionRequest.model_fields.keys() - _RESPONSES_FIELDS, (None,))
+        | UNSERVED
+        | {
+            "background": (None, False),
+            "context_management": (None, []),
+            "conversation": (None,),
+            "image": (None,),
+            "include": (None, []),
+            "max_tool_calls": (None,),
+            "moderation": (None,),
+            "n": (None, 1),
+            "previous_response_id": (None,),
+            "prompt": (None,),
+            "top_logprobs": (None, 0),
+            "truncation": (None, "disabled"),
+        }
+    )
 
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A text, or the messages of a conversation."
@@ -464,27 +485,28 @@ class ResponsesRequest(SamplingBody):
     )
     text: TextConfig | None = Field(None, description="What the text must be: JSON of a schema, say.")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the chat template.")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools, so this changes nothing.")
+    parallel_tool_calls: bool | None = Field(None, description="Nor does this.")
+    # vLLM's
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
+
+    @model_validator(mode="after")
+    def _check_format(self) -> ResponsesRequest:
+        if self.text is not None and self.text.format is not None and self.structured_outputs is not None:
+            raise RequestError("text.format and structured_outputs are given: leave one out.")
+        return self
 
     def to_chat(self) -> ChatCompletionRequest:
-        """The same as a request to /v1/chat/completions.
-
-        Raises:
-            RequestError: Fields that do not fit together.
-        """
+        """The same as a request to /v1/chat/completions."""
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
             messages += [message.for_chat() for message in self.input]
-        shared = ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys() - {"model", "text"}
-        fields = {name: getattr(self, name) for name in shared}
+        fields = {name: getattr(self, name) for name in (*SamplingBody.model_fields, "chat_template_kwargs")}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.for_chat()
-        try:
-            return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
-        except ValidationError as error:  # one of our own checks: types and ranges have been checked
-            raise RequestError(describe_mistake(error.errors()[0])[0]) from None
+        return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
 
 
 class TokenizeRequest(_Body):

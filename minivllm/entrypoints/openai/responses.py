@@ -259,10 +259,14 @@ class ResponsesResponse(TypedDict):
     metadata: dict[str, str] | None
     output: list[OutputMessage]
     parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
     temperature: float
-    tool_choice: Literal["auto"]
+    text: dict[str, Any]
+    tool_choice: Literal["none", "auto"]
     tools: list[Any]
     top_p: float
+    truncation: Literal["disabled"]
     max_output_tokens: int | None
     usage: ResponsesUsage | None
 

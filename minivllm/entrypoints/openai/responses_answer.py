@@ -1,4 +1,4 @@
-"""/v1/responses: the next message of a conversation, in OpenAI's newer form. Mirrors vllm/entrypoints/openai/responses/serving.py.
+"""/v1/responses: the next message of a conversation, in the form of OpenAI's Responses API. Mirrors vllm/entrypoints/openai/responses/serving.py.
 
 A request is one to /v1/chat/completions in other words, and so is its answer. Nothing is stored: a conversation goes on if the client sends
 its earlier messages again.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.entrypoints.openai.protocol import ResponsesRequest
 from minivllm.entrypoints.openai.responses import Json, OutputMessage, OutputText, ResponsesResponse, ResponsesUsage
 
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}
 """Of the text: the only part of the only item."""
 
@@ -33,11 +34,11 @@ class ResponsesAnswer(ChatAnswer):
     id_prefix = "resp_"
 
     def __init__(self, engine: AsyncLLMEngine, body: ResponsesRequest) -> None:
-        self.request = body
+        self.responses_body = body
         self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
-        self._text, self._finish_reason = "", None
-        """Of a stream, so far."""
+        self._text = ""
+        self._finish_reason: str | None = None
         super().__init__(engine, body.to_chat())
 
     async def response(self) -> Json:
@@ -83,6 +84,7 @@ class ResponsesAnswer(ChatAnswer):
         """The event that ends a stream which has begun."""
         failed = self._response("failed")
         failed["error"] = {"code": "server_error", "message": error.message}
+        failed["output"] = [self._item("incomplete")]
         return self._event("response.failed", response=failed)
 
     def _opening_events(self) -> list[bytes]:
@@ -103,19 +105,20 @@ class ResponsesAnswer(ChatAnswer):
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     @property
-    def _status(self) -> Any:
+    def _status(self) -> Literal["completed", "incomplete"]:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def _part(self, text: str) -> OutputText:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _item(self, status: Any) -> OutputMessage:
+    def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> OutputMessage:
         content = [] if status == "in_progress" else [self._part(self._text)]
         return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
 
-    def _response(self, status: Any) -> ResponsesResponse:
+    def _response(self, status: Status) -> ResponsesResponse:
         """The response at this moment. Only one that has ended has output and usage."""
-        body, has_ended = self.request, status in ("completed", "incomplete")
+        body, has_ended = self.responses_body, status in ("completed", "incomplete")
+        form = body.text and body.text.format
         return {
             "id": self.id,
             "object": "response",
@@ -126,12 +129,16 @@ class ResponsesAnswer(ChatAnswer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "metadata": body.metadata,
-            "output": [self._item(status)] if has_ended else [],
-            "parallel_tool_calls": True,
+            "output": [self._item(self._status)] if has_ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
             "temperature": self.params.temperature,
-            "tool_choice": "auto",
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
             "tools": [],
             "top_p": self.params.top_p,
+            "truncation": "disabled",
             "max_output_tokens": body.max_output_tokens,
             "usage": self._usage() if has_ended else None,
         }
