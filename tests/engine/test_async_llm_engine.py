@@ -552,7 +552,7 @@ def test_metrics_count_what_was_done(in_a_process):
     assert (gained["e2e"], gained["length"], gained["abort"]) == (2, 2, 1)
     assert [gained[key] for key in ("prefill", "decode", "n")] == [2, 2, 2]
     assert (gained["longest"], gained["limit"]) == (10, 10)
-    assert gained["in steps"] == gained["prompt"] + gained["generated"]
+    assert gained["in steps"] == gained["prompt"] - gained["hits"] + gained["generated"]
     assert read("minivllm:num_requests_running{") == read("minivllm:kv_cache_usage_perc{") == 0
 
 
@@ -570,7 +570,8 @@ DASHBOARD = {
     "Requests Prefill and Decode Time": ["request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"],
     "Max Generation Token in Sequence Group": ["request_max_num_generation_tokens_sum"],
 }
-"""The panels of vLLM's Grafana dashboard, and the series that they show."""
+"""The panels of vLLM's Grafana dashboard (examples/online_serving/prometheus_grafana/grafana.json), and the series that they show, by the names that these
+have today."""
 
 
 def test_vllms_dashboard_has_all_its_series_from_the_beginning():
@@ -583,7 +584,8 @@ def test_vllms_dashboard_has_all_its_series_from_the_beginning():
             assert all(sample.value == 0 and sample.labels["model_name"] == "a model" for sample in found), (panel, name)
     reasons = {sample.labels["finished_reason"] for sample in samples if sample.name == "minivllm:request_success_total"}
     assert reasons == {"stop", "length", "abort", "error"}
-    assert metrics.registry.get_sample_value("process_resident_memory_bytes") > 2**20
+    if sys.platform == "linux":
+        assert metrics.registry.get_sample_value("process_resident_memory_bytes") > 2**20
 
 
 def test_the_layout_of_a_cache_is_told_and_changes_with_it():
@@ -607,7 +609,7 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
         if moment == 14.0:
             new = [NewTokens(i, tokens.token_ids, finish_reason="stop") for i, tokens in enumerate([NewTokens(0, []), *new])]
         state.add(make_core_output(*new, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5)), moment)
-        metrics.record_outputs(0, [state], moment, has_prefix_cache=False)
+        metrics.record_outputs(0, [state], moment, moment, has_prefix_cache=False)
     sums = {
         name: (value("sum"), value("count"))
         for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")

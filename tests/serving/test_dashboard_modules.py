@@ -84,7 +84,7 @@ GAPPED = """async () => {
         let numSized = 0;
         const curves = new Curves(state, () => {
             numSized += 1;
-            if (numSized < 6) return;
+            if (numSized < document.querySelectorAll("#charts canvas").length) return;
             curves.draw(130);
             resolve([...document.querySelectorAll("#charts canvas")].map((canvas) => {
                 const left = 50 * devicePixelRatio, width = canvas.width - 58 * devicePixelRatio;

@@ -226,8 +226,8 @@ function say(line, ticks) {
 function describe(line, ticks) {
   const values = line.points.map(([, value]) => value).filter((value) => value !== null);
   const name = line.name ? `${line.name} ` : "";
-  if (!values.length) return `${name}nothing yet`;
-  return `${name}${TICKS[ticks](values.at(-1))} now, between ${TICKS[ticks](Math.min(...values))} and ${TICKS[ticks](Math.max(...values))}`;
+  if (!values.length) return `${name}no values`;
+  return `${name}last ${TICKS[ticks](values.at(-1))}, between ${TICKS[ticks](Math.min(...values))} and ${TICKS[ticks](Math.max(...values))}`;
 }
 
 function mean(sum, count) {
