@@ -28,7 +28,7 @@ from server_process import ServerProcess, start_server
 from streams import MODEL, Stream, all_ready, ask, fault
 from tqdm import tqdm
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.bench.report import format_table, report
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.request import EngineCoreRequest, RequestMetrics, Resumption
@@ -56,7 +56,17 @@ class Kind:
         params = dict(self.params)
         if "top_logprobs" in params:
             params["logprobs"] = params.pop("top_logprobs")
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
         return SamplingParams(**params)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 9}},
+    "required": ["names"],
+}
+"""Of an answer that is longer than `LENGTH`."""
 
 
 def kinds_of_requests(stop: str) -> dict[str, Kind]:
@@ -72,6 +82,8 @@ def kinds_of_requests(stop: str) -> dict[str, Kind]:
         "min_tokens and stop ids": Kind(seeded | {"min_tokens": 30, "stop_token_ids": list(range(0, 2000, 3))}),
         "a stop string": Kind(greedy | {"stop": [stop]}),
         "logprobs": Kind(seeded | {"logprobs": 2, "seed": 8}),
+        "bad words": Kind(greedy | {"bad_words": ["the", "a little", "and"]}),
+        "JSON of a schema": Kind(seeded | {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "seed": 11}),
         "prompt logprobs, whole": Kind(greedy | {"prompt_logprobs": 1}, streamed=False),
         "chat": Kind(seeded | {"seed": 9}, chat=True),
         "chat, logprobs": Kind(seeded | {"seed": 10, "logprobs": True, "top_logprobs": 2}, chat=True),

@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import msgspec
 import psutil
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams
+from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams, StructuredOutputsParams
 from minivllm.errors import ConfigError, EngineDeadError, KernelError, WorkerError
 from minivllm.executor.worker_messages import RequestLedger, decode_to_worker, encode, to_request
 from minivllm.models import registry
@@ -99,6 +100,9 @@ def test_tokens_of_the_default_model_are_those_of_one_worker(llm, world_size):
         )
         for i in range(len(prompts))
     ]
+    params[3] = replace(params[3], bad_words=["bread", "the cat"], ignore_eos=False)
+    params[5] = replace(params[5], structured_outputs=StructuredOutputsParams(regex="[a-z]{4,9}( [a-z]{4,9})*"), ignore_eos=False)
+    params[6] = replace(params[6], structured_outputs=StructuredOutputsParams(choice=["cat", "dog", "bread with cheese"]))
     divided = LLM("smollm2-135m", kv_cache_memory_bytes=256 * 2**20, max_num_seqs=32, tensor_parallel_size=world_size)
     try:
         one, several = (engine.generate(prompts, params, use_tqdm=False) for engine in (llm, divided))

@@ -31,6 +31,7 @@ KINDS = {
     "a stop string": replace(GREEDY, stop=["<to be replaced>"]),
     "three continuations with stops": replace(SEEDED, n=3, stop=[".", "\n"], seed=11),
     "logprobs": replace(SEEDED, logprobs=3, top_k=20, logit_bias={198: 1.0}),
+    "bad words": replace(GREEDY, bad_words=["the", "fox jumps", "and"]),
     "structured": replace(SEEDED, n=2, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=FOX)),
     "prompt_logprobs": replace(GREEDY, prompt_logprobs=2, logprobs=1),
 }
