@@ -252,8 +252,10 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
 
 
 def _check_unicode(name: str, text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError(f"{name} has {text!r}, which is not valid Unicode.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} has {text!r}, which is not valid Unicode.") from None
 
 
 def _checked_bad_words(bad_words: object) -> tuple[str, ...]:
