@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,8 +161,11 @@ def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logit
     if not isinstance(processed, Tensor) or processed.shape != logits.shape:
         found = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
         raise RuntimeError(f"must return the logits, {list(logits.shape)}, not {found}.")
-    if not processed.max() > MIN_LOGIT:
+    best = float(processed.max())
+    if best == MIN_LOGIT:
         raise RuntimeError("leaves no token to choose from.")
+    if not math.isfinite(best):
+        raise RuntimeError(f"returned a logit of {best}: use a large number.")
     return processed
 
 

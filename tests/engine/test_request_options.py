@@ -133,6 +133,8 @@ FAILING = {
     "raises": (lambda output_ids, logits: 1 / 0, "The logits processor fail_late raised ZeroDivisionError: division by zero."),
     "none": (lambda output_ids, logits: None, "must return the logits, [49152], not NoneType."),
     "shape": (lambda output_ids, logits: logits[:5], "must return the logits, [49152], not [5]."),
+    "infinity": (lambda output_ids, logits: logits + torch.inf, "returned a logit of inf: use a large number."),
+    "not a number": (lambda output_ids, logits: logits * torch.nan, "returned a logit of nan: use a large number."),
     "nothing left": (lambda output_ids, logits: logits - torch.inf, "leaves no token to choose from."),
 }
 
