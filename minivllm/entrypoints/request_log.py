@@ -167,10 +167,15 @@ def _record_of_dropped(count: int) -> logging.LogRecord:
 
 def say(sentence: str) -> None:
     """Write a line to standard error. A full disk is no reason to end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.write(
-            sys.stderr.fileno(), sentence.encode() + b"\n"
-        )  # print would keep what it cannot write, and try again at the end
+    if sys.stderr is None:
+        return
+    try:
+        file = sys.stderr.fileno()
+    except OSError:  # a stream without a file
+        print(sentence, file=sys.stderr)
+        return
+    with contextlib.suppress(OSError):
+        os.write(file, sentence.encode() + b"\n")  # print would keep what it cannot write, and try again at the end
 
 
 def configure_logging(level: str) -> None:
