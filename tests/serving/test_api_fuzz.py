@@ -90,6 +90,8 @@ def make_likelier(body: dict) -> None:
         body["tokens"] = [token % 1000 for token in body["tokens"]]
     for name in ("best_of", "stop_token_ids", "logit_bias"):
         body.pop(name, None)
+    if isinstance(body.get("prompt"), str):  # /tokenize takes one of both
+        body.pop("messages", None)
     for name in ("text", "response_format", "structured_outputs"):  # the scripted model follows no grammar
         body.pop(name, None)
 
