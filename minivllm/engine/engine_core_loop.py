@@ -185,9 +185,9 @@ class EngineCoreLoop:
         self._set_tracing(SetTracing(False, client_index))
 
     def _set_tracing(self, message: SetTracing) -> None:
-        if message.on and not self.watchers:
-            self.core.start_trace()
         if message.on:
+            if not self.watchers:
+                self.core.start_trace()
             self.core.snapshot_requests()
         self.watchers = self.watchers | {message.client_index} if message.on else self.watchers - {message.client_index}
         if not self.watchers:

@@ -50,7 +50,7 @@ BODY_SECONDS = 60.0
 MAX_PARTS_OF_BODY = 20_000
 """Lists, objects and fields of a request: 4,096 messages have 12,288."""
 BYTES_PER_VALUE = 5
-"""A body may have as many values in its lists as it would if each took so many bytes and the body were as long as it may be."""
+"""A body may have as many values in its lists as the longest body has, if each takes so many bytes: token ids are mostly longer."""
 DROP_SECONDS, DROP_BYTES = 5.0, 2**28
 """How long, and how much of, a body that is too long is received before it is refused."""
 RANK_HEADER = "X-data-parallel-rank"

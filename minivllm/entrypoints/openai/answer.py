@@ -34,6 +34,7 @@ tokenizing megabytes of it only to refuse it would waste CPU time."""
 
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
