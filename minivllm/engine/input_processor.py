@@ -232,8 +232,8 @@ class InputProcessor:
         wanted = min(num_prompt_tokens + params.max_tokens, limit)
         if wanted > cache_limit:
             raise ContextLengthError(
-                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: lower "
-                f"max_tokens (to {cache_limit - num_prompt_tokens}), or give the cache more memory (kv_cache_memory_bytes)."
+                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: "
+                f"generate at most {cache_limit - num_prompt_tokens}, or give the cache more memory (kv_cache_memory_bytes)."
             )
         return wanted
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
@@ -35,11 +36,11 @@ from minivllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ResponsesRequest,
     SamplingBody,
     TokenizeRequest,
 )
 from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
+from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest
 from minivllm.entrypoints.replicas_api import describe_replicas
 from minivllm.entrypoints.replicas_api import router as replicas_router
 from minivllm.entrypoints.server_state import ServerState
@@ -51,6 +52,8 @@ MAX_PARTS_OF_BODY = 20_000
 """Lists, objects and fields of a request: 4,096 messages have 12,288."""
 BYTES_PER_VALUE = 5
 """A body may have as many values in its lists as the longest body has, if each takes so many bytes: token ids are mostly longer."""
+_PARTS = (b"[", b"{", b":")
+"""One for each list, object and field."""
 DROP_SECONDS, DROP_BYTES = 5.0, 2**28
 """How long, and how much of, a body that is too long is received before it is refused."""
 RANK_HEADER = "X-data-parallel-rank"
@@ -139,18 +142,16 @@ def check_num_parts(body: bytes, most_values: int) -> None:
     Raises:
         ApiError: There are more, or more than `MAX_PARTS_OF_BODY` lists, objects and fields.
     """
-    if _count_parts(body) <= MAX_PARTS_OF_BODY and body.count(b",") <= most_values:  # most need no look at what is text
+    num_parts, num_values = sum(map(body.count, _PARTS)), body.count(b",")
+    if num_parts <= MAX_PARTS_OF_BODY and num_values <= most_values:  # most need no look at what is text
         return
-    without_quotes = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside = b"".join(without_quotes.split(b'"')[::2])
-    if _count_parts(outside) > MAX_PARTS_OF_BODY:
+    characters = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    is_text = np.logical_xor.accumulate(characters == ord('"'))
+    counts = np.bincount(characters[~is_text], minlength=256)
+    if sum(counts[ord(mark)] for mark in _PARTS) > MAX_PARTS_OF_BODY:
         raise ApiError(400, f"The body has more than {MAX_PARTS_OF_BODY} lists, objects and fields: send fewer at a time.")
-    if outside.count(b",") > most_values:
+    if counts[ord(",")] > most_values:
         raise ApiError(400, f"The body has more than {most_values} values: send fewer at a time.")
-
-
-def _count_parts(body: bytes) -> int:
-    return sum(body.count(mark) for mark in (b"[", b"{", b":"))
 
 
 class JsonRoute(APIRoute):

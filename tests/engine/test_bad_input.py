@@ -117,7 +117,7 @@ BAD_REQUESTS = {
     "not a prompt": (3.5, GREEDY, "A prompt must be a string or a list of token ids, not float"),
     "a dict without prompt": ({"text": "hi"}, GREEDY, r"must have 'prompt' or 'prompt_token_ids', not \['text'\]"),
     "longer than the model": ([5] * 8192, GREEDY, "maximum context length is 8192 tokens, .* but the prompt has 8192 tokens"),
-    "can never fit the cache": ([5] * 400, SamplingParams(max_tokens=7000), "lower max_tokens"),
+    "can never fit the cache": ([5] * 400, SamplingParams(max_tokens=7000), "generate at most"),
     "not sampling params": ("hi", {"temperature": 0}, "must be a SamplingParams, not dict"),
     "half a character": ("\ud800 hi", GREEDY, "not valid Unicode"),
     "stop token out of range": ("hi", SamplingParams(stop_token_ids=[99999]), "stop_token_ids has token id 99999"),

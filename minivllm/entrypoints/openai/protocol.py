@@ -93,14 +93,14 @@ def _check_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Shared by all requests: strict types, and the treatment of unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     unserved: ClassVar[dict[str, tuple[Any, ...]]] = UNSERVED
 
     @model_validator(mode="after")
-    def _refuse_unserved(self) -> _Body:
+    def _refuse_unserved(self) -> Body:
         for name, value in (self.model_extra or {}).items():
             if name in self.unserved and value not in self.unserved[name]:
                 raise RequestError(f"{name} is {quoted(value)}, but this server does not support that: leave {name} out.")
@@ -112,7 +112,7 @@ class _Body(BaseModel):
         return [ascii(name)[1:41].rstrip("'") for name in list(self.model_extra or {})[:20]]
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Streaming options."""
 
     include_usage: bool | None = Field(None, description="End with a usage event.")
@@ -121,7 +121,7 @@ class StreamOptions(_Body):
     )
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's structured outputs: exactly one of these."""
 
     schema_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
@@ -133,7 +133,7 @@ class StructuredOutputs(_Body):
     json_object: bool | None = Field(None, description="Any JSON object.")
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A named JSON schema."""
 
     name: str | None = None
@@ -142,7 +142,7 @@ class JsonSchema(_Body):
     strict: bool | None = Field(None, description="The answer follows the schema in any case.")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """OpenAI's structured outputs."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -155,7 +155,7 @@ class ResponseFormat(_Body):
         return self
 
 
-class SamplingBody(_Body):
+class SamplingBody(Body):
     """The fields that all generating routes share. Null means the default."""
 
     model: str | None = Field(None, description="The model of /v1/models; it may be left out.")
@@ -269,21 +269,21 @@ class CompletionRequest(GenerationBody):
         return self
 
 
-class TextPart(_Body):
-    """A part of a message."""
+class TextPart(Body):
+    """A part of a message: "text", or as /v1/responses names the user's and the assistant's."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class FunctionCall(_Body):
+class FunctionCall(Body):
     """A call of a function."""
 
     name: str
     arguments: str = Field(description="A JSON object.")
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call that the assistant made earlier in the conversation."""
 
     id: str | None = None
@@ -299,7 +299,7 @@ class ToolCall(_Body):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class FunctionDefinition(_Body):
+class FunctionDefinition(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -308,27 +308,27 @@ class FunctionDefinition(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool that the model may use."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     """A function by its name."""
 
     name: str
 
 
-class NamedToolChoice(_Body):
+class NamedToolChoice(Body):
     """A function that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class Message(_Body):
+class Message(Body):
     """A message of a conversation. A tool's has the result of a call of the assistant's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -402,114 +402,7 @@ class ChatCompletionRequest(GenerationBody):
             raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
 
 
-class ContentPart(_Body):
-    """A part of a message to /v1/responses: of the user's, or of an earlier answer."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class InputMessage(_Body):
-    """A message to /v1/responses."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-    def for_chat(self) -> dict[str, Any]:
-        """As a message to /v1/chat/completions."""
-        content: Any = self.content
-        if not isinstance(content, str):
-            content = [{"type": "text", "text": part.text} for part in content]
-        return {"role": self.role, "content": content}
-
-
-class TextFormat(_Body):
-    """What the text must be, in the form of /v1/responses."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
-
-    def for_chat(self) -> dict[str, Any]:
-        """As `response_format` of /v1/chat/completions."""
-        return {"type": self.type} | ({} if self.schema_ is None else {"json_schema": {"schema": self.schema_}})
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise RequestError("text.format must have a schema if, and only if, its type is json_schema.")
-        return self
-
-
-class TextConfig(_Body):
-    """Settings of the text output."""
-
-    format: TextFormat | None = None
-
-
-_RESPONSES_FIELDS = {*SamplingBody.model_fields, "chat_template_kwargs", "parallel_tool_calls", "stream_options", "tool_choice"}
-"""Of a chat's fields, those that a request to /v1/responses may have."""
-
-
-class ResponsesRequest(SamplingBody):
-    """The body of POST /v1/responses: a chat in the form of OpenAI's Responses API. Text only, and nothing is stored."""
-
-    unserved = (
-        dict.fromkeys(ChatCompletionRequest.model_fields.keys() - _RESPONSES_FIELDS, (None,))
-        | UNSERVED
-        | {
-            "background": (None, False),
-            "context_management": (None, []),
-            "conversation": (None,),
-            "image": (None,),
-            "include": (None, []),
-            "max_tool_calls": (None,),
-            "moderation": (None,),
-            "n": (None, 1),
-            "previous_response_id": (None,),
-            "prompt": (None,),
-            "top_logprobs": (None, 0),
-            "truncation": (None, "disabled"),
-        }
-    )
-
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="A text, or the messages of a conversation."
-    )
-    instructions: str | None = Field(None, description="A system message before them.")
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Tokens to generate (until the context is full)."
-    )
-    text: TextConfig | None = Field(None, description="What the text must be: JSON of a schema, say.")
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools, so this changes nothing.")
-    parallel_tool_calls: bool | None = Field(None, description="Nor does this.")
-    # vLLM's
-    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
-
-    @model_validator(mode="after")
-    def _check_format(self) -> ResponsesRequest:
-        if self.text is not None and self.text.format is not None and self.structured_outputs is not None:
-            raise RequestError("text.format and structured_outputs are given: leave one out.")
-        return self
-
-    def to_chat(self) -> ChatCompletionRequest:
-        """The same as a request to /v1/chat/completions."""
-        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += [message.for_chat() for message in self.input]
-        fields = {name: getattr(self, name) for name in (*SamplingBody.model_fields, "chat_template_kwargs")}
-        if self.text is not None and self.text.format is not None:
-            fields["response_format"] = self.text.format.for_chat()
-        return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
-
-
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """The body of POST /tokenize: a prompt, or the messages of a conversation."""
 
     model: str | None = None
@@ -526,7 +419,7 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None

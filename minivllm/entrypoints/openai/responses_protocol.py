@@ -1,0 +1,109 @@
+"""The body of POST /v1/responses. Mirrors vllm/entrypoints/openai/responses/protocol.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from minivllm.entrypoints.openai.protocol import (
+    MAX_MESSAGES,
+    UNSERVED,
+    Body,
+    ChatCompletionRequest,
+    ChatTemplateKwargs,
+    Message,
+    SamplingBody,
+)
+from minivllm.errors import RequestError
+
+
+class InputMessage(Message):
+    """A message to /v1/responses: one of a chat, without calls of tools."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    tool_calls: None = None
+    tool_call_id: None = None
+
+
+class TextFormat(Body):
+    """What the text must be, in the form of /v1/responses."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
+
+    def for_chat(self) -> dict[str, Any]:
+        """As `response_format` of /v1/chat/completions."""
+        return {"type": self.type} | ({} if self.schema_ is None else {"json_schema": {"schema": self.schema_}})
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise RequestError("text.format must have a schema if, and only if, its type is json_schema.")
+        return self
+
+
+class TextConfig(Body):
+    """Settings of the text output."""
+
+    format: TextFormat | None = None
+
+
+_RESPONSES_FIELDS = {*SamplingBody.model_fields, "chat_template_kwargs", "parallel_tool_calls", "stream_options", "tool_choice"}
+"""Of a chat's fields, those that a request to /v1/responses may have."""
+
+
+class ResponsesRequest(SamplingBody):
+    """The body of POST /v1/responses: a chat in the form of OpenAI's Responses API. Text only, and nothing is stored."""
+
+    unserved = (
+        dict.fromkeys(ChatCompletionRequest.model_fields.keys() - _RESPONSES_FIELDS, (None,))
+        | UNSERVED
+        | {
+            "background": (None, False),
+            "context_management": (None, []),
+            "conversation": (None,),
+            "image": (None,),
+            "include": (None, []),
+            "max_tool_calls": (None,),
+            "moderation": (None,),
+            "n": (None, 1),
+            "previous_response_id": (None,),
+            "prompt": (None,),
+            "top_logprobs": (None, 0),
+            "truncation": (None, "disabled"),
+        }
+    )
+
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="A text, or the messages of a conversation."
+    )
+    instructions: str | None = Field(None, description="A system message before them.")
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Tokens to generate (until the context is full)."
+    )
+    text: TextConfig | None = Field(None, description="What the text must be: JSON of a schema, say.")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools, so this changes nothing.")
+    parallel_tool_calls: bool | None = Field(None, description="Nor does this.")
+    # vLLM's
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
+
+    @model_validator(mode="after")
+    def _check_format(self) -> ResponsesRequest:
+        if self.text is not None and self.text.format is not None and self.structured_outputs is not None:
+            raise RequestError("text.format and structured_outputs are given: leave one out.")
+        return self
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same as a request to /v1/chat/completions. Messages are not validated again, which would take as long as the first time."""
+        messages: list[Any] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages += [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        fields = {name: getattr(self, name) for name in (*SamplingBody.model_fields, "chat_template_kwargs")}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.for_chat()
+        return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
