@@ -73,7 +73,8 @@ def make_bodies() -> dict[str, tuple[str, str]]:
             json.dumps({"prompt": "a", "structured_outputs": {"grammar": 'start: "%s"' % letters[:-900]}}),
         ),
         "not JSON": (COMPLETIONS, letters),
-        "messages": (CHAT, '{"messages":[%s]}' % ",".join([message % ("a" * 200)] * 4000)),
+        "4,000 messages": (CHAT, '{"messages":[%s]}' % ",".join([message % ("a" * 200)] * 4000)),
+        "2,000 messages": (CHAT, '{"messages":[%s]}' % ",".join([message % ("a" * 450)] * 2000)),
         "empty messages": (CHAT, '{"messages":[%s]}' % repeat("{}")),
         "parts of a message": (CHAT, '{"messages":[{"role":"user","content":[%s]}]}' % repeat('{"type":"text","text":""}')),
         "tools": (
@@ -85,7 +86,7 @@ def make_bodies() -> dict[str, tuple[str, str]]:
             '{"messages":[%s],"max_tokens":1,"tools":[{"type":"function","function":{"name":"f","description":"%s"}}]}'
             % (message % "a", letters[:-900]),
         ),
-        "messages to responses": (RESPONSES, '{"input":[%s]}' % ",".join([message % ("a" * 200)] * 4000)),
+        "messages to responses": (RESPONSES, '{"input":[%s]}' % ",".join([message % ("a" * 450)] * 2000)),
         "a text to tokenize": ("/tokenize", '{"prompt":"%s"}' % ("ab " * (SIZE // 3 - 10))),
         "tokens to detokenize": ("/detokenize", '{"tokens":[%s]}' % repeat("1")),
     }

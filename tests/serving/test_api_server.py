@@ -109,7 +109,7 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
         ({"add_special_tokens": True}, "add_special_tokens is true, but this server does not support that"),
         ({"use_beam_search": True}, "use_beam_search is true, but this server does not support that"),
         ({"top_logprobs": 2}, "logprobs is not true"),
-        ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages has 5000 entries, but must have at most 4096."),
+        ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages has 5000 entries, but must have at most 2048."),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]},
             "messages.0.content is a list, but must be text, or a list of at most 4096 parts",

@@ -96,7 +96,7 @@ def test_a_conversation_is_that_of_a_chat(server):
 @pytest.mark.parametrize(
     ("body", "sentence", "param"),
     [
-        ({"input": []}, "input is a list, but must be a text, or a list of 1 to 4096 messages", "input"),
+        ({"input": []}, "input is a list, but must be a text, or a list of 1 to 2048 messages", "input"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "2"}]}, "input is a list, but must be", "input"),
         ({"input": None}, "input is null, but must be a text", "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is ", "previous_response_id"),

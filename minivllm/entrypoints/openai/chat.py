@@ -125,6 +125,7 @@ async def encode_chat(
     Raises:
         RequestError: The chat template rejects it, or it is far too long.
     """
+    await asyncio.sleep(0)  # others' turn, after the messages were validated
     conversation = [message.for_template() for message in messages]
     check_length(len(conversation), "messages", engine)
     check_length(sum(len(message["content"]) for message in conversation), "characters", engine)

@@ -31,7 +31,7 @@ _MAX_MESSAGE = 1000
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists: at most 4096 prompts, none of them empty",
-    "input": "a text, or a list of 1 to 4096 messages whose parts are of type input_text or output_text (tools, images and files are not supported)",
+    "input": "a text, or a list of 1 to 2048 messages whose parts are of type input_text or output_text (tools, images and files are not supported)",
     "bad_words": "a list of at most 1024 words",
     "stop": "a string, or a list of at most 64 strings",
     "content": "text, or a list of at most 4096 parts of type text (images, audio and files are not supported)",
