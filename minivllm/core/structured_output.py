@@ -13,6 +13,7 @@ import itertools
 import json
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]?|\
 """Between the parts of JSON: a space, or a new line and its indentation. Where any white space may come, small models write nothing else."""
 
 LIMITS: Any = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 10_000, "verbose_errors": False}
-"""Of llguidance's parser: a mask takes at most some 50 ms, in which nobody else gets a token."""
+"""Limits of llguidance's parser. With them a mask takes at most about 50 ms, during which the whole batch waits."""
 MAX_CHARACTERS = 2**17
 """Of a schema, regular expression, grammar, or all choices."""
 
@@ -98,7 +99,7 @@ class StructuredOutputGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokens, and remembers the latest.
+    """Compiles grammars for a model's tokens, one after another in a thread of its own, and remembers the latest.
 
     Args:
         folder: The model's, with its tokenizer.json.
@@ -107,11 +108,23 @@ class GrammarCompiler:
 
     CAPACITY = 64
     """Compiled grammars that are remembered."""
+    STACK_BYTES = 2**28
+    """Of the thread. llguidance compiles recursively, and overflows the usual 8 MiB on a chain of a thousand `$ref`s, which would end the process."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
         self._compiled: OrderedDict[Any, StructuredOutputGrammar] = OrderedDict()
         self._lock = threading.Lock()
+        """Held while grammars are looked up, and never while one is compiled."""
+        self._thread: ThreadPoolExecutor | None = None
+
+    def load_tokenizer(self, eos_token_ids: tuple[int, ...]) -> None:
+        """Do now what the first grammar would do: a quarter of a second in which Python can do nothing else.
+
+        Raises:
+            RequestError: The model has no tokenizer.json.
+        """
+        _load_tokenizer(self._folder, self._vocab_size, eos_token_ids)
 
     def compile(
         self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool = False
@@ -126,14 +139,42 @@ class GrammarCompiler:
         Raises:
             RequestError: It cannot be compiled, for the reason that the message gives.
         """
+        return self.submit(params, eos_token_ids, ignore_eos).result()
+
+    def submit(
+        self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool = False
+    ) -> Future[StructuredOutputGrammar]:
+        """As `compile`, without waiting for it."""
         key = params, eos_token_ids, ignore_eos
+        if (grammar := self._look_up(key)) is not None:
+            known: Future[StructuredOutputGrammar] = Future()
+            known.set_result(grammar)
+            return known
+        with self._lock:
+            self._thread = self._thread or _start_thread(self.STACK_BYTES)
+        return self._thread.submit(self._compile_and_remember, *key)
+
+    def shutdown(self) -> None:
+        """Compile nothing that was not begun."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _look_up(self, key: Any) -> StructuredOutputGrammar | None:
         with self._lock:
             if key not in self._compiled:
-                self._compiled[key] = self._compile(*key)
-                if len(self._compiled) > self.CAPACITY:
-                    self._compiled.popitem(last=False)
+                return None
             self._compiled.move_to_end(key)
             return self._compiled[key].fork()
+
+    def _compile_and_remember(self, *key: Any) -> StructuredOutputGrammar:
+        if (grammar := self._look_up(key)) is not None:  # since it was submitted
+            return grammar
+        grammar = self._compile(*key)
+        with self._lock:
+            self._compiled[key] = grammar
+            if len(self._compiled) > self.CAPACITY:
+                self._compiled.popitem(last=False)
+            return grammar.fork()
 
     def _compile(
         self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool
@@ -154,6 +195,17 @@ class GrammarCompiler:
         return grammar
 
 
+def _start_thread(stack_bytes: int) -> ThreadPoolExecutor:
+    """A thread with a stack of this size."""
+    usual = threading.stack_size(stack_bytes)
+    try:
+        thread = ThreadPoolExecutor(1, "grammars")
+        thread.submit(int).result()  # it is started when it has something to do
+    finally:
+        threading.stack_size(usual)
+    return thread
+
+
 @functools.lru_cache(maxsize=4)
 def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     from llguidance import LLTokenizer
@@ -161,7 +213,10 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
     path = folder / "tokenizer.json"
     if not path.exists():
         raise RequestError("Structured outputs need a tokenizer.json, which this model does not have.")
-    return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    try:
+        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    except Exception as error:  # of many kinds
+        raise RequestError(f"Structured outputs cannot use this model's tokenizer: {_as_line(str(error))}") from None
 
 
 def write_grammar(params: StructuredOutputsParams) -> str:

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
@@ -97,7 +96,6 @@ class AsyncLLMEngine:
         self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
         self.stats = SchedulerStats.sum(self.stats_by_engine.values())
         self._token_rates = [TokenRate() for _ in range(client.num_engines)]
-        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
         self.metrics = Metrics(model_config.name, client.num_engines, is_shared=client.client_count > 1)
         self.replicas = client.replicas
         if client.client_index == 0:
@@ -111,6 +109,7 @@ class AsyncLLMEngine:
         self.input_processor = input_processor or InputProcessor(
             model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
         )
+        self.input_processor.load_grammar_tokenizer()
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
         self.failover = Failover(self.output_processor, client)
         self._failover_timeout = failover_timeout
@@ -252,10 +251,8 @@ class AsyncLLMEngine:
             raise RequestError(f"data_parallel_rank is {data_parallel_rank}, but must be from 0 to {self.num_engines - 1}.")
         arrival_time = time.perf_counter() if arrival_time is None else arrival_time
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
-        if (
-            isinstance(params, SamplingParams) and params.structured_outputs is not None
-        ):  # in a thread of their own: they hold up each other alone
-            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self.input_processor.check_grammar, params)
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await asyncio.wrap_future(self.input_processor.submit_grammar(params))  # these hold up each other alone
         process = self.input_processor.process_inputs
         # In a thread: a long text takes long to encode, and other requests must not wait for it.
         processed = await asyncio.to_thread(process, request_id, prompt, params, arrival_time=arrival_time, priority=priority)
@@ -411,7 +408,6 @@ class AsyncLLMEngine:
 
         Streams that have not finished get an EngineDeadError. Safe to call again, and from any thread.
         """
-        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self._client.shutdown()
         self._receive(CoreLost("it was shut down", has_died=False))
 

@@ -9,10 +9,11 @@ Mirrors `EngineCore` in `vllm/v1/engine/core.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -87,7 +88,6 @@ class EngineCore:
         """Whether the model failed in the last step."""
         self._recorder: TraceRecorder | None = None
         self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
-        self._grammar_thread: ThreadPoolExecutor | None = None
         self._compiling: dict[str, tuple[Request, Future[StructuredOutputGrammar]]] = {}
         """Requests whose grammar is being compiled, by id; the scheduler does not know them yet."""
         self._undelivered: list[EngineCoreOutput] = []
@@ -157,10 +157,7 @@ class EngineCore:
         if params.structured_outputs is None:
             self._schedule_request(added)
             return
-        self._grammar_thread = self._grammar_thread or ThreadPoolExecutor(1, "grammars")
-        grammar = self._grammar_thread.submit(
-            self._grammar_compiler.compile, params.structured_outputs, request.eos_token_ids, params.ignore_eos
-        )
+        grammar = self._grammar_compiler.submit(params.structured_outputs, request.eos_token_ids, params.ignore_eos)
         self._compiling[request.request_id] = added, grammar
 
     def _schedule_request(self, request: Request) -> None:
@@ -171,6 +168,11 @@ class EngineCore:
             self.scheduler.resume_request(request, request.resumption)
         if self._recorder is not None:
             self._recorder.add_request(request)
+
+    def load_grammar_tokenizer(self) -> None:
+        """Do now what the first request with structured outputs would do, while others wait."""
+        with contextlib.suppress(RequestError):  # the model has none
+            self._grammar_compiler.load_tokenizer(tuple(sorted(self.model_config.eos_token_ids)))
 
     def _schedule_compiled(self) -> None:
         """Hand the requests to the scheduler whose grammars have been compiled."""
@@ -387,8 +389,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers."""
-        if self._grammar_thread is not None:
-            self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        self._grammar_compiler.shutdown()
         self.executor.shutdown()
 
 

@@ -91,7 +91,10 @@ class EngineCoreProc:
     def run(self) -> int:
         """Load the model and serve until told to stop. Returns the exit status."""
         try:
-            core = EngineCore.from_config(pickle.loads(self._config))
+            config = pickle.loads(self._config)
+            core = EngineCore.from_config(config)
+            if config.has_tokenizer:
+                core.load_grammar_tokenizer()
         except Exception as error:
             self._send(CoreFailed(type(error).__name__, str(error)))
             self._context.destroy(linger=1000)

@@ -5,16 +5,18 @@ A request that passes can be served; one that does not has cost nobody a block. 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from minivllm.config import ModelConfig, SchedulerConfig
-from minivllm.core.structured_output import GrammarCompiler
+from minivllm.core.structured_output import GrammarCompiler, StructuredOutputGrammar
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.request import EngineCoreRequest
@@ -181,7 +183,8 @@ class InputProcessor:
             raise RequestError(
                 f"n is {params.n}, but at most max_num_seqs = {self._scheduler_config.max_num_seqs} sequences run at once: lower n."
             )
-        self.check_grammar(params)
+        if params.structured_outputs is not None:
+            self.submit_grammar(params).result()
         if params.stop and self._tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and there is none (skip_tokenizer_init=True): use stop_token_ids.")
         if params.logits_processors and not self._in_process:
@@ -202,17 +205,22 @@ class InputProcessor:
             raise RequestError(f"bad_words has {spellings[words.index(())]!r}, which has no tokens: remove it.")
         return tuple(dict.fromkeys(words))
 
-    def check_grammar(self, params: SamplingParams) -> None:
-        """Compile the grammar, if there is one; it is remembered. This can take a second.
+    def submit_grammar(self, params: SamplingParams) -> Future[StructuredOutputGrammar]:
+        """Begin to compile the grammar of `structured_outputs`, which is remembered then. That can take a second.
 
         Raises:
-            RequestError: It cannot be compiled.
+            RequestError: There is no tokenizer. The future raises one if the grammar cannot be compiled.
         """
-        if params.structured_outputs is None:
-            return
+        assert params.structured_outputs is not None
         if self._tokenizer is None:
             raise RequestError("Structured outputs need a tokenizer, and there is none (skip_tokenizer_init=True).")
-        self._grammar_compiler.compile(params.structured_outputs, self._eos_token_ids, params.ignore_eos)
+        return self._grammar_compiler.submit(params.structured_outputs, self._eos_token_ids, params.ignore_eos)
+
+    def load_grammar_tokenizer(self) -> None:
+        """Do now what the first request with structured outputs would do, while others wait."""
+        if self._tokenizer is not None:
+            with contextlib.suppress(RequestError):  # the model has none of the kind that is needed
+                self._grammar_compiler.load_tokenizer(self._eos_token_ids)
 
     def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The length that the sequences of a request may reach, prompt included."""

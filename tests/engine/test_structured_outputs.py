@@ -158,6 +158,26 @@ def test_what_cannot_be_compiled_is_refused_with_the_cause(llm, fields, cause):
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+def chain(length):
+    """A schema, a grammar, and one of llama.cpp's, of so many rules, each of which names the next."""
+    refs = {f"a{i:x}": {"allOf": [{"$ref": f"#/$defs/a{i + 1:x}"}]} for i in range(length)} | {f"a{length:x}": {"type": "object"}}
+    rules = [f"a{i:x} ARROW a{i + 1:x}\n" for i in range(length)] + [f'a{length:x} ARROW "x"\n']
+    return [
+        {"json": {"$defs": refs, "$ref": "#/$defs/a0"}},
+        {"grammar": "start: a0\n" + "".join(rules).replace(" ARROW", ":")},
+        {"grammar": "root ::= a0\n" + "".join(rules).replace("ARROW", "::=")},
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", chain(2500), ids=["schema", "lark", "gbnf"])
+def test_a_long_chain_does_not_overflow_the_stack(llm, fields):
+    """It would end the process: llguidance compiles recursively."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), max_tokens=8)
+    [output] = llm.generate(["a"], params, use_tqdm=False)
+    assert output.error is None
+
+
 @pytest.mark.slow
 def test_a_limit_that_is_met_on_the_way_fails_the_request_alone(llm):
     heavy = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a{1000}){1000}"), max_tokens=8)
