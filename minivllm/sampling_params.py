@@ -115,7 +115,8 @@ class SamplingParams:
         logits_processors: Functions that take the output's token ids so far and the logits (`[vocab_size]`, float32), or the prompt's token
             ids before these, and return the new logits. A request whose function fails ends with an error. Only where the model runs in this
             process.
-        truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for.
+        truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for beside
+            max_tokens, and at least half of the context.
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
         structured_outputs: What the text must be: of a JSON schema, say.
         output_kind: Which outputs the engine returns; `LLM` always uses FINAL_ONLY.

@@ -321,7 +321,7 @@ class EngineCore:
             if seq.finished:
                 new.finish_reason, new.stop_reason = seq.finish_reason, seq.stop_reason
             if seq.grammar is not None and seq.grammar.error:
-                errors[seq.request] = f"structured_outputs cannot go on: {seq.grammar.error}"
+                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
             request = seq.request
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now

@@ -112,7 +112,7 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         text, token_ids = self.read_prompt(prompt)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            room = max(1, self.max_request_tokens - (params.max_tokens or 1))
+            room = self.max_request_tokens - min(params.max_tokens or 1, self.max_request_tokens // 2)
             token_ids = token_ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
         max_num_tokens = self._check(len(token_ids), params, arrival_time, priority)
         bad_words = self._tokens_of_bad_words(params)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from minivllm.config import CacheConfig
@@ -238,11 +240,11 @@ class Metrics:
 
     def count(self, name: str) -> int:
         """The value of a counter, over all engines and API servers; if there are several of these, as it was at most a second ago."""
-        now, is_shared = time.monotonic(), self._rendered is not self.registry
-        if not is_shared or name not in self._counts or now - self._counts[name][0] > _COUNT_SECONDS:
-            samples = [sample for metric in self._rendered.collect() for sample in metric.samples]
-            total = sum(sample.value for sample in samples if sample.name == f"minivllm:{name}_total")
-            self._counts[name] = now, int(total)
+        full_name, now = f"minivllm:{name}_total", time.monotonic()
+        if self._rendered is self.registry:
+            return _sum_samples(self.registry.restricted_registry([full_name]).collect(), full_name)
+        if name not in self._counts or now - self._counts[name][0] > _COUNT_SECONDS:
+            self._counts[name] = now, _sum_samples(self._rendered.collect(), full_name)
         return self._counts[name][1]
 
     def record_outputs(
@@ -328,3 +330,7 @@ class Metrics:
 
     def _labels(self, state: RequestState) -> tuple[str, str]:
         return self._model_name, str(state.engine_index)
+
+
+def _sum_samples(metrics: Iterable[Metric], name: str) -> int:
+    return int(sum(sample.value for metric in metrics for sample in metric.samples if sample.name == name))

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 import time
@@ -114,12 +115,19 @@ class QueuedLog(logging.Handler):
             self._write = functools.partial(_write_text, stream)
         self._lines: queue.Queue[str] = queue.Queue(capacity)
         self._num_dropped = 0
+        self._count_lock = threading.Lock()
+        """Not the handler's, which is held while `close` waits for the last lines."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record's line."""
         try:
-            self._lines.put_nowait(self.format(record))
+            line = self.format(record)
+        except Exception as error:  # a mistake where it was logged, which must not end what logs
+            cause = f"{type(error).__name__}: {error}"
+            line = self.format(_make_record("A message of %s could not be written: %s", record.name, cause))
+        try:
+            self._lines.put_nowait(line)
         except queue.Full:
             self._count_dropped(1)
 
@@ -135,7 +143,8 @@ class QueuedLog(logging.Handler):
             line = self._lines.get()
             try:
                 if num_dropped := self._num_dropped:
-                    self._write(self.format(_record_of_dropped(num_dropped)))
+                    message = "%d lines of this log were dropped, because they could not be written."
+                    self._write(self.format(_make_record(message, num_dropped)))
                     self._count_dropped(-num_dropped)
                 self._write(line)
             except (OSError, ValueError):  # a full disk, a stream that was closed
@@ -144,9 +153,8 @@ class QueuedLog(logging.Handler):
                 self._lines.task_done()
 
     def _count_dropped(self, number: int) -> None:
-        self.acquire()
-        self._num_dropped += number
-        self.release()
+        with self._count_lock:
+            self._num_dropped += number
 
 
 def _write_all(file: int, line: str) -> None:
@@ -160,13 +168,12 @@ def _write_text(stream: TextIO, line: str) -> None:
     stream.flush()
 
 
-def _record_of_dropped(count: int) -> logging.LogRecord:
-    message = "%d lines of this log were dropped, because they could not be written."
-    return logging.LogRecord("minivllm.log", logging.WARNING, __file__, 0, message, (count,), None)
+def _make_record(message: str, *arguments: object) -> logging.LogRecord:
+    return logging.LogRecord("minivllm.log", logging.WARNING, __file__, 0, message, arguments, None)
 
 
 def say(sentence: str) -> None:
-    """Write a line to standard error. A full disk is no reason to end."""
+    """Write a line to standard error. A full disk is no reason to end, and a full pipe none to wait: then it is dropped."""
     if sys.stderr is None:
         return
     try:
@@ -174,8 +181,9 @@ def say(sentence: str) -> None:
     except OSError:  # a stream without a file
         print(sentence, file=sys.stderr)
         return
-    with contextlib.suppress(OSError):
-        os.write(file, sentence.encode() + b"\n")  # print would keep what it cannot write, and try again at the end
+    with contextlib.suppress(OSError, ValueError):
+        if select.select((), (file,), (), 0)[1]:
+            os.write(file, sentence.encode() + b"\n")  # print would keep what it cannot write, and try again at the end
 
 
 def configure_logging(level: str) -> None:

@@ -37,7 +37,7 @@ class SamplingRow:
         seq: The sequence that it continues.
         index: The sibling that gets it: the sequence itself, or one that is about to be forked from it.
         num_drafts: Draft tokens that come before it.
-        error: Why it means nothing: a function of the request has failed.
+        error: Why the token is meaningless: a logits processor of the request has failed, say.
     """
 
     seq: SequenceData
@@ -130,7 +130,7 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         for process in params.logits_processors or ():
             try:
                 adjusted[i] = run_logits_processor(process, row, adjusted[i])
-            except Exception as error:  # of this request, and no matter of the others in the batch
+            except Exception as error:  # fails this request only
                 row.error = f"The logits processor {getattr(process, '__name__', type(process).__name__)} {error}"
                 break
         if params.allowed_token_ids:
@@ -138,6 +138,9 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
             adjusted[i] = torch.full_like(adjusted[i], MIN_LOGIT).index_copy_(0, kept, adjusted[i, kept])
         if row.mask is not None:
             adjusted[i].masked_fill_(~allowed_tokens(row.mask, logits.shape[-1]).to(logits.device), MIN_LOGIT)
+            other = "allowed_token_ids" if params.allowed_token_ids else "logits_processors" if params.logits_processors else None
+            if other and row.error is None and not row.num_drafts and adjusted[i].max() == MIN_LOGIT:
+                row.error = f"structured_outputs and {other} together leave no token to choose from."
         for banned in banned_tokens(row):
             kept = adjusted[i].index_fill(0, torch.tensor(banned, device=logits.device), MIN_LOGIT)
             if kept.max() > MIN_LOGIT:  # what a grammar or `allowed_token_ids` demand comes first

@@ -66,6 +66,9 @@ def test_prompts_are_cut_at_their_beginning(llm):
     room = llm.llm_engine.input_processor.max_request_tokens - 12
     cut = request("a", [5] * 20_000, replace(GREEDY, truncate_prompt_tokens=-1))
     assert len(cut.core_request.prompt_token_ids) == room
+    half = llm.llm_engine.input_processor.max_request_tokens // 2
+    cut = request("b", [5] * 20_000, replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=20_000))
+    assert len(cut.core_request.prompt_token_ids) == half
     with pytest.raises(RequestError, match="truncate_prompt_tokens is 0, but must be at least 1"):
         replace(GREEDY, truncate_prompt_tokens=0)
 

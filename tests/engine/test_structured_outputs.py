@@ -188,6 +188,17 @@ def test_a_limit_that_is_met_on_the_way_fails_the_request_alone(llm):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_options_that_leave_no_token_fail_the_request_alone(llm, temperature):
+    wanted = StructuredOutputsParams(regex="[0-9]+")
+    nothing = SamplingParams(structured_outputs=wanted, allowed_token_ids=[5], temperature=temperature)
+    plain = SamplingParams(temperature=temperature, max_tokens=4, seed=0)
+    failed, other = llm.generate(["a"] * 2, [nothing, plain], use_tqdm=False)
+    assert failed.error == "structured_outputs and allowed_token_ids together leave no token to choose from."
+    assert (other.error, other.outputs[0].finish_reason) == (None, "length")
+
+
+@pytest.mark.slow
 def test_a_request_whose_grammar_is_being_compiled_is_one_of_its_clients(llm):
     """A client that is gone, or begins anew, is rid of it."""
     engine = llm.llm_engine

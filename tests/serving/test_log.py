@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -18,7 +19,7 @@ import httpx
 import pytest
 from scripted_server import wait_until
 
-from minivllm.entrypoints.request_log import JsonFormatter, QueuedLog
+from minivllm.entrypoints.request_log import JsonFormatter, QueuedLog, say
 
 LINE = "x" * 1000
 
@@ -57,10 +58,8 @@ def test_lines_come_in_order_and_the_last_ones_are_waited_for(logger, tmp_path):
 def test_a_pipe_that_nobody_reads_stops_nobody_and_what_is_missing_is_counted(logger):
     reader, writer = os.pipe()
     log_to(logger, Stream(writer))
-    begin = time.monotonic()
-    for number in range(1000):
+    for number in range(1000):  # it would wait for ever
         logger.info("%s %d", LINE, number)
-    assert time.monotonic() - begin < 10, "it would wait for ever"
     lines: list[dict] = []
 
     def read():
@@ -77,6 +76,50 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_what_is_missing_is_counted(lo
     os.close(writer)
     os.close(logger.handlers[0]._write.args[0])
     thread.join()
+
+
+def test_what_is_dropped_while_the_log_closes_is_counted_and_delays_nothing(logger):
+    """`logging.shutdown` holds the handler's lock meanwhile."""
+    reader, writer = os.pipe()
+    log_to(logger, Stream(writer))
+    for number in range(1000):
+        logger.info("%s %d", LINE, number)
+    handler, lines = logger.handlers[0], []
+
+    def read():
+        time.sleep(0.2)
+        with os.fdopen(reader) as pipe:
+            lines.extend(json.loads(line) for line in pipe)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    handler.acquire()
+    handler.close()
+    handler.release()
+    os.close(writer)
+    os.close(handler._write.args[0])
+    thread.join()
+    dropped = [int(line["message"].split()[0]) for line in lines if line["logger"] == "minivllm.log"]
+    assert dropped and sum(dropped) + len(lines) - len(dropped) == 1000
+
+
+def test_a_message_that_cannot_be_written_is_told_and_raises_nothing(logger):
+    stream = io.StringIO()
+    log_to(logger, stream)
+    logger.info("%d lines", "many")
+    wait_until(lambda: "could not be written" in stream.getvalue())
+    assert "TypeError" in stream.getvalue()
+
+
+def test_a_sentence_does_not_wait_for_a_full_pipe(monkeypatch):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    monkeypatch.setattr(sys, "stderr", Stream(writer))
+    for number in range(1000):
+        say(f"sentence {number}")
+    assert os.read(reader, 100).startswith(b"sentence 0\nsentence 1\n")
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_full_disk_stops_nobody(logger):
@@ -99,10 +142,15 @@ def end(server):
     assert server.wait(30) == 0
 
 
+@contextlib.contextmanager
 def serve(smollm2_path, port, stderr):
     options = ["--port", str(port), "--log-level", "debug", "--num-gpu-blocks-override", "64", "--served-model-name", "fox"]
     command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", str(smollm2_path), *options]
-    return subprocess.Popen(command, stderr=stderr, text=True)
+    with subprocess.Popen(command, stderr=stderr, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 def use(client):

@@ -141,6 +141,19 @@ def test_what_changes_nothing_is_taken(server):
     assert respond(server, input=[message], bad_words=["x"], min_tokens=1, max_output_tokens=1).status_code == 200
 
 
+def test_as_many_messages_as_a_chat_and_the_instructions(server):
+    messages = [{"role": "user", "content": ""}] * 2048
+    error = error_of(respond(server, input=messages, instructions="Be kind."), 400)
+    assert (error["code"], error["message"].count("2049 messages")) == ("context_length_exceeded", 1)
+    cut = server.chat(messages=messages, truncate_prompt_tokens=9, max_tokens=1).json()
+    assert cut["usage"]["prompt_tokens"] == 9
+
+
+def test_a_format_of_plain_text_is_no_other_form(server):
+    body = {"text": {"format": {"type": "text"}}, "structured_outputs": {"regex": "a"}}
+    assert "structured_outputs" not in respond(server, **body).text
+
+
 def test_a_model_that_fails_is_told_as_an_event_or_as_an_error(server):
     executor = server.engine.scripted
     executor.failure = RuntimeError("out of luck")

@@ -92,6 +92,7 @@ def test_a_text_without_calls_is_content(says):
     [
         "[" * 3000,
         '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1e400}}',
         '{"name": "\\ud800"}',
         '{"name": 5}',
         "5",

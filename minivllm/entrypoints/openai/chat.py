@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
@@ -46,7 +47,9 @@ class ChatAnswer(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return [await encode_chat(self.engine, body.messages, add_prompt, options)]
+        return [
+            await encode_chat(self.engine, body.messages, add_prompt, options, is_cut=body.truncate_prompt_tokens is not None)
+        ]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
@@ -112,7 +115,12 @@ class ChatAnswer(Answer):
 
 
 async def encode_chat(
-    engine: AsyncLLMEngine, messages: list[Message], add_generation_prompt: bool = True, options: dict[str, Any] | None = None
+    engine: AsyncLLMEngine,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    options: dict[str, Any] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
@@ -121,13 +129,15 @@ async def encode_chat(
         messages: The conversation.
         add_generation_prompt: End with the opening of the assistant's turn.
         options: For the chat template.
+        is_cut: The tokens are cut to a length later, so there may be more than fit.
 
     Raises:
         RequestError: The chat template rejects it, or it is far too long.
     """
     await asyncio.sleep(0)  # others' turn, after the messages were validated
     conversation = [message.for_template() for message in messages]
-    check_length(len(conversation), "messages", engine)
-    check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
+    if not is_cut:
+        check_length(len(conversation), "messages", engine)
+        check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
     tokenizer = tokenizer_of(engine)
     return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt, **(options or {}))

@@ -47,7 +47,7 @@ class CompletionAnswer(Answer):
 
     async def make_prompts(self) -> list[Prompt]:
         """The prompts as given; with `echo`, token ids are decoded too."""
-        for prompt in self.prompts:
+        for prompt in self.prompts if self.body.truncate_prompt_tokens is None else ():
             check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens", self.engine)
         if self.echo:
             for prompt in self.prompts:

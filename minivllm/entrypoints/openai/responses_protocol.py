@@ -95,15 +95,18 @@ class ResponsesRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_format(self) -> ResponsesRequest:
-        if self.text is not None and self.text.format is not None and self.structured_outputs is not None:
+        form = self.text and self.text.format
+        if form and form.type != "text" and self.structured_outputs is not None:
             raise RequestError("text.format and structured_outputs are given: leave one out.")
         return self
 
     def to_chat(self) -> ChatCompletionRequest:
         """The same as a request to /v1/chat/completions. Messages are not validated again, which would take as long as the first time."""
-        messages: list[Any] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        messages += [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields = {name: getattr(self, name) for name in (*SamplingBody.model_fields, "chat_template_kwargs")}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.for_chat()
-        return ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
+        chat = ChatCompletionRequest(messages=messages, max_completion_tokens=self.max_output_tokens, **fields)
+        if self.instructions is not None:
+            chat.messages.insert(0, Message(role="system", content=self.instructions))
+        return chat

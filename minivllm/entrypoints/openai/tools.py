@@ -147,7 +147,7 @@ def _decode(text: str) -> Any:
     """JSON that another program can read. Raises ValueError."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False).encode()  # no half characters
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half characters, and no 1e400, which is infinite
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
