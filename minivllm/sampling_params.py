@@ -299,8 +299,9 @@ def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...] | None:
         return None
     if not isinstance(token_ids, (list, tuple, set, frozenset)):
         raise RequestError(f"{name} must be a list of token ids, not {token_ids!r}.")
-    for token_id in token_ids:
-        _check_int(f"a token id in {name}", token_id, low=0)
+    if not all(type(token_id) is int and 0 <= token_id < 2**63 for token_id in token_ids):  # the usual case is quick
+        for token_id in token_ids:
+            _check_int(f"a token id in {name}", token_id, low=0)
     return tuple(token_ids)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import secrets
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]?|\
 
 LIMITS: Any = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 10_000, "verbose_errors": False}
 """Limits of llguidance's parser. With them a mask takes at most about 50 ms, during which the whole batch waits."""
+TRIAL_TOKENS = 4
 MAX_CHARACTERS = 2**17
 """Of a schema, regular expression, grammar, or all choices."""
 
@@ -187,12 +189,20 @@ class GrammarCompiler:
         tokenizer = _load_tokenizer(self._folder, self._vocab_size, eos_token_ids)
         matcher = LLMatcher(tokenizer, write_grammar(params), log_level=0, limits=LLParserLimits(**LIMITS))
         grammar = StructuredOutputGrammar(matcher, eos_token_ids if ignore_eos else ())
-        trial = grammar.fork()
-        trial.masks()  # most limits are met here
-        if trial.error or trial.is_terminated:
-            cause = _as_line(matcher.get_error() or trial.error or "no text fits it")
-            raise RequestError(f"structured_outputs cannot be compiled: {cause}")
+        if cause := _try(grammar.fork()):
+            raise RequestError(f"structured_outputs cannot be compiled: {_as_line(matcher.get_error() or cause)}")
         return grammar
+
+
+def _try(grammar: StructuredOutputGrammar) -> str | None:
+    """Go a few tokens into a grammar, where most of the limits that it can exceed are met. Returns why it cannot be used, if so."""
+    for i in range(TRIAL_TOKENS):
+        allowed = int.from_bytes(grammar.masks()[0], "little")
+        if grammar.error or (grammar.is_terminated and i == 0):
+            return grammar.error or "no text fits it"
+        if not allowed or not grammar.accept_token((allowed & -allowed).bit_length() - 1):  # the first that is allowed
+            break
+    return grammar.error
 
 
 def _start_thread(stack_bytes: int) -> ThreadPoolExecutor:
@@ -214,9 +224,28 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
     if not path.exists():
         raise RequestError("Structured outputs need a tokenizer.json, which this model does not have.")
     try:
-        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        return LLTokenizer(_rename_special_tokens(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
     except Exception as error:  # of many kinds
         raise RequestError(f"Structured outputs cannot use this model's tokenizer: {_as_line(str(error))}") from None
+
+
+def _rename_special_tokens(path: Path) -> str:
+    """A tokenizer.json in which special tokens have names that no text has. A text that a grammar demands is made of others, even if it
+    reads like the name of one: "<|im_end|>" is the end of an answer only where the model says so."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    tokens = [token for token in content.get("added_tokens") or () if token.get("special")]
+    prefix = f"\U0010ffff{secrets.token_hex(8)}-"  # nobody guesses
+    names = {token["content"]: f"{prefix}{token['id']}" for token in tokens}
+    for token in tokens:
+        token["content"] = names[token["content"]]
+    model = content["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(name, name): token_id for name, token_id in model["vocab"].items()}
+    elif isinstance(model.get("vocab"), list):  # of pairs with scores
+        model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(content)
 
 
 def write_grammar(params: StructuredOutputsParams) -> str:
@@ -236,7 +265,7 @@ def write_grammar(params: StructuredOutputsParams) -> str:
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f") for choice in params.choice)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert params.grammar is not None
         return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))

@@ -49,8 +49,8 @@ FORMS = {
     ),
     "object": (StructuredOutputsParams(json_object=True), lambda text: isinstance(json.loads(text), dict)),
     "regex": (
-        StructuredOutputsParams(regex=r"\d{3}-\d{4}( ext\. \d{1,4})?"),
-        re.compile(r"\d{3}-\d{4}( ext\. \d{1,4})?").fullmatch,
+        StructuredOutputsParams(regex=r"[0-9]{3}-[0-9]{4}( ext\. [0-9]{1,4})?"),  # llguidance's \d has more digits than Python's
+        re.compile(r"[0-9]{3}-[0-9]{4}( ext\. [0-9]{1,4})?").fullmatch,
     ),
     "choice": (StructuredOutputsParams(choice=CHOICES), CHOICES.__contains__),
     "lark": (StructuredOutputsParams(grammar=LARK), re.compile("(Hello|Good morning) [A-Z][a-z]{1,8}").fullmatch),
@@ -149,6 +149,7 @@ def test_wrong_parameters_are_refused_where_they_are_made(fields, sentence):
         ({"grammar": "root ::= " + "(" * 3000}, ""),
         ({"regex": r"[^\s\S]"}, ""),
         ({"json": {"$ref": "#"}}, ""),
+        ({"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}}, "items; max is"),
         ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, ""),
     ],
 )
@@ -179,8 +180,21 @@ def test_a_long_chain_does_not_overflow_the_stack(llm, fields):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_start|>b", "<|endoftext|>", "a\x7fb", "\U0010ffff2", "😀"])
+def test_a_text_that_reads_like_a_special_token_is_text(llm, text):
+    """Also one that reads like the end of an answer."""
+    schema = {"type": "object", "properties": {text: {"const": text}}, "required": [text], "additionalProperties": False}
+    params = SamplingParams(max_tokens=100, structured_outputs=StructuredOutputsParams(choice=[text]))
+    wanted = [params, replace(params, structured_outputs=StructuredOutputsParams(json=schema))]
+    choice, document = llm.generate(["a"] * 2, wanted, use_tqdm=False)
+    assert choice.outputs[0].text == text and json.loads(document.outputs[0].text) == {text: text}
+
+
+@pytest.mark.slow
 def test_a_limit_that_is_met_on_the_way_fails_the_request_alone(llm):
-    heavy = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a{1000}){1000}"), max_tokens=8)
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    schema = {"type": "object", "properties": {"a": {"const": "Once upon a time"}, "b": many}, "required": ["a", "b"]}
+    heavy = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema), max_tokens=40)
     plain = SamplingParams(temperature=0, max_tokens=8)
     failed, *others = llm.generate(["a"] * 5, [heavy, plain, plain, plain, plain], use_tqdm=False)
     assert failed.error.startswith("structured_outputs cannot go on: ") and failed.outputs[0].finish_reason == "error"

@@ -117,7 +117,7 @@ def test_a_sentence_does_not_wait_for_a_full_pipe(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Stream(writer))
     for number in range(1000):
         say(f"sentence {number}")
-    assert os.read(reader, 100).startswith(b"sentence 0\nsentence 1\n")
+    assert os.read(reader, 100).startswith(b"sentence 0\n")
     os.close(reader)
     os.close(writer)
 

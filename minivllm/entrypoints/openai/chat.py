@@ -35,6 +35,8 @@ class ChatAnswer(Answer):
         sampling = body.shared_sampling_params() | {"max_tokens": max_tokens, "logprobs": num_logprobs}
         if (schema := schema_of_calls(body)) is not None:
             sampling["structured_outputs"] = StructuredOutputsParams(json=schema)
+        if body.tools and body.tool_choice in (None, "auto"):
+            sampling["skip_special_tokens"] = False  # a call may begin with one
         self._parsers: dict[int, ToolCallParser] = {}
         """Of each streamed answer."""
         super().__init__(engine, body, SamplingParams(**sampling), num_prompts=1)
@@ -71,7 +73,7 @@ class ChatAnswer(Answer):
 
     def delta(self, index: int, completion: CompletionOutput) -> Json:
         """What is new."""
-        parser = self._parsers.setdefault(index, make_parser(self.chat))
+        parser = self._parsers.get(index) or self._parsers.setdefault(index, make_parser(self.chat))
         content, calls = parser.update(completion.text, is_last=completion.finish_reason is not None)
         calls = self._wanted(calls)
         delta: Json = {"tool_calls": calls} if calls else {}

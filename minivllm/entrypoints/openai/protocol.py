@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_TOKEN_IDS = 16_384
+"""Of allowed_token_ids."""
 MAX_MESSAGES = 2048
 MAX_PARTS = 4096
 """Per message."""
@@ -132,6 +134,13 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(None, description="A grammar in Lark's language or llama.cpp's (GBNF).")
     json_object: bool | None = Field(None, description="Any JSON object.")
 
+    unserved: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "structural_tag": (None,),
+        "whitespace_pattern": (None,),
+        "disable_any_whitespace": (None, False),
+        "disable_additional_properties": (None, False),
+    }
+
 
 class JsonSchema(Body):
     """A named JSON schema."""
@@ -175,7 +184,7 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = Field(
         None, description="The tokens to choose from."
     )
     bad_words: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from minivllm.entrypoints.openai.responses import ToolCallDelta
 
+_Decoded = TypeVar("_Decoded")
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
@@ -77,10 +80,10 @@ class RequiredCalls(ToolCallParser):
         if not is_last:
             return "", []
         try:
-            calls = _decode(self._text)
+            calls = _decode(self._text, list[_RequiredCall])
         except ValueError:
             return self._text, []
-        return "", [self._call(call["name"], json.dumps(call["parameters"])) for call in calls]
+        return "", [self._call(call.name, bytes(call.parameters).decode()) for call in calls]
 
 
 class HermesCalls(ToolCallParser):
@@ -110,6 +113,9 @@ class HermesCalls(ToolCallParser):
                 content, self._rest = content + self._show(before), BEGIN + inside
                 break
             call = _read_call(body)
+            if call is None and BEGIN in body:  # one that never ended, and then another
+                position = body.index(BEGIN)
+                body, end, after = body[:position], "", body[position:] + end + after
             content += self._show(before if call else before + BEGIN + body + end)
             if call:
                 calls.append(self._call(*call))
@@ -143,27 +149,34 @@ def _divide(text: str) -> tuple[str, str, str]:
     return (text, "", "") if position < 0 else (text[:position], END, text[position + len(END) :])
 
 
-def _decode(text: str) -> Any:
-    """JSON that another program can read. Raises ValueError."""
+class _HermesCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+    """As the model wrote them."""
+
+
+class _RequiredCall(msgspec.Struct):
+    name: str
+    parameters: msgspec.Raw
+
+
+def _decode(text: str, kind: type[_Decoded]) -> _Decoded:
+    """What the model wrote. Raises ValueError if it is not JSON that another program can read, or not of this kind."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half characters, and no 1e400, which is infinite
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        decoded = msgspec.json.decode(text, type=kind)
+        json.dumps(json.loads(text), ensure_ascii=False).encode()  # no half characters
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return decoded
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call, if it is one."""
     try:
-        call = _decode(text)
-        return (call["name"], json.dumps(call.get("arguments", {}))) if isinstance(call["name"], str) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+        call = _decode(text, _HermesCall)
+    except ValueError:
         return None
+    return call.name, bytes(call.arguments).decode()
 
 
 def make_parser(body: ChatCompletionRequest) -> ToolCallParser:
@@ -198,16 +211,27 @@ def schema_of_calls(body: ChatCompletionRequest) -> dict[str, Any] | None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """The schema of a function's arguments: those that it names and no others, unless it says otherwise, as in vLLM."""
+    schema = tool.function.parameters or {"type": "object", "properties": {}}
+    if (
+        schema.keys() <= {"type", "properties", "required", "title", "description", "$defs", "definitions"}
+        and "properties" in schema
+    ):
+        return schema | {"additionalProperties": False}
+    return schema
+
+
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
 
 
 def _move_refs(schema: Any, where: str) -> Any:
     """A schema that has become a part of another one: its references to itself point to where it is now."""
     if isinstance(schema, list):
         return [_move_refs(item, where) for item in schema]
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):  # references in one that has an address are to that
         return schema
-    moved = {key: _move_refs(value, where) for key, value in schema.items()}
+    moved = {key: value if key in _VALUES else _move_refs(value, where) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = where + reference[1:]
