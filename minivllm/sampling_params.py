@@ -102,7 +102,7 @@ class SamplingParams:
         max_tokens: The most tokens to generate. None: until the model's context is full.
         min_tokens: Before this many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
         stop: Strings that end the generation. They are not part of the text.
-        include_stop_str_in_output: They are, and so is the text of a stop token.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop token, at the end of the text.
         stop_token_ids: Tokens that end the generation.
         ignore_eos: Go on after the end-of-sequence token (for benchmarks).
         logprobs: Return log-probabilities of this many most likely tokens at each step, and of the sampled token: 0 returns the

@@ -185,6 +185,10 @@ def treatment(body: type[SamplingBody], field: str) -> str:
     return "refused" if field in body.unserved else "ignored"
 
 
+WITHOUT_EFFECT = {"responses": ("tool_choice", "parallel_tool_calls")}
+"""Fields that are checked, and change nothing."""
+
+
 def write_page() -> str:
     """The page."""
     known = {route: {*VLLM_FIELDS[route], *OPENAI_FIELDS[route]} for route in BODIES}
@@ -192,14 +196,18 @@ def write_page() -> str:
         "# Fields of a request",
         "",
         "What `minivllm serve` does with the fields that vLLM 0.32.0 and OpenAI know. *Served*: it does what it says. *Refused*: status 400 and a sentence, unless the value would change",
-        "nothing, such as null. *Ignored*: no effect; the request's line in the log names it, as it does any field that nobody knows. This page is made by",
+        "nothing, such as null. *No effect*: checked, but there is nothing for it to change. *Ignored*: no effect; the request's line in the log names it, as it does any field that nobody",
+        "knows. –: the route does not know it, in vLLM and OpenAI either, and ignores it, too. This page is made by",
         "[tools/request_fields.py](../tools/request_fields.py) from the code.",
         "",
         "| field | /v1/chat/completions | /v1/completions | /v1/responses |",
         "| --- | --- | --- | --- |",
     ]
     for field in sorted(set().union(*known.values())):
-        cells = [treatment(body, field) if field in known[route] else "–" for route, body in BODIES.items()]
+        cells = []
+        for route, body in BODIES.items():
+            treated = "no effect" if field in WITHOUT_EFFECT.get(route, ()) else treatment(body, field)
+            cells.append("–" if treated == "ignored" and field not in known[route] else treated)
         lines.append(f"| `{field}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

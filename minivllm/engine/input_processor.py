@@ -232,16 +232,17 @@ class InputProcessor:
             )
         if num_prompt_tokens >= cache_limit:
             raise ContextLengthError(
-                f"The prompt has {num_prompt_tokens} tokens, but the whole cache holds only {self.cache_tokens}: "
-                f"shorten it, or give the cache more memory (kv_cache_memory_bytes)."
+                f"The maximum context length is {cache_limit} tokens, the first generated one included, as the whole cache holds only "
+                f"{self.cache_tokens}, but the prompt has {num_prompt_tokens} tokens: shorten it, or give the cache more memory "
+                f"(kv_cache_memory_bytes)."
             )
         if params.max_tokens is None:
             return self.max_request_tokens
         wanted = min(num_prompt_tokens + params.max_tokens, limit)
         if wanted > cache_limit:
             raise ContextLengthError(
-                f"The request can grow to {wanted} tokens, but the whole cache holds only {self.cache_tokens}: "
-                f"generate at most {cache_limit - num_prompt_tokens}, or give the cache more memory (kv_cache_memory_bytes)."
+                f"The maximum context length is {cache_limit} tokens, as the whole cache holds only {self.cache_tokens}, but the request "
+                f"can grow to {wanted}: generate at most {cache_limit - num_prompt_tokens}, or give the cache more memory (kv_cache_memory_bytes)."
             )
         return wanted
 

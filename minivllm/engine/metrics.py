@@ -140,11 +140,16 @@ class Metrics:
         )
         self._lost = make(Counter, "num_lost_requests", "Requests that failed because their engine was lost.")
         self._ttft = make(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
-        self._itl = make(Histogram, "inter_token_latency_seconds", "Between two tokens of a request.", buckets=_ITL_S)
+        self._itl = make(
+            Histogram,
+            "inter_token_latency_seconds",
+            "Between two outputs of a request: of a token each, or of one for each of n.",
+            buckets=_ITL_S,
+        )
         self._tpot = make(
             Histogram,
             "request_time_per_output_token_seconds",
-            "Of an answer: from its first token to its last, by token.",
+            "Mean time per output token after the first, of an answer.",
             buckets=_ITL_S,
         )
         self._e2e = make(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
@@ -164,7 +169,7 @@ class Metrics:
         self._step_tokens = make(
             Histogram,
             "iteration_tokens_total",
-            "Prompt tokens and generated tokens of a step, without those found in the cache; each API server counts its own part.",
+            "Tokens generated in a step, and those of prompts that it completed, cached ones aside; each API server counts its own part.",
             buckets=_STEP_TOKENS,
         )
         self._cache_config = Gauge(

@@ -123,7 +123,7 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The body. Raises an ApiError that says where it is invalid, or that it has too many parts."""
         body = await self.body()
-        check_num_parts(body, most_values=_state(self).settings.max_request_bytes // BYTES_PER_VALUE)
+        check_num_parts(body, max_values=_state(self).settings.max_request_bytes // BYTES_PER_VALUE)
         try:
             content = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -134,26 +134,26 @@ class JsonRequest(Request):
         return content
 
 
-def check_num_parts(body: bytes, most_values: int) -> None:
+def check_num_parts(body: bytes, max_values: int) -> None:
     """Refuse JSON of many parts before it is parsed: a megabyte of tiny lists takes tenths of a second, in which nobody else is served.
 
     Args:
         body: The JSON.
-        most_values: How many values the lists in it may have, all together.
+        max_values: How many values the lists in it may have, all together.
 
     Raises:
         ApiError: There are more, or more than `MAX_PARTS_OF_BODY` lists, objects and fields.
     """
     num_parts, num_values = sum(map(body.count, _PARTS)), body.count(b",")
-    if num_parts <= MAX_PARTS_OF_BODY and num_values <= most_values:  # most need no look at what is text
+    if num_parts <= MAX_PARTS_OF_BODY and num_values <= max_values:  # most need no look at what is text
         return
     characters = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_text = np.logical_xor.accumulate(characters == ord('"'))
     counts = np.bincount(characters[~is_text], minlength=256)
     if sum(counts[ord(mark)] for mark in _PARTS) > MAX_PARTS_OF_BODY:
         raise ApiError(400, f"The body has more than {MAX_PARTS_OF_BODY} lists, objects and fields: send fewer at a time.")
-    if counts[ord(",")] > most_values:
-        raise ApiError(400, f"The body has more than {most_values} values: send fewer at a time.")
+    if counts[ord(",")] > max_values:
+        raise ApiError(400, f"The body has more than {max_values} values: send fewer at a time.")
 
 
 class JsonRoute(APIRoute):

@@ -160,7 +160,7 @@ def test_when_no_request_can_be_served_the_error_is_raised(small_cache_llm):
 @pytest.mark.slow
 def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused(tiny_folder):
     llm = load(tiny_folder, num_gpu_blocks_override=2)
-    with pytest.raises(RequestError, match="has 40 tokens, but the whole cache holds only 32") as caught:
+    with pytest.raises(RequestError, match="the whole cache holds only 32, but the prompt has 40 tokens") as caught:
         llm.generate([[1] * 40], GREEDY)
     assert_sentence(caught.value)
     llm.generate([[1] * 32], SamplingParams(max_tokens=1), use_tqdm=False)  # the last token needs no place

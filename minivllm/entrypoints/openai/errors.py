@@ -32,7 +32,9 @@ _MAX_MESSAGE = 1000
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists: at most 4096 prompts, none of them empty",
     "input": "a text, or a list of 1 to 2048 messages whose parts are of type input_text or output_text (tools, images and files are not supported)",
-    "bad_words": "a list of at most 1024 words",
+    "bad_words": "a list of at most 1024 words, none of them blank",
+    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
+    "json": "a JSON schema: an object, or its text",
     "stop": "a string, or a list of at most 64 strings",
     "content": "text, or a list of at most 4096 parts of type text (images, audio and files are not supported)",
 }
@@ -155,6 +157,10 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
     if kind in ("too_long", "too_short"):
         bound, words = ("max_length", "at most") if kind == "too_long" else ("min_length", "at least")
         return f"{name} has {len(mistake['input'])} entries, but must have {words} {context[bound]}.", param
+    if kind == "string_too_short":
+        return f"{name} is {given}, but must have at least {context['min_length']} characters.", param
+    if kind == "string_too_long":
+        return f"{name} has {len(mistake['input'])} characters, but must have at most {context['max_length']}.", param
     if kind == "literal_error":
         return f"{name} is {given}, but must be {context['expected']}.", param
     if expected := _KINDS.get(kind.split("_")[0]):

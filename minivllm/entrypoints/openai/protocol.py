@@ -6,6 +6,8 @@ not support (`UNSERVED`) are refused if their value would change the output. Oth
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -28,28 +30,6 @@ MAX_PARTS = 4096
 MAX_PROMPTS = 4096
 MAX_CHOICES = 4096
 MAX_TOOLS = 128
-RESERVED_KWARGS = frozenset(
-    [
-        "self",
-        "messages",
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
-)
-"""What transformers' `apply_chat_template` takes for itself."""
-
 _ONLY_NULL = (
     "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "prompt_embeds", "chat_template", "logprob_token_ids", "repetition_detection",
@@ -86,8 +66,16 @@ def _check_num_biases(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _reserved_kwargs() -> frozenset[str]:
+    """What transformers' `apply_chat_template` takes for itself, and what it calls the conversation in a template."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"} | {"messages"}
+
+
 def _check_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if reserved := RESERVED_KWARGS & kwargs.keys():
+    if reserved := _reserved_kwargs() & kwargs.keys():
         raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
     return kwargs
 
@@ -205,7 +193,7 @@ class GenerationBody(SamplingBody):
 
     n: Annotated[int, Field(ge=1, le=1024)] | None = Field(None, description="Continuations per prompt (1).")
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON of a schema, say.")
+    response_format: ResponseFormat | None = Field(None, description="What the text must be: JSON that follows a schema, say.")
     # vLLM's
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Keep so many tokens at the prompt's end; -1 keeps as many as there is room for."

@@ -86,7 +86,7 @@ class ResponsesRequest(SamplingBody):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="Tokens to generate (until the context is full)."
     )
-    text: TextConfig | None = Field(None, description="What the text must be: JSON of a schema, say.")
+    text: TextConfig | None = Field(None, description="What the text must be: JSON that follows a schema, say.")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools, so this changes nothing.")
     parallel_tool_calls: bool | None = Field(None, description="Nor does this.")
