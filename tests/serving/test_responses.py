@@ -9,6 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from scripted_server import MAX_MODEL_LEN, MODEL, SENTENCE, check_shape, error_of, running_server, scripted_engine, wait_until
 
+from minivllm.core.structured_output import _load_tokenizer
 from minivllm.entrypoints.openai import responses as shapes
 
 EVENTS = [
@@ -147,6 +148,13 @@ def test_as_many_messages_as_a_chat_and_the_instructions(server):
     assert (error["code"], error["message"].count("2049 messages")) == ("context_length_exceeded", 1)
     cut = server.chat(messages=messages, truncate_prompt_tokens=9, max_tokens=1).json()
     assert cut["usage"]["prompt_tokens"] == 9
+
+
+def test_the_first_grammar_finds_the_tokenizer_read(server):
+    """Reading it takes a quarter of a second, in which Python does nothing else."""
+    before = _load_tokenizer.cache_info().misses
+    respond(server, structured_outputs={"regex": f"{before}"})
+    assert _load_tokenizer.cache_info().misses == before > 0
 
 
 def test_a_format_of_plain_text_is_no_other_form(server):
