@@ -176,7 +176,7 @@ def test_a_long_chain_does_not_overflow_the_stack(llm, fields):
     """It would end the process: llguidance compiles recursively."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), max_tokens=8)
     [output] = llm.generate(["a"], params, use_tqdm=False)
-    assert output.error is None
+    assert output.error is None or "items; max is 2000" in output.error  # a limit, which depends on the tokens drawn
 
 
 @pytest.mark.slow
