@@ -31,6 +31,7 @@ JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]?|\
 LIMITS: Any = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 10_000, "verbose_errors": False}
 """Limits of llguidance's parser. With them a mask takes at most about 50 ms, during which the whole batch waits."""
 TRIAL_TOKENS = 4
+"""How far a grammar is tried when it is compiled."""
 MAX_CHARACTERS = 2**17
 """Of a schema, regular expression, grammar, or all choices."""
 
@@ -124,7 +125,7 @@ class GrammarCompiler:
         """Do now what the first grammar would do: a quarter of a second in which Python can do nothing else.
 
         Raises:
-            RequestError: The model has no tokenizer.json.
+            RequestError: The model has no tokenizer.json that can be used.
         """
         _load_tokenizer(self._folder, self._vocab_size, eos_token_ids)
 

@@ -174,7 +174,7 @@ def chain(length):
 @pytest.mark.parametrize("fields", chain(2500), ids=["schema", "lark", "gbnf"])
 def test_a_long_chain_does_not_overflow_the_stack(llm, fields):
     """It would end the process: llguidance compiles recursively."""
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), max_tokens=8)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields), temperature=0, max_tokens=8)
     [output] = llm.generate(["a"], params, use_tqdm=False)
     assert output.error is None or "items; max is 2000" in output.error  # a limit, which depends on the tokens drawn
 
@@ -194,7 +194,7 @@ def test_a_text_that_reads_like_a_special_token_is_text(llm, text):
 def test_a_limit_that_is_met_on_the_way_fails_the_request_alone(llm):
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
     schema = {"type": "object", "properties": {"a": {"const": "Once upon a time"}, "b": many}, "required": ["a", "b"]}
-    heavy = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema), max_tokens=40)
+    heavy = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema), temperature=0, max_tokens=100)
     plain = SamplingParams(temperature=0, max_tokens=8)
     failed, *others = llm.generate(["a"] * 5, [heavy, plain, plain, plain, plain], use_tqdm=False)
     assert failed.error.startswith("structured_outputs cannot go on: ") and failed.outputs[0].finish_reason == "error"
