@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 
 import llvmlite.binding
+import numba
 
 from minivllm.errors import ConfigError
+from minivllm.kernels.cpu.tiles import request_tiles
 
-KNOWN = ("avx512f", "avx512vnni", "avx512bf16")
+KNOWN = ("avx512f", "avx512vnni", "avx512bf16", "amx-tile")
 CHANGES = tuple(sorted(filter(None, os.environ.get("MINIVLLM_CPU_FEATURES", "").split(","))))
 if unknown := [change for change in CHANGES if change[0] not in "+-" or change[1:] not in KNOWN]:
     raise ConfigError(
@@ -20,9 +22,15 @@ if unknown := [change for change in CHANGES if change[0] not in "+-" or change[1
     )
 
 
+if numba.config.CPU_FEATURES is None:
+    _compiled_for = {name for name, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there}
+else:  # NUMBA_CPU_FEATURES, as in "+avx2,-avx512f"
+    _compiled_for = {feature[1:] for feature in numba.config.CPU_FEATURES.split(",") if feature.startswith("+")}
+
+
 def _has(feature: str, by_default: bool = True) -> bool:
     wanted = "+" + feature in CHANGES or (by_default and "-" + feature not in CHANGES)
-    return wanted and bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+    return wanted and feature in _compiled_for
 
 
 HAS_AVX512 = _has("avx512f")
@@ -32,3 +40,8 @@ HAS_INT8_DOT = HAS_AVX512 and _has("avx512vnni")
 HAS_BFLOAT16_DOT = HAS_AVX512 and _has("avx512bf16", by_default=llvmlite.binding.get_host_cpu_name().startswith("znver"))
 """VDPBF16PS: two products of bfloat16 numbers for each of 16 sums. AMD's processors take one cycle for it. Intel's take two, in which they
 do four multiply-adds of float32, so they are faster without (`benchmarks/bfloat16_products.py`)."""
+_HAS_TILES = HAS_AVX512 and _has("amx-tile") and request_tiles()
+HAS_BFLOAT16_TILES = _HAS_TILES and "amx-bf16" in _compiled_for
+"""TDPBF16PS: see `tiles`."""
+HAS_INT8_TILES = _HAS_TILES and HAS_INT8_DOT and "amx-int8" in _compiled_for
+"""TDPBUSD: see `tiles`."""

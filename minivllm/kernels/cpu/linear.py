@@ -31,6 +31,7 @@ from minivllm.errors import KernelError
 from minivllm.kernels.cpu.launch import DTYPES, use_threads_of_torch
 from minivllm.kernels.cpu.panels import FEW_ROWS, MANY_ROWS, PANEL, ROW_PADDING, WIDTHS, multiply_panels
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.tiles import TILE_WORDS
 from minivllm.kernels.pages import zero_pages
 
 if TYPE_CHECKING:
@@ -64,11 +65,15 @@ class Packed:
     """Of the numbers in the words."""
     word_dtype: Any = np.float32
     """Of the words, for the kernel."""
+    uses_tiles = False
+    """Whether the words of an output are filled up with zeros to whole tiles of `tiles`."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
         num_panels = -(-out_features // PANEL)
         num_words = -(-in_features * self.number_dtype.itemsize // 4)
+        if self.uses_tiles:
+            num_words = -(-num_words // TILE_WORDS) * TILE_WORDS
         self.words = zero_pages((num_panels, num_words, PANEL), torch.int32)
         self.panels = self.words.numpy().view(self.word_dtype)
         self.bias = np.zeros(num_panels * PANEL, np.float32)

@@ -1,7 +1,7 @@
 """Linear layers with bfloat16 weights: the loop of `linear`, two input features at a time.
 
 A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are
-float32. AMD's processors with an instruction for such products (VDPBF16PS, of AVX-512 BF16) use it. On others, Intel's included,
+float32. A processor with AMX multiplies tiles (`tiles`). AMD's processors with an instruction for such products (VDPBF16PS, of AVX-512 BF16) use it. On others, Intel's included,
 whose VDPBF16PS takes two cycles, it is faster to turn the weights into float32 in registers, by a shift: memory is read half as much
 all the same. (The two differ in the last bit, and the instruction takes subnormal numbers for zero.)
 """
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numba import njit
 
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_TILES
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.tiles import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 
 
 class PackedBfloat16Weight(Packed):
@@ -25,6 +26,7 @@ class PackedBfloat16Weight(Packed):
 
     number_dtype = torch.bfloat16
     word_dtype = np.uint32
+    uses_tiles = HAS_BFLOAT16_TILES
 
     @property
     def multiply(self) -> Any:
@@ -39,6 +41,7 @@ def _pair_part(part, num_parts, x, words):
     for row in range(len(x) * part // num_parts, len(x) * (part + 1) // num_parts):
         for i in range(num_pairs):
             words[row, i] = round_bfloat16(x[row, 2 * i]) | np.uint32(round_bfloat16(x[row, 2 * i + 1])) << np.uint32(16)
+        words[row, num_pairs:] = 0
         if x.shape[1] % 2 == 1:
             words[row, num_pairs] = round_bfloat16(x[row, 2 * num_pairs])
 
@@ -57,7 +60,7 @@ _fill_part, _DTYPE, _PER_WORD = (_pair_part, np.uint32, 1) if HAS_BFLOAT16_DOT e
 
 
 @njit(error_model="numpy", cache=True)
-def multiply_bfloat16(x, weight, out, num_threads):
+def _multiply_vectors(x, weight, out, num_threads):
     """`linear.multiply_float32` for a packed bfloat16 weight."""
     panels, bias = weight
     rows, width = tile_of(len(out))
@@ -67,3 +70,32 @@ def multiply_bfloat16(x, weight, out, num_threads):
     columns = transpose_tiles(numbers, len(out) // rows, num_threads, rows)
     size = panels_per_part(panels, width)
     parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
+
+
+@njit(error_model="numpy")
+def _multiply_tiles_part(part, size, words, panels, bias, out, rows):
+    """`size` panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
+    first, last = part * size, min((part + 1) * size, len(panels))
+    end = len(words) - rows
+    configure_tiles(rows)
+    for start in range(0, len(words), 2 * rows):
+        row, next_row = min(start, end), min(start + rows, end)
+        num_tiles = 2 if next_row > row else 1
+        multiply_row_tiles(words, row, next_row, panels, first, last, bias, out, row, next_row, num_tiles)
+    release_tiles()
+
+
+@njit(error_model="numpy", cache=True)
+def _multiply_tiles(x, weight, out, num_threads):
+    """The same by tiles. Needs no more rows of `out` than `x` has."""
+    panels, bias = weight
+    words = np.empty((len(x), panels.shape[1]), np.uint32)
+    num_parts = 1 if words.size < PARALLEL_NUMBERS else num_threads
+    parallel_for(num_threads, num_parts, _pair_part, (num_parts, x, words))
+    size = panels_per_part(panels, 2)
+    parallel_for(
+        num_threads, -(-len(panels) // size), _multiply_tiles_part, (size, words, panels, bias, out, tile_rows(len(x)))
+    )  # fmt: skip
+
+
+multiply_bfloat16 = _multiply_tiles if HAS_BFLOAT16_TILES else _multiply_vectors

@@ -1,7 +1,7 @@
 """Linear layers with 8-bit weights: the loop of `linear`, four input features at a time.
 
 The instruction (VPDPBUSD, of AVX-512 VNNI) multiplies four unsigned 8-bit integers with four signed ones and adds the products to a
-32-bit sum, for 16 outputs at once. Inputs come as the two digits of `split_digits`; sums of integers are exact, so the
+32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `tiles`). Inputs come as the two digits of `split_digits`; sums of integers are exact, so the
 result is bitwise that of torch's operator, which is used where the instruction is missing.
 """
 
@@ -14,11 +14,13 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from minivllm.kernels.cpu.features import HAS_INT8_TILES
 from minivllm.kernels.cpu.launch import address
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.tiles import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 
@@ -27,6 +29,7 @@ class PackedInt8Weight(Packed):
 
     number_dtype = torch.int8
     word_dtype = np.int32
+    uses_tiles = HAS_INT8_TILES
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__(out_features, in_features)
@@ -70,6 +73,19 @@ _TILES = np.array([1, *(_rows_of_tile(num_rows) for num_rows in range(1, 2 * _RO
 
 
 @njit(error_model="numpy")
+def _split_into_words(x, num_words, num_threads):
+    """The digits of `x`, `[2, rows, words]`, and the scales of its rows. Digits beyond the end are zero."""
+    num_rows, in_features = x.shape
+    digits = np.empty((2, num_rows, 4 * num_words), np.uint8)
+    digits[:, :, in_features:] = DIGIT_ZERO
+    row_scales = np.empty(num_rows, np.float32)
+    _split(
+        num_threads, num_rows, in_features, address(x), address(digits), 4 * num_words, num_rows, address(row_scales)
+    )  # fmt: skip
+    return digits.view(np.int32), row_scales
+
+
+@njit(error_model="numpy")
 def _transpose_part(part, num_parts, digits, columns, rows):
     """Tiles of both digits of some rows: all high ones, then all low ones."""
     num_tiles, num_words, _ = columns.shape
@@ -81,21 +97,16 @@ def _transpose_part(part, num_parts, digits, columns, rows):
 
 
 @njit(error_model="numpy", cache=True)
-def multiply_int8(x, weight, out, num_threads):
+def _multiply_vectors(x, weight, out, num_threads):
     """`linear.multiply_float32` for a packed 8-bit weight."""
     panels, corrections, scales, bias = weight
-    (num_rows, in_features), num_words = x.shape, panels.shape[1]
-    digits = np.empty((2, num_rows, 4 * num_words), np.uint8)
-    digits[:, :, in_features:] = DIGIT_ZERO
-    row_scales = np.empty(num_rows, np.float32)
-    _split(
-        num_threads, num_rows, in_features, address(x), address(digits), 4 * num_words, num_rows, address(row_scales)
-    )  # fmt: skip
-    rows = _TILES[min(num_rows, len(_TILES) - 1)]
+    num_words = panels.shape[1]
+    digits, row_scales = _split_into_words(x, num_words, num_threads)
+    rows = _TILES[min(len(x), len(_TILES) - 1)]
     width = tile_of(2 * rows)[1]
-    columns = np.empty((-(-num_rows // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
+    columns = np.empty((-(-len(x) // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
     num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
-    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, digits.view(np.int32), columns, rows))
+    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, digits, columns, rows))
     size = panels_per_part(panels, width)
     parallel_for(
         num_threads, -(-len(panels) // size), _multiply_part,
@@ -119,9 +130,43 @@ def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_s
             )
 
 
+@njit(error_model="numpy", cache=True)
+def _multiply_tiles(x, weight, out, num_threads):
+    """The same by tiles, of which a pair holds the high and the low digits of some rows. Needs no more rows of `out` than `x` has."""
+    panels, corrections, scales, bias = weight
+    digits, row_scales = _split_into_words(x, panels.shape[1], num_threads)
+    size = panels_per_part(panels, 2)
+    parallel_for(
+        num_threads, -(-len(panels) // size), _multiply_tiles_part,
+        (size, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x))),
+    )  # fmt: skip
+
+
+@njit(error_model="numpy")
+def _multiply_tiles_part(part, size, digits, panels, corrections, scales, bias, row_scales, out, rows):
+    """`size` panels by all rows. The last tiles end with the batch: some rows are computed twice."""
+    first, last = part * size, min((part + 1) * size, len(panels))
+    start, stop = first * PANEL, last * PANEL
+    own_panels, own_corrections = panels[first:last], corrections[start:stop]
+    num_rows = len(row_scales)
+    sums = np.empty((2 * rows, stop - start), np.int32)
+    configure_tiles(rows)
+    for tile in range(0, num_rows, rows):
+        row = min(tile, num_rows - rows)
+        multiply_row_tiles(digits, row, num_rows + row, own_panels, 0, last - first, own_corrections, sums, 0, rows, 2)
+        for i in range(rows):
+            _add_digits(
+                sums[i], sums[rows + i], scales[start:stop], row_scales[row + i], bias[start:stop], out[row + i, start:stop]
+            )
+    release_tiles()
+
+
 @njit(error_model="numpy")
 def _add_digits(high, low, scales, row_scale, bias, out):
     """Rounds after each operation, like torch's operator and `join_digits`."""
     for i in range(len(out)):
         total = (np.float32(high[i]) * scales[i]) * np.float32(DIGIT_BASE) + np.float32(low[i]) * scales[i]
         out[i] = total * row_scale + bias[i]
+
+
+multiply_int8 = _multiply_tiles if HAS_INT8_TILES else _multiply_vectors

@@ -1,0 +1,183 @@
+"""AMX: products of whole tiles in one instruction, on Intel's server processors since 2023.
+
+A *tile* is a register of 16 rows of 64 bytes; there are eight. TDPBF16PS multiplies a tile of `x`, 16 rows of 32 bfloat16 numbers, with a
+tile of weights, 32 input features of 16 outputs, and adds the products to a tile of 16 by 16 float32 sums: 8,192 multiply-adds in 16
+cycles, where AVX-512 does 512 in float32. TDPBUSD does the same for 8-bit integers, of which a tile has twice as many.
+
+A tile of weights is 16 words of 16 outputs: 16 neighbouring vectors of a panel (see `panels`), as they lie in memory. A tile of `x` is
+some rows as they lie in memory as well, so nothing is transposed. Intel, "Intel 64 and IA-32 Architectures Optimization Reference Manual",
+chapter on AMX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+TILE_ROWS = 16
+"""Rows of a tile."""
+TILE_WORDS = 16
+"""Words of 32 bits in a row of a tile."""
+_BYTES = 4 * TILE_WORDS
+_SUMS, _X, _WEIGHTS = 0, 4, 6
+"""The first tile of each kind: four for sums, two for rows of `x`, two for weights."""
+_INT8, _INT64 = ir.IntType(8), ir.IntType(64)
+
+
+def request_tiles() -> bool:
+    """Ask Linux for the use of tiles, which every process must, before it starts threads. False if they are refused."""
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+@njit
+def tile_rows(num_rows):
+    """How many rows of a batch go into a tile: as few as leave the number of tiles what it is. Beyond one tile, they are taken in pairs."""
+    if num_rows <= TILE_ROWS:
+        return num_rows
+    num_pairs = -(-num_rows // (2 * TILE_ROWS))
+    return -(-num_rows // (2 * num_pairs))
+
+
+def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
+    function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), arguments)
+
+
+@intrinsic
+def configure_tiles(typing_context: Any, num_rows: Any) -> Any:
+    """Make tiles ready on this thread: those of `x` and of sums with `num_rows` rows, those of weights with all. All become zero."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        # Byte 0 is the palette, 16-bit numbers from byte 16 on are the bytes of a row, and bytes from 48 on are the rows.
+        rows = builder.trunc(context.cast(builder, arguments[0], signature.args[0], types.int64), _INT8)
+        config = cgutils.alloca_once(builder, ir.ArrayType(_INT8, 64))
+        start = builder.bitcast(config, _INT8.as_pointer())
+        builder.store(ir.Constant(config.type.pointee, None), config)
+        builder.store(_INT8(1), start)
+        for tile in range(8):
+            builder.store(_INT8(_BYTES), builder.gep(start, [_INT64(16 + 2 * tile)]))
+            builder.store(rows if tile < _WEIGHTS else _INT8(TILE_ROWS), builder.gep(start, [_INT64(48 + tile)]))
+        _call(builder, "ldtilecfg", start)
+        return context.get_dummy_value()
+
+    return types.void(num_rows), generate
+
+
+@intrinsic
+def release_tiles(typing_context: Any) -> Any:
+    """Give the tiles back: as long as they hold something, each switch of threads saves 8 KiB more."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        _call(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def multiply_tiles(
+    typing_context: Any,
+    x: Any,
+    first_row: Any,
+    second_row: Any,
+    panels: Any,
+    first_panel: Any,
+    bias: Any,
+    out: Any,
+    first_out: Any,
+    second_out: Any,
+    num_tiles: Any,
+    num_panels: Any,
+) -> Any:
+    """One or two tiles of rows by one or two panels: `out` = bias + `x` times the panels. The types say what the numbers are:
+
+    ======= ======= ======================================================================
+    x       panels  what they hold
+    ======= ======= ======================================================================
+    uint32  uint32  two bfloat16 in a word, by TDPBF16PS, with float32 sums
+    int32   int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`,
+                    by TDPBUSD, with int32 sums
+    ======= ======= ======================================================================
+
+    Args:
+        x: `[rows, words]`, contiguous; `words` is a multiple of `TILE_WORDS`. A tile has as many rows as `configure_tiles` was told.
+        first_row, second_row: Where the tiles begin in `x`; the second counts only if there are two.
+        panels: `[num_panels, words, PANEL]`.
+        first_panel: Where to begin in `panels`.
+        bias: What the sums start with, for all outputs.
+        out: `[rows, outputs]`, contiguous.
+        first_out, second_out: The rows of `out` where the tiles go.
+        num_tiles, num_panels: 1 or 2 each.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        def array(i: int) -> Any:
+            return context.make_array(signature.args[i])(context, builder, arguments[i])
+
+        def index(i: int) -> Any:
+            return context.cast(builder, arguments[i], signature.args[i], types.intp)
+
+        def at(start: Any, num_words: Any) -> Any:
+            return builder.gep(start, [builder.mul(num_words, _INT64(4))])
+
+        def memory(i: int) -> Any:
+            return builder.bitcast(array(i).data, _INT8.as_pointer())
+
+        product = "tdpbf16ps" if signature.args[3].dtype == types.uint32 else "tdpbusd"
+        num_words, out_width = (cgutils.unpack_tuple(builder, array(i).shape)[1] for i in (0, 6))
+        panel_size, first_output = builder.mul(num_words, _INT64(TILE_WORDS)), builder.mul(index(4), _INT64(TILE_WORDS))
+        rows = [at(memory(0), builder.mul(index(i), num_words)) for i in (1, 2)]
+        weights = at(memory(3), builder.mul(index(4), panel_size))
+        corners = [at(memory(6), builder.add(builder.mul(index(i), out_width), first_output)) for i in (7, 8)]
+        x_stride, out_stride = (builder.mul(width, _INT64(4)) for width in (num_words, out_width))
+
+        def generate_loop(tiles: range, panels: range) -> None:
+            sums = {(tile, panel): _INT8(_SUMS + 2 * tile + panel) for tile in tiles for panel in panels}
+            for (_, panel), number in sums.items():  # the same row again and again, as it is no distance to the next
+                start = at(memory(5), builder.add(first_output, _INT64(panel * TILE_WORDS)))
+                _call(builder, "tileloadd64", number, start, _INT64(0))
+            with cgutils.for_range(builder, builder.udiv(num_words, _INT64(TILE_WORDS))) as loop:
+                for tile in tiles:
+                    start = at(rows[tile], builder.mul(loop.index, _INT64(TILE_WORDS)))
+                    _call(builder, "tileloadd64", _INT8(_X + tile), start, x_stride)
+                for panel in panels:
+                    offset = builder.mul(loop.index, _INT64(TILE_WORDS * TILE_WORDS))
+                    start = at(weights, builder.add(builder.mul(panel_size, _INT64(panel)), offset))
+                    _call(builder, "tileloadd64", _INT8(_WEIGHTS + panel), start, _INT64(_BYTES))
+                    for tile in tiles:
+                        _call(builder, product, sums[tile, panel], _INT8(_X + tile), _INT8(_WEIGHTS + panel))
+            for (tile, panel), number in sums.items():
+                _call(builder, "tilestored64", number, at(corners[tile], _INT64(panel * TILE_WORDS)), out_stride)
+
+        is_pair, has_two_panels = (builder.icmp_signed("==", index(i), _INT64(2)) for i in (9, 10))
+        with builder.if_else(is_pair) as (pair, single):
+            for branch, tiles in ((pair, range(2)), (single, range(1))):
+                with branch, builder.if_else(has_two_panels) as (two, one):
+                    with two:
+                        generate_loop(tiles, range(2))
+                    with one:
+                        generate_loop(tiles, range(1))
+        return context.get_dummy_value()
+
+    signature = types.void(
+        x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels
+    )
+    return signature, generate
+
+
+@njit(error_model="numpy")
+def multiply_row_tiles(x, first_row, second_row, panels, first, last, bias, out, first_out, second_out, num_tiles):
+    """One or two tiles of rows by the panels from `first` to `last`, two at a time."""
+    for panel in range(first, last, 2):
+        multiply_tiles(
+            x, first_row, second_row, panels, panel, bias, out, first_out, second_out, num_tiles, min(2, last - panel)
+        )
