@@ -58,11 +58,12 @@ def compile_loop() -> Any:
     """A compiled caller of `multiply_tile`, for all panels."""
     from numba import njit
 
-    from minivllm.kernels.cpu.linear import multiply_tile
+    from minivllm.kernels.cpu.linear import multiply_tile, what_to_prefetch
 
     @njit(error_model="numpy")
     def loop(x: Any, panels: Any, bias: Any, out: Any, rows: int, width: int) -> None:
-        multiply_tile(x, panels, 0, len(panels), bias, out, 0, rows, width)
+        place, pace = what_to_prefetch(panels, 0, len(panels), 0, 1)
+        multiply_tile(x, panels, 0, len(panels), bias, out, 0, rows, width, place, pace)
 
     return loop
 

@@ -5,7 +5,7 @@ A general matrix product, made for large matrices, is far from that with 16 rows
 - The weight is packed once, when it is loaded, in panels of 16 output features (see `panels`), which a thread reads sequentially.
 - The sums of up to 24 rows of `x`, for the 16 outputs of a panel or of a few panels, stay in vector registers while they are read: a
   vector is loaded once, and used for one multiply-add per row.
-- Memory is prefetched a few thousand bytes ahead.
+- Memory is prefetched a few thousand bytes ahead; with many rows, while one part of the weight is used the next is fetched.
 
 The innermost loop, `multiply_panels`, is written in LLVM IR; it is this loop:
 
@@ -29,7 +29,16 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.launch import DTYPES, use_threads_of_torch
-from minivllm.kernels.cpu.panels import FEW_ROWS, MANY_ROWS, PANEL, ROW_PADDING, WIDTHS, multiply_panels
+from minivllm.kernels.cpu.panels import (
+    FEW_ROWS,
+    MANY_ROWS,
+    PANEL,
+    PLACE_BITS,
+    PREFETCH_DISTANCE,
+    ROW_PADDING,
+    WIDTHS,
+    multiply_panels,
+)
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.cpu.tiles import TILE_WORDS
 from minivllm.kernels.pages import zero_pages
@@ -194,13 +203,29 @@ def _transpose_part(part, num_parts, x, columns, rows):
 
 
 @njit(error_model="numpy")
-def multiply_tile(x, panels, first, last, bias, out, first_row, rows, width):
+def multiply_tile(x, panels, first, last, bias, out, first_row, rows, width, place, pace):
     """A tile of rows by the panels from `first` to `last`, `width` at a time and the rest one by one."""
     panel = first
     while panel < last:
         count = width if last - panel >= width else 1
-        multiply_panels(x, panels, panel, bias, out, first_row, rows, count)
+        multiply_panels(x, panels, panel, bias, out, first_row, rows, count, place, pace)
+        place += count * panels.shape[1] * pace
         panel += count
+
+
+@njit(error_model="numpy")
+def what_to_prefetch(panels, first, last, tile, num_tiles):
+    """`place` and `pace` of `multiply_panels`, for one of the tiles of rows that are multiplied by the panels from `first` to `last`.
+
+    The first tile waits for memory, and prefetches what it reads soon. The others read what is in the cache by then, and each prefetches a
+    share of the next part: memory is read all the time.
+    """
+    num_words = panels.shape[1]
+    vector = (4 * PANEL) << PLACE_BITS
+    if tile == 0:
+        return (first * num_words + PREFETCH_DISTANCE) * vector, vector
+    pace = vector // (num_tiles - 1)
+    return last * num_words * vector + (last - first) * num_words * (tile - 1) * pace, pace
 
 
 @njit(error_model="numpy")
@@ -208,7 +233,8 @@ def _multiply_part(part, size, columns, panels, bias, out, rows, width):
     """`size` panels by all rows."""
     first, last = part * size, min((part + 1) * size, len(panels))
     for i in range(len(columns)):
-        multiply_tile(columns[i], panels, first, last, bias, out, i * rows, rows, width)
+        place, pace = what_to_prefetch(panels, first, last, i, len(columns))
+        multiply_tile(columns[i], panels, first, last, bias, out, i * rows, rows, width, place, pace)
 
 
 @njit(error_model="numpy")

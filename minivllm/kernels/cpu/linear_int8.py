@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.kernels.cpu.features import HAS_INT8_TILES
 from minivllm.kernels.cpu.launch import address
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of, what_to_prefetch
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
@@ -122,7 +122,8 @@ def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_s
     own_panels, own_corrections = panels[first:last], corrections[start:stop]
     sums = np.empty((2 * rows, stop - start), np.int32)
     for i in range(len(columns)):
-        multiply_tile(columns[i], own_panels, 0, last - first, own_corrections, sums, 0, 2 * rows, width)
+        place, pace = what_to_prefetch(own_panels, 0, last - first, i, len(columns))
+        multiply_tile(columns[i], own_panels, 0, last - first, own_corrections, sums, 0, 2 * rows, width, place, pace)
         for row in range(min(rows, len(row_scales) - i * rows)):
             token = i * rows + row
             _add_digits(

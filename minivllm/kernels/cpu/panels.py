@@ -31,6 +31,8 @@ ROW_PADDING = 2
 both with one counter, which takes the processor twice as many steps."""
 PREFETCH_DISTANCE = 64
 """How many vectors ahead memory is prefetched: 4 KiB."""
+PLACE_BITS = 16
+"""Where memory is prefetched is counted in units of 2**-16 bytes."""
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _CASE = 64
@@ -62,6 +64,8 @@ def multiply_panels(
     first_row: Any,
     num_rows: Any,
     num_panels: Any,
+    place: Any,
+    pace: Any,
 ) -> Any:
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`, for 16 outputs each.
 
@@ -83,6 +87,8 @@ def multiply_panels(
         bias: What the sums start with, for all outputs.
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel.
+        place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
+            in units of 2**-PLACE_BITS bytes. Fewer rows than `MANY_ROWS` prefetch what they read soon.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
@@ -125,7 +131,13 @@ def multiply_panels(
                 for panel in range(num_panels):
                     offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
                     words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
-                    _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
+                    if num_rows < MANY_ROWS:
+                        _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
+                    else:
+                        vector = builder.add(builder.mul(num_words, _INT64(panel)), loop.index)
+                        place = builder.add(index(8), builder.mul(vector, index(9)))
+                        place = builder.ashr(place, _INT64(PLACE_BITS))
+                        _prefetch(builder, at(as_pointer_to(ir.IntType(8), array(1).data), place))
                 stride = num_rows + ROW_PADDING
                 column = at(array(0).data, builder.mul(loop.index, _INT64(stride * numbers_per_word)))
                 for i in range(numbers_per_word):
@@ -161,7 +173,7 @@ def multiply_panels(
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(x, panels, first_panel, bias, out, first_row, num_rows, num_panels), generate
+    return types.void(x, panels, first_panel, bias, out, first_row, num_rows, num_panels, place, pace), generate
 
 
 def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:

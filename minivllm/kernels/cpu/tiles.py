@@ -168,9 +168,7 @@ def multiply_tiles(
                         generate_loop(tiles, range(1))
         return context.get_dummy_value()
 
-    signature = types.void(
-        x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels
-    )
+    signature = types.void(x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels)
     return signature, generate
 
 
@@ -178,6 +176,4 @@ def multiply_tiles(
 def multiply_row_tiles(x, first_row, second_row, panels, first, last, bias, out, first_out, second_out, num_tiles):
     """One or two tiles of rows by the panels from `first` to `last`, two at a time."""
     for panel in range(first, last, 2):
-        multiply_tiles(
-            x, first_row, second_row, panels, panel, bias, out, first_out, second_out, num_tiles, min(2, last - panel)
-        )
+        multiply_tiles(x, first_row, second_row, panels, panel, bias, out, first_out, second_out, num_tiles, min(2, last - panel))
