@@ -25,6 +25,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOG2_E = np.float32(np.log2(np.e))
 MINUS_INFINITY = np.float32(-np.inf)
 ZERO = np.float32(0)
+POWERS_OF_TWO = (
+    1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2, 2.402264791363012e-1,
+    6.931472028550421e-1, 1.0,
+)  # fmt: skip
+"""Coefficients of a polynomial that is 2**x for x between -1/2 and 1/2 (that of the Cephes library)."""
 
 
 def check_launch(cache: Tensor) -> None:
@@ -162,19 +167,14 @@ def _from_float16(x):
 def exp2(x):
     """2**x for x <= 0, accurate to a unit in the last place; what is no normal number may be 0, and NaN stays NaN.
 
-    The nearest whole number goes into the exponent of a float, the rest through a polynomial (that of the Cephes
-    library). `math.exp2` would be a call for each number; this is arithmetic, eight or sixteen numbers at a time.
+    The nearest whole number goes into the exponent of a float, the rest through a polynomial. `math.exp2` would be a call for each number; this is arithmetic, eight or sixteen numbers at a time.
     """
     x = np.float32(-127.0) if x < np.float32(-127.0) else x
     whole = np.floor(x + np.float32(0.5))
     rest = x - whole
-    power = np.float32(1.535336188319500e-4)
-    power = power * rest + np.float32(1.339887440266574e-3)
-    power = power * rest + np.float32(9.618437357674640e-3)
-    power = power * rest + np.float32(5.550332471162809e-2)
-    power = power * rest + np.float32(2.402264791363012e-1)
-    power = power * rest + np.float32(6.931472028550421e-1)
-    power = power * rest + np.float32(1.0)
+    power = np.float32(POWERS_OF_TWO[0])
+    for coefficient in POWERS_OF_TWO[1:]:
+        power = power * rest + np.float32(coefficient)
     scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return power * scale
 

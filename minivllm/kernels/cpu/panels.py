@@ -84,7 +84,7 @@ def multiply_panels(
         x: `[words, num_rows + ROW_PADDING]`, or as the table says; contiguous, of exactly that width.
         panels: `[num_panels, words, PANEL]`.
         first_panel, first_row: Where to begin in `panels` and in `out`.
-        bias: What the sums start with, for all outputs.
+        bias: What the sums start with, for all outputs; or an array like `out`, or `out` itself, with a start for each sum.
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
@@ -122,9 +122,12 @@ def multiply_panels(
         def generate_loop(num_rows: int, num_panels: int) -> None:
             sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
             for panel in range(num_panels):
-                offset = builder.add(first_output, _INT64(panel * PANEL))
-                start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
                 for row in range(num_rows):
+                    first = builder.add(builder.mul(index(5), out_width), builder.mul(out_width, _INT64(row)))
+                    offset = builder.add(first_output, _INT64(panel * PANEL))
+                    if signature.args[3].ndim == 2:
+                        offset = builder.add(offset, first)
+                    start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
                     builder.store(start, sums[row][panel])
             with cgutils.for_range(builder, num_words) as loop:
                 words = []

@@ -1,7 +1,16 @@
 """Paged prefill attention: a ragged batch of prompts, chunks behind a cached prefix, and decodes.
 
-Arithmetic is the limit here, not memory: a tile of keys and values is loaded once for many queries, in float32 and with the
-keys transposed, so that both products, queries by keys and weights by values, are sums of contiguous rows. FlashAttention (Dao et al., 2022, arXiv:2205.14135) does the same in a GPU's shared memory.
+Arithmetic is the limit here, not memory: a tile of keys and values is loaded once for many queries, as FlashAttention (Dao et al., 2022,
+arXiv:2205.14135) does in a GPU's shared memory. The queries are the columns of all matrices, 16 of them in a vector:
+
+    scores  = keys [tokens, channels] @ queries [channels, columns]
+    weights = 2 ** (scores - the largest of their column so far)
+    output += values.T [channels, tokens] @ weights [tokens, columns]
+
+Both products are those of the linear layers (`panels`), with queries and weights in the place of a packed weight, and the softmax between
+them needs no sum or maximum across a vector.
+
+A sequence with a single new token is left to the decode kernel, so that its numbers are the same whether or not its batch has prompts.
 """
 
 from __future__ import annotations
@@ -12,8 +21,8 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
+from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import (
-    FASTMATH,
     LOG2_E,
     MINUS_INFINITY,
     TILE,
@@ -21,15 +30,18 @@ from minivllm.kernels.cpu.launch import (
     as_numpy,
     check_launch,
     constant,
-    exp2,
-    largest,
     load,
     use_threads_of_torch,
 )
+from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, WIDTHS, multiply_panels
+from minivllm.kernels.cpu.softmax import weigh
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 QUERY_TILE = 32
-"""Query tokens that share a tile of the cache; even, because rows are taken two at a time."""
+"""Query tokens that share a tile of the cache."""
+ROWS = 8 if 8 in WIDTHS else 4
+"""Rows of the products that are computed at a time: tokens of the scores, channels of the output. `TILE` is a multiple of it."""
+_WIDTH = WIDTHS[ROWS]
 
 
 @checks.PREFILL
@@ -44,21 +56,29 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     check_launch(key_cache)
-    starts, lengths = query_start_loc.numpy(), context_lens.numpy()
-    out = query.new_empty(query.shape, dtype=torch.float32)
-    out[int(starts[-1]) :] = 0
-    _prefill(
-        use_threads_of_torch(), _order_tiles(starts, lengths), as_numpy(query.float().contiguous()), as_numpy(key_cache),
-        as_numpy(value_cache), block_tables.numpy(), lengths, starts, np.float32(scale), out.numpy(),
-        constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
-    )  # fmt: skip
-    return out.to(query.dtype)
+    starts, lengths, tables = query_start_loc.numpy(), context_lens.numpy(), block_tables.numpy()
+    queries, keys, values = (as_numpy(x) for x in (query.float().contiguous(), key_cache, value_cache))
+    num_threads, scale = use_threads_of_torch(), np.float32(scale)
+    channels, group = constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2])
+    result = query.new_empty(query.shape, dtype=torch.float32)
+    out = result.numpy()
+    out[starts[-1] :] = 0
+    decodes = np.flatnonzero(np.diff(starts) == 1)
+    if len(decodes) > 0:
+        rows = starts[decodes]
+        attended = np.empty((len(rows), *out.shape[1:]), np.float32)
+        _decode(queries[rows], keys, values, tables[decodes], lengths[decodes], scale, num_threads, attended, channels, group)
+        out[rows] = attended
+    tiles = _order_tiles(starts, lengths)
+    if len(tiles) > 0:
+        _prefill(num_threads, tiles, queries, keys, values, tables, lengths, starts, scale, out, channels, group)
+    return result.to(query.dtype)
 
 
 def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
     """The query tiles of a prefill, those with the most work first: threads take one after the other, and the last are short.
 
-    A tile's work is the context that it sees.
+    A tile's work is the context that it sees. Sequences of one token have none: they are decodes.
 
     Returns:
         `[tiles, 2]`: the sequence of each tile, and its first row in it.
@@ -66,77 +86,90 @@ def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
     tiles = [
         (context_len - (end - start) + first, seq, first)
         for seq, (start, end, context_len) in enumerate(zip(starts[:-1], starts[1:], context_lens, strict=True))
+        if end - start > 1
         for first in range(0, end - start, QUERY_TILE)
     ]
     tiles.sort(reverse=True)
     return np.array(tiles, dtype=np.int64).reshape(-1, 3)[:, 1:].copy()
 
 
-@njit(fastmath=FASTMATH, error_model="numpy", inline="always")
-def _add_products(results, factors, rows, count):
-    """results += factors @ rows for two rows of factors and the first `count` of `rows`, a multiple of 4.
-
-    Each loaded number of `rows` is used for both results, and each loaded result takes four products.
-    """
-    for i in range(0, count, 4):
-        a0, a1, a2, a3 = factors[0, i], factors[0, i + 1], factors[0, i + 2], factors[0, i + 3]
-        b0, b1, b2, b3 = factors[1, i], factors[1, i + 1], factors[1, i + 2], factors[1, i + 3]
-        for j in range(rows.shape[1]):
-            r0, r1, r2, r3 = rows[i, j], rows[i + 1, j], rows[i + 2, j], rows[i + 3, j]
-            results[0, j] += a0 * r0 + a1 * r1 + a2 * r2 + a3 * r3
-            results[1, j] += b0 * r0 + b1 * r1 + b2 * r2 + b3 * r3
+@njit(error_model="numpy")
+def _multiply(x, panels, first_panel, start, out):
+    """`out` = `start` + `x` times the panels from `first_panel` on; `x` is `[tiles, words, ROWS + ROW_PADDING]`."""
+    for i in range(len(x)):
+        panel = first_panel
+        while panel < len(panels):
+            count = _WIDTH if len(panels) - panel >= _WIDTH else 1
+            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)
+            panel += count
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
+@njit(error_model="numpy")
+def _load_keys(key_cache, table, kv_head, start, end, keys, channels):
+    """A tile of keys as `x` of the scores: `[TILE / ROWS, channels, ROWS + ROW_PADDING]`; zero beyond the end."""
+    block_size = key_cache.shape[1]
+    for t in range(TILE):
+        if start + t < end:
+            key = key_cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
+            for d in range(len(channels)):
+                keys[t // ROWS, d, t % ROWS] = load(key[d])
+        else:
+            for d in range(len(channels)):
+                keys[t // ROWS, d, t % ROWS] = ZERO
+
+
+@njit(error_model="numpy")
+def _load_values(value_cache, table, kv_head, start, end, values, channels):
+    """A tile of values as `x` of the output: `[channels / ROWS, TILE, ROWS + ROW_PADDING]`; zero beyond the end."""
+    block_size, head_dim = value_cache.shape[1], len(channels)
+    for t in range(TILE):
+        if start + t < end:
+            value = value_cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
+            for i in range(head_dim // ROWS):
+                for d in range(ROWS):
+                    values[i, t, d] = load(value[i * ROWS + d])
+            for d in range(head_dim // ROWS * ROWS, head_dim):
+                values[d // ROWS, t, d % ROWS] = load(value[d])
+        else:
+            for i in range(len(values)):
+                for d in range(ROWS):
+                    values[i, t, d] = ZERO
+
+
+@njit(error_model="numpy")
 def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
     """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
-    num_tokens, block_size = query.shape[0], key_cache.shape[1]
-    head_dim, group_size = len(channels), len(group)
-    num_rows, depth = QUERY_TILE * group_size, (head_dim + 3) // 4 * 4
-    scaled = np.zeros((num_rows, depth), np.float32)
-    output = np.zeros((num_rows, head_dim), np.float32)
-    maxima = np.full(num_rows, MINUS_INFINITY, np.float32)
-    sums = np.zeros(num_rows, np.float32)
-    keys = np.zeros((depth, TILE), np.float32)
-    values = np.zeros((TILE, head_dim), np.float32)
-    scores = np.empty((2, TILE), np.float32)
-    for row in range(num_tokens * group_size):
+    num_tokens, head_dim, group_size = len(query), len(channels), len(group)
+    num_columns, end = num_tokens * group_size, position + num_tokens
+    num_panels = -(-num_columns // PANEL)
+    queries = np.zeros((num_panels, head_dim, PANEL), np.float32)
+    positions = np.full((num_panels, PANEL), -1, np.int32)
+    for column in range(num_columns):
+        token, head = column // group_size, kv_head * group_size + column % group_size
+        positions[column // PANEL, column % PANEL] = position + token
         for d in range(head_dim):
-            scaled[row, d] = query[row // group_size, kv_head * group_size + row % group_size, d] * scale * LOG2_E
-    for start in range(0, position + num_tokens, TILE):
-        for t in range(min(TILE, position + num_tokens - start)):
-            block, offset = table[(start + t) // block_size], (start + t) % block_size
-            for d in range(head_dim):
-                keys[d, t] = load(key_cache[block, offset, kv_head, d])
-            for d in range(head_dim):
-                values[t, d] = load(value_cache[block, offset, kv_head, d])
-        for pair in range(0, num_tokens * group_size, 2):
-            visible_end = position + (pair + 1) // group_size + 1 - start
-            if visible_end <= 0:
-                continue
-            scores[:] = ZERO
-            _add_products(scores, scaled[pair : pair + 2], keys, depth)
-            for i in range(2):
-                row = pair + i
-                visible = min(TILE, position + row // group_size + 1 - start)
-                scores[i, max(0, visible) :] = MINUS_INFINITY
-                maximum = largest(scores[i], maxima[row])
-                shift = maximum if maximum > MINUS_INFINITY else ZERO
-                total = ZERO
-                for t in range(TILE):
-                    scores[i, t] = exp2(scores[i, t] - shift)
-                    total += scores[i, t]
-                if maximum > maxima[row]:
-                    shrink = exp2(maxima[row] - maximum)
-                    maxima[row] = maximum
-                    sums[row] *= shrink
-                    for d in range(head_dim):
-                        output[row, d] *= shrink
-                sums[row] += total
-            _add_products(output[pair : pair + 2], scores, values, (min(TILE, visible_end) + 3) // 4 * 4)
-    for row in range(num_tokens * group_size):
+            queries[column // PANEL, d, column % PANEL] = query[token, head, d] * scale * LOG2_E
+    maxima = np.full((num_panels, PANEL), MINUS_INFINITY, np.float32)
+    sums = np.zeros((num_panels, PANEL), np.float32)
+    keys = np.empty((TILE // ROWS, head_dim, ROWS + ROW_PADDING), np.float32)
+    values = np.zeros((-(-head_dim // ROWS), TILE, ROWS + ROW_PADDING), np.float32)
+    nothing = np.zeros(num_panels * PANEL, np.float32)
+    scores = np.empty((TILE, num_panels * PANEL), np.float32)
+    weights = np.empty((num_panels, TILE, PANEL), np.float32)
+    output = np.zeros((len(values) * ROWS, num_panels * PANEL), np.float32)
+    for start in range(0, end, TILE):
+        _load_keys(key_cache, table, kv_head, start, end, keys, channels)
+        _load_values(value_cache, table, kv_head, start, end, values, channels)
+        first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
+        _multiply(keys, queries, first_panel, nothing, scores)
+        last_seen = positions - np.int32(start)
+        for panel in range(first_panel, num_panels):
+            weigh(scores, panel, last_seen, maxima, sums, output, weights)
+        _multiply(values, weights, first_panel, output, output)
+    for column in range(num_columns):
+        token, head = column // group_size, kv_head * group_size + column % group_size
         for d in range(head_dim):
-            out[row // group_size, kv_head * group_size + row % group_size, d] = output[row, d] / sums[row]
+            out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]
 
 
 @njit(error_model="numpy")

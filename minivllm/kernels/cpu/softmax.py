@@ -1,0 +1,111 @@
+"""The online softmax of 16 columns at once, in LLVM IR: compilers do not turn loops of 16 over several arrays into vectors, because the
+arrays might overlap.
+
+Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from minivllm.kernels.cpu.launch import POWERS_OF_TWO
+from minivllm.kernels.cpu.panels import PANEL
+
+_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_NUMBERS, _INTEGERS = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
+
+
+def _numbers(value: float) -> ir.Constant:
+    return ir.Constant(_NUMBERS, [ir.Constant(_FLOAT, value)] * PANEL)
+
+
+def _integers(value: int) -> ir.Constant:
+    return ir.Constant(_INTEGERS, [value] * PANEL)
+
+
+def _exp2(builder: ir.IRBuilder, x: Any) -> Any:
+    """`launch.exp2` of a vector."""
+
+    def call(name: str, *arguments: Any) -> Any:
+        function_type = ir.FunctionType(_NUMBERS, [_NUMBERS] * len(arguments))
+        return builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{PANEL}f32"), arguments)
+
+    x = builder.select(builder.fcmp_ordered("<", x, _numbers(-127.0)), _numbers(-127.0), x)
+    whole = call("floor", builder.fadd(x, _numbers(0.5)))
+    rest = builder.fsub(x, whole)
+    power = _numbers(POWERS_OF_TWO[0])
+    for coefficient in POWERS_OF_TWO[1:]:
+        power = call("fma", power, rest, _numbers(coefficient))
+    exponent = builder.add(builder.fptosi(whole, _INTEGERS), _integers(127))
+    return builder.fmul(power, builder.bitcast(builder.shl(exponent, _integers(23)), _NUMBERS))
+
+
+@intrinsic
+def weigh(
+    typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: Any, sums: Any, output: Any, weights: Any
+) -> Any:
+    """The scores of a tile of tokens become weights, for the 16 columns of a panel.
+
+    Where a score is larger than all before, the sum of the weights so far and the output so far shrink.
+
+    Args:
+        scores: `[tokens, columns]`, float32, contiguous like all others; changed.
+        panel: Which 16 columns.
+        last_seen: `[panels, PANEL]`, int32: the last token of the tile that a column sees; those after it weigh nothing.
+        maxima, sums: `[panels, PANEL]`, float32: of the scores and weights so far; changed.
+        output: `[channels, columns]`, float32: what the values so far add up to; changed.
+        weights: `[panels, tokens, PANEL]`, float32; written.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 4, 5, 6)]
+        (num_tokens, width), *_ = shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
+        num_channels, number = shapes[4][0], context.cast(builder, arguments[1], signature.args[1], types.intp)
+        start = builder.mul(number, _INT64(PANEL))
+
+        def vector(array: int, offset: Any, kind: Any = _NUMBERS) -> Any:
+            return builder.bitcast(builder.gep(arrays[array].data, [offset]), kind.as_pointer())
+
+        def load(array: int, offset: Any, kind: Any = _NUMBERS) -> Any:
+            return builder.load(vector(array, offset, kind), align=4)
+
+        def store(value: Any, array: int, offset: Any) -> None:
+            builder.store(value, vector(array, offset), align=4)
+
+        def in_row(row: Any) -> Any:
+            return builder.add(builder.mul(row, width), start)
+
+        limits, before = load(1, start, _INTEGERS), load(2, start)
+        largest = cgutils.alloca_once_value(builder, before)
+        lowest, undefined = _numbers(float("-inf")), ir.Constant(_INTEGERS, ir.Undefined)
+        with cgutils.for_range(builder, num_tokens) as loop:
+            token = builder.insert_element(undefined, builder.trunc(loop.index, _INT32), _INT32(0))
+            token = builder.shuffle_vector(token, undefined, _integers(0))
+            score = builder.select(builder.icmp_signed("<=", token, limits), load(0, in_row(loop.index)), lowest)
+            store(score, 0, in_row(loop.index))
+            so_far = builder.load(largest)
+            builder.store(builder.select(builder.fcmp_ordered(">", score, so_far), score, so_far), largest)
+        maximum = builder.load(largest)
+        shift = builder.select(builder.fcmp_ordered(">", maximum, lowest), maximum, _numbers(0.0))
+        store(maximum, 2, start)
+
+        total = cgutils.alloca_once_value(builder, load(3, start))
+        rises = builder.bitcast(builder.fcmp_ordered(">", maximum, before), ir.IntType(PANEL))
+        with builder.if_then(builder.icmp_unsigned("!=", rises, ir.IntType(PANEL)(0))):
+            shrink = _exp2(builder, builder.fsub(before, shift))
+            builder.store(builder.fmul(builder.load(total), shrink), total)
+            with cgutils.for_range(builder, num_channels) as loop:
+                store(builder.fmul(load(4, in_row(loop.index)), shrink), 4, in_row(loop.index))
+        first_weight = builder.mul(start, num_tokens)
+        with cgutils.for_range(builder, num_tokens) as loop:
+            weight = _exp2(builder, builder.fsub(load(0, in_row(loop.index)), shift))
+            store(weight, 5, builder.add(first_weight, builder.mul(loop.index, _INT64(PANEL))))
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        store(builder.load(total), 3, start)
+        return context.get_dummy_value()
+
+    return types.void(scores, panel, last_seen, maxima, sums, output, weights), generate
