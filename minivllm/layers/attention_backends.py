@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.errors import ConfigError, KernelError
-from minivllm.kernels import reference
 from minivllm.kernels.ops import has_cpu_kernels, load_platform_kernels, load_triton
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 
@@ -23,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS = 2**16
 """Cached tokens that the torch backend gathers at a time when it decodes."""
-LONG_PROMPT = 768
-"""Whole prompts of at least this many tokens are attended to by torch on a CPU: they need nothing from the cache, and torch is faster
-there. With shorter ones it is slower, because its threads go on spinning afterwards, in the way of the other kernels' threads."""
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -62,28 +56,7 @@ class CPUAttentionBackend(AttentionBackend):
         return cpu
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        if len(query) < LONG_PROMPT:
-            return attend(self, query, key, value, kv_cache, metadata)
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.context_lens.tolist()
-        new_tokens = [end - start for start, end in pairwise(starts)]
-        is_long = [new == length >= LONG_PROMPT for new, length in zip(new_tokens, lengths, strict=True)]
-        if not any(is_long):
-            return attend(self, query, key, value, kv_cache, metadata)
-        self.ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
-        output = torch.zeros_like(query)
-        for i in (i for i, long in enumerate(is_long) if long):
-            start, end = starts[i : i + 2]
-            # As the cache has them, which may be in fewer bits.
-            keys, values = (new[start:end].to(kv_cache[0].dtype).to(new.dtype).transpose(0, 1) for new in (key, value))
-            output[start:end] = reference.causal_attention(query[start:end], keys, values, self.scale)
-        others = [i for i, long in enumerate(is_long) if not long]
-        if others:
-            rows = [row for i in others for row in range(starts[i], starts[i + 1])]
-            query_start_loc = F.pad(metadata.query_start_loc.diff()[others].cumsum(0), (1, 0))
-            output[rows] = self.ops.paged_prefill_attention(
-                query[rows], *kv_cache, metadata.block_tables[others], metadata.context_lens[others], query_start_loc, self.scale
-            )
-        return output
+        return attend(self, query, key, value, kv_cache, metadata)
 
 
 class TritonAttentionBackend(AttentionBackend):

@@ -17,7 +17,6 @@ from test_models import engine_logits, random_prompts, tiny  # noqa: F401 (a fix
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, KernelError
-from minivllm.layers import attention_backends
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import Request, Sequence
@@ -137,7 +136,7 @@ def device_of(backend: str) -> str:
 @pytest.mark.slow
 @given(batch=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 14)), min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_long_prompts_short_ones_and_chunks_share_a_batch_on_a_cpu(batch, seed):
-    """Each sequence is (new tokens, tokens cached before). Whole prompts of 6 tokens or more go another way than the others."""
+    """Each sequence is (new tokens, tokens cached before). Those with one new token go another way than the others."""
     generator, block_size, num_heads, num_kv_heads, head_dim = torch.Generator().manual_seed(seed), 4, 4, 2, 8
     lengths = [new + before if new else 0 for new, before in batch]
     rows = sum(new for new, _ in batch)
@@ -155,12 +154,10 @@ def test_long_prompts_short_ones_and_chunks_share_a_batch_on_a_cpu(batch, seed):
     )
     caches = [torch.randn(9 * len(batch), block_size, num_kv_heads, head_dim, generator=generator) for _ in range(2)]
     results = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_backends, "LONG_PROMPT", 6)
-        for name in ("torch", "cpu"):
-            own = tuple(cache.clone() for cache in caches)
-            backend = BACKENDS[name](num_heads, num_kv_heads, head_dim, head_dim**-0.5)
-            results.append((backend(query, key, value, own, metadata), *own))
+    for name in ("torch", "cpu"):
+        own = tuple(cache.clone() for cache in caches)
+        backend = BACKENDS[name](num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        results.append((backend(query, key, value, own, metadata), *own))
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +115,47 @@ def test_decode_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_th
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(
+    chunks=st.lists(st.one_of(st.integers(2, 5), st.integers(30, 35), st.integers(60, 130)), min_size=1, max_size=4),
+    mates=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 70)), max_size=4),
+    heads=st.sampled_from([(16, 2, 2), (64, 1, 3), (20, 1, 9)]),
+    block_size=st.sampled_from([1, 16, 24]),
+    seed=SEEDS,
+)
+def test_prefill_attention_has_the_same_bits_in_any_chunks_and_in_any_batch(dtype, chunks, mates, heads, block_size, seed):
+    """A chunk with other sequences in its batch, against the whole prompt alone; a decode among them, against the decode kernel. Queries are
+    float32 beside a cache of bfloat16, as in the engine."""
+    head_dim, num_kv_heads, group = heads
+    length = sum(chunks)
+    lengths = [length, *(new + before for new, before in mates)]
+    num_blocks = -(-max(lengths) // block_size)
+    queries = [random((n, num_kv_heads * group, head_dim), seed + i) for i, n in enumerate(lengths)]
+    caches = [random((num_blocks, block_size, num_kv_heads, head_dim), seed + 20 + i, dtype) for i in range(2)]
+    generator = torch.Generator().manual_seed(seed)
+    tables = [torch.randperm(num_blocks, generator=generator).int() for _ in lengths]
+
+    def attend(*parts):
+        """Of each sequence some rows, from one to another."""
+        query = torch.cat([queries[seq][first:last] for seq, first, last in parts])
+        starts = torch.tensor([0, *accumulate(last - first for _, first, last in parts)], dtype=torch.int32)
+        ends = torch.tensor([last for *_, last in parts], dtype=torch.int32)
+        table = torch.stack([tables[seq] for seq, *_ in parts])
+        return cpu.paged_prefill_attention.unchecked(query, *caches, table, ends, starts, 0.25).split(starts.diff().tolist())
+
+    (whole,) = attend((0, 0, length))
+    others = [(i, before, before + new) for i, (new, before) in enumerate(mates, start=1)]
+    for first, last in pairwise([0, *accumulate(chunks)]):
+        results = attend(*others[:1], (0, first, last), *others[1:])
+        assert torch.equal(results[min(1, len(others))], whole[first:last])
+        for (seq, before, end), result in zip(others, (*results[:1], *results[2:]), strict=False):
+            if end - before == 1:
+                alone = cpu.paged_decode_attention.unchecked(
+                    queries[seq][before:end], *caches, tables[seq][None], torch.tensor([end], dtype=torch.int32), 0.25
+                )
+                assert torch.equal(result, alone)
 
 
 def test_panels_of_many_parts():

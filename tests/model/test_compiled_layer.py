@@ -62,11 +62,11 @@ def halves(llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_tokens_and_logprobs_are_the_same(folder, quantization):
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_tokens_and_logprobs_are_the_same(folder, options):
     """With biases, grouped heads, and sequences that end one after the other."""
-    llm = load(folder, quantization=quantization)
-    if quantization and layers_of(llm)[0].compiled_mlp is None:
+    llm = load(folder, **options)
+    if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:
         pytest.skip("this processor lacks the instruction for 8-bit products")
     calls = count_calls(llm)
     compiled = outputs(llm)

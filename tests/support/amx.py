@@ -38,9 +38,9 @@ def amx_environment() -> dict[str, str]:
     }
 
 
-def run_with_amx(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python *arguments` in that environment; what it prints is captured, and shown if it fails."""
-    environment = {**os.environ, **amx_environment()}
+def run_with_amx(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python *arguments` in that environment and with more variables; what it prints is captured, and shown if it fails."""
+    environment = {**os.environ, **amx_environment(), **variables}
     run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return run

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.decode_attention import _decode
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_TILES
 from minivllm.kernels.cpu.launch import (
     LOG2_E,
     MINUS_INFINITY,
@@ -34,10 +36,11 @@ from minivllm.kernels.cpu.launch import (
     use_threads_of_torch,
 )
 from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, WIDTHS, multiply_panels
+from minivllm.kernels.cpu.prefill_tiles import attend_by_tiles
 from minivllm.kernels.cpu.softmax import weigh
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
-QUERY_TILE = 32
+QUERY_TILE = 64
 """Query tokens that share a tile of the cache."""
 ROWS = 8 if 8 in WIDTHS else 4
 """Rows of the products that are computed at a time: tokens of the scores, channels of the output. `TILE` is a multiple of it."""
@@ -172,18 +175,33 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
             out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]
 
 
+def attend(*arguments):
+    """One KV head for a tile of query tokens, by whichever instructions suit the cache."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(attend)
+def _compile_attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
+    kernel = attend_by_tiles if HAS_BFLOAT16_TILES and key_cache.dtype == types.int16 else _attend
+    return lambda query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group: kernel(
+        query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group
+    )
+
+
 @njit(error_model="numpy")
 def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group):
-    seq, first = tiles[part]
+    """A KV head of a tile of queries."""
+    num_kv_heads = key_cache.shape[2]
+    seq, first = tiles[part // num_kv_heads]
     start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
     position = context_lens[seq] - (starts[seq + 1] - start)
-    for kv_head in range(key_cache.shape[2]):
-        _attend(
-            query[start:end], key_cache, value_cache, block_tables[seq], kv_head, position, scale, out[start:end],
-            channels, group,
-        )  # fmt: skip
+    attend(
+        query[start:end], key_cache, value_cache, block_tables[seq], part % num_kv_heads, position, scale, out[start:end],
+        channels, group,
+    )  # fmt: skip
 
 
 @njit(error_model="numpy", cache=True)
-def _prefill(num_threads, tiles, *arguments):
-    parallel_for(num_threads, len(tiles), _prefill_part, (tiles, *arguments))
+def _prefill(num_threads, tiles, query, key_cache, *arguments):
+    num_parts = len(tiles) * key_cache.shape[2]
+    parallel_for(num_threads, num_parts, _prefill_part, (tiles, query, key_cache, *arguments))

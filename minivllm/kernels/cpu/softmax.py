@@ -44,10 +44,14 @@ def _exp2(builder: ir.IRBuilder, x: Any) -> Any:
     return builder.fmul(power, builder.bitcast(builder.shl(exponent, _integers(23)), _NUMBERS))
 
 
+def _pair(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
+    """Two vectors rounded to bfloat16, in one of words; ties go up."""
+    low, high = (builder.add(builder.bitcast(each, _INTEGERS), _integers(0x8000)) for each in (first, second))
+    return builder.or_(builder.lshr(low, _integers(16)), builder.and_(high, _integers(-0x10000)))
+
+
 @intrinsic
-def weigh(
-    typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: Any, sums: Any, output: Any, weights: Any
-) -> Any:
+def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: Any, sums: Any, output: Any, weights: Any) -> Any:
     """The scores of a tile of tokens become weights, for the 16 columns of a panel.
 
     Where a score is larger than all before, the sum of the weights so far and the output so far shrink.
@@ -58,7 +62,7 @@ def weigh(
         last_seen: `[panels, PANEL]`, int32: the last token of the tile that a column sees; those after it weigh nothing.
         maxima, sums: `[panels, PANEL]`, float32: of the scores and weights so far; changed.
         output: `[channels, columns]`, float32: what the values so far add up to; changed.
-        weights: `[panels, tokens, PANEL]`, float32; written.
+        weights: `[panels, tokens, PANEL]`, float32, or `[panels, tokens / 2, PANEL]`, uint32, of two bfloat16 numbers each; written.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
@@ -100,11 +104,22 @@ def weigh(
             builder.store(builder.fmul(builder.load(total), shrink), total)
             with cgutils.for_range(builder, num_channels) as loop:
                 store(builder.fmul(load(4, in_row(loop.index)), shrink), 4, in_row(loop.index))
-        first_weight = builder.mul(start, num_tokens)
-        with cgutils.for_range(builder, num_tokens) as loop:
-            weight = _exp2(builder, builder.fsub(load(0, in_row(loop.index)), shift))
-            store(weight, 5, builder.add(first_weight, builder.mul(loop.index, _INT64(PANEL))))
+
+        def get_weight(row: Any) -> Any:
+            weight = _exp2(builder, builder.fsub(load(0, in_row(row)), shift))
             builder.store(builder.fadd(builder.load(total), weight), total)
+            return weight
+
+        num_rows = shapes[5][1]
+        first_weight = builder.mul(start, num_rows)
+        with cgutils.for_range(builder, num_rows) as loop:
+            place = builder.add(first_weight, builder.mul(loop.index, _INT64(PANEL)))
+            if signature.args[6].dtype == types.float32:
+                store(get_weight(loop.index), 5, place)
+            else:
+                row = builder.mul(loop.index, _INT64(2))
+                first, second = (get_weight(builder.add(row, _INT64(i))) for i in range(2))
+                builder.store(_pair(builder, first, second), vector(5, place, _INTEGERS), align=4)
         store(builder.load(total), 3, start)
         return context.get_dummy_value()
 

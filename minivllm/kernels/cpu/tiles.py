@@ -113,7 +113,7 @@ def multiply_tiles(
         first_row, second_row: Where the tiles begin in `x`; the second counts only if there are two.
         panels: `[num_panels, words, PANEL]`.
         first_panel: Where to begin in `panels`.
-        bias: What the sums start with, for all outputs.
+        bias: What the sums start with, for all outputs; or an array like `out`, or `out` itself, with a start for each sum.
         out: `[rows, outputs]`, contiguous.
         first_out, second_out: The rows of `out` where the tiles go.
         num_tiles, num_panels: 1 or 2 each.
@@ -137,14 +137,18 @@ def multiply_tiles(
         panel_size, first_output = builder.mul(num_words, _INT64(TILE_WORDS)), builder.mul(index(4), _INT64(TILE_WORDS))
         rows = [at(memory(0), builder.mul(index(i), num_words)) for i in (1, 2)]
         weights = at(memory(3), builder.mul(index(4), panel_size))
-        corners = [at(memory(6), builder.add(builder.mul(index(i), out_width), first_output)) for i in (7, 8)]
+        offsets = [builder.add(builder.mul(index(i), out_width), first_output) for i in (7, 8)]
+        starts, corners = ([at(memory(i), offset) for offset in offsets] for i in (5, 6))
         x_stride, out_stride = (builder.mul(width, _INT64(4)) for width in (num_words, out_width))
 
         def generate_loop(tiles: range, panels: range) -> None:
             sums = {(tile, panel): _INT8(_SUMS + 2 * tile + panel) for tile in tiles for panel in panels}
-            for (_, panel), number in sums.items():  # the same row again and again, as it is no distance to the next
-                start = at(memory(5), builder.add(first_output, _INT64(panel * TILE_WORDS)))
-                _call(builder, "tileloadd64", number, start, _INT64(0))
+            for (tile, panel), number in sums.items():
+                if signature.args[5].ndim == 2:
+                    start, stride = at(starts[tile], _INT64(panel * TILE_WORDS)), out_stride
+                else:  # the same row again and again, as it is no distance to the next
+                    start, stride = at(memory(5), builder.add(first_output, _INT64(panel * TILE_WORDS))), _INT64(0)
+                _call(builder, "tileloadd64", number, start, stride)
             with cgutils.for_range(builder, builder.udiv(num_words, _INT64(TILE_WORDS))) as loop:
                 for tile in tiles:
                     start = at(rows[tile], builder.mul(loop.index, _INT64(TILE_WORDS)))
