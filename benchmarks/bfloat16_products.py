@@ -2,8 +2,8 @@
 
     python benchmarks/bfloat16_products.py
 
-It tells which instruction to take for bfloat16 on a processor: VDPBF16PS, or multiply-adds of float32 with weights that become float32 in
-registers. `kernels.cpu.features` has the choice.
+It tells which instruction to take for bfloat16 on a processor without AMX: VDPBF16PS, or multiply-adds of float32 with weights that become
+float32 in registers. `kernels.cpu.features` has the choice.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ KINDS: dict[str, tuple[Any, Any, int, str | None]] = {
     "float32": (np.float32, np.float32, 1, None),
     "bfloat16 in registers": (np.float32, np.uint32, 2, None),
     "bfloat16 VDPBF16PS": (np.uint32, np.uint32, 2, "avx512bf16"),
+    "bfloat16 TDPBF16PS": (np.uint32, np.uint32, 2, "amx-bf16"),
     "int8 VPDPBUSD": (np.int32, np.int32, 4, "avx512vnni"),
+    "int8 TDPBUSD": (np.int32, np.int32, 4, "amx-int8"),
 }
 """What `x` and the panels are made of, how many input features a word has, and the feature of the processor that it takes."""
+AMX = ("amx-bf16", "amx-int8")
 
 
 def measure(name: str, rows: int, width: int) -> float:
     """Median seconds of one pass of the loop over all panels."""
     from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING
 
-    x_dtype, dtype, per_word, _ = KINDS[name]
+    x_dtype, dtype, per_word, feature = KINDS[name]
     num_words = IN_FEATURES // per_word
     sums = np.int32 if name.startswith("int8") else np.float32
     columns = num_words * (2 if name.endswith("in registers") else 1)
     x, panels = np.zeros((columns, rows + ROW_PADDING), x_dtype), np.zeros((NUM_PANELS, num_words, PANEL), dtype)
     bias, out = np.zeros(NUM_PANELS * PANEL, sums), np.zeros((rows, NUM_PANELS * PANEL), sums)
     loop = compile_loop()
+    if feature in AMX:
+        loop, x = compile_tile_loop(), np.zeros((rows, num_words), x_dtype)
     times = []
     for _ in range(WARM_UP + REPEATS):
         start = time.perf_counter()
@@ -68,6 +73,21 @@ def compile_loop() -> Any:
     return loop
 
 
+@functools.cache
+def compile_tile_loop() -> Any:
+    """The same by tiles, whose `x` is not transposed."""
+    from numba import njit
+
+    from minivllm.kernels.cpu.linear_bfloat16 import _multiply_amx_part
+    from minivllm.kernels.cpu.amx import tile_rows
+
+    @njit(error_model="numpy")
+    def loop(x: Any, panels: Any, bias: Any, out: Any, rows: int, width: int) -> None:
+        _multiply_amx_part(0, len(panels), x, panels, bias, out, tile_rows(rows, 2))
+
+    return loop
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
@@ -76,9 +96,15 @@ def main() -> None:
     if not has_cpu_kernels():
         raise ConfigError("The loops are compiled by Numba, which is not installed.")
     from minivllm.kernels.cpu.panels import PANEL, WIDTHS
+    from minivllm.kernels.cpu.features import request_amx
 
     features = llvmlite.binding.get_host_cpu_features()
-    names = [name for name, (*_, feature) in KINDS.items() if feature is None or features.get(feature, False)]
+    has_tiles = request_amx()
+    names = [
+        name
+        for name, (*_, feature) in KINDS.items()
+        if feature is None or (features.get(feature, False) and (has_tiles or feature not in AMX))
+    ]
     products = IN_FEATURES * NUM_PANELS * PANEL
     results = {
         rows: {name: rows * products / measure(name, rows, width) / 1e9 for name in names} for rows, width in WIDTHS.items()

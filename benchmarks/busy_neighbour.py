@@ -1,4 +1,5 @@
-"""What one busy process beside the engine costs: decode speed alone and beside a loop, against another version, in turns.
+"""What one busy process beside the engine costs: decode speed alone, beside a loop, and beside another engine, against another version, in
+turns.
 
     python benchmarks/busy_neighbour.py --against ../old-checkout --json busy_neighbour.json
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -106,10 +108,13 @@ def busy_loops(count: int) -> Iterator[list[subprocess.Popen]]:
             loop.wait()
 
 
-def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each variant and situation, a round after the other, every second one backwards."""
+def measure(variants: dict[str, Variant], twins: dict[str, Variant], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second of each variant and situation, a round after the other, every second one backwards.
+
+    Those of two engines at once are added up.
+    """
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
-    for variant in variants.values():
+    for variant in (*variants.values(), *twins.values()):
         for num_seqs in BATCHES:
             variant.measure(num_seqs, 4)
     for number in range(rounds):
@@ -120,6 +125,10 @@ def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, li
                         length = 4 if count and name == "before" else output_len  # which may take seconds for a token
                         speed = variants[name].measure_undisturbed(num_seqs, length, loops)
                         speeds[name].setdefault(f"{num_seqs} {situation}", []).append(speed)
+            for name, twin in twins.items():
+                with ThreadPoolExecutor(2) as pool:
+                    both = pool.map(lambda engine: engine.measure(num_seqs, output_len), (variants[name], twin))  # noqa: B023
+                    speeds[name].setdefault(f"{num_seqs} two engines", []).append(sum(both))
     return speeds
 
 
@@ -138,7 +147,8 @@ def main() -> int:
     started = {"before": (arguments.against, {})} if arguments.against else {}
     started |= {"now": (ROOT, {}), "now, passive": (ROOT, {"OMP_WAIT_POLICY": "passive"})}
     variants = {name: Variant(*what) for name, what in started.items()}
-    speeds = measure(variants, arguments.rounds)
+    twins = {"now": Variant(*started["now"])}
+    speeds = measure(variants, twins, arguments.rounds)
     medians = {name: {what: statistics.median(of) for what, of in situations.items()} for name, situations in speeds.items()}
     base = medians[next(iter(medians))]
     rows, good = [], True
@@ -146,9 +156,11 @@ def main() -> int:
         for num_seqs in BATCHES:
             alone, beside = median[f"{num_seqs} alone"], median[f"{num_seqs} beside"]
             kept, relative = beside / alone, alone / base[f"{num_seqs} alone"]
-            rows.append((name, num_seqs, f"{alone:.1f}", f"{beside:.1f}", f"{kept:.2f}", f"{relative:.3f}"))
+            two = median.get(f"{num_seqs} two engines")
+            together = ("", "") if two is None else (f"{two:.1f}", f"{two / alone:.2f}")
+            rows.append((name, num_seqs, f"{alone:.1f}", f"{beside:.1f}", f"{kept:.2f}", f"{relative:.3f}", *together))
             good &= name != "now" or (kept >= LEAST_KEPT and relative >= LEAST_ALONE)
-    table = format_table(("variant", "sequences", "alone", "beside", "kept", "x first, alone"), rows)
+    table = format_table(("variant", "sequences", "alone", "beside", "kept", "x first, alone", "two engines", "x alone"), rows)
     title = f"Tokens per second beside one busy process; medians of {arguments.rounds} rounds in turns"
     report(title, table, {"tokens_per_second": speeds}, file=arguments.json)
     return 0 if good else 1
