@@ -1,7 +1,7 @@
 """Weights in 8 bits, on a CPU: a decode step is bound by reading memory, so a quarter of the bytes is faster.
 
 A row's product does not depend on its batch. But rounding amplifies small differences: where attention is summed in another
-order (a prompt in chunks, draft tokens, recomputation after preemption), tokens can diverge sooner than in float32.
+order (draft tokens, recomputation after preemption, a chunk of one token), tokens can diverge sooner than in float32.
 Mirrors `vllm/model_executor/layers/quantization`.
 """
 

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif("NUMBA_CPU_FEATURES" in os.environ, reason="is i
 
 
 def test_the_processor_has_it_or_pretends():
-    run = run_with_amx("-c", "from minivllm.kernels import cpu; print(cpu.HAS_BFLOAT16_TILES, cpu.HAS_INT8_TILES)")
+    run = run_with_amx("-c", "from minivllm.kernels import cpu; print(cpu.HAS_BFLOAT16_AMX, cpu.HAS_INT8_AMX)")
     assert run.stdout.split() == ["True", "True"]
 
 
 def test_it_can_be_refused():
-    code = "from minivllm.kernels import cpu; print(cpu.HAS_BFLOAT16_TILES, cpu.HAS_INT8_TILES, cpu.HAS_INT8_DOT)"
+    code = "from minivllm.kernels import cpu; print(cpu.HAS_BFLOAT16_AMX, cpu.HAS_INT8_AMX, cpu.HAS_INT8_DOT)"
     run = run_with_amx("-c", code, MINIVLLM_CPU_FEATURES="-amx-tile")
     assert run.stdout.split() == ["False", "False", "True"]
 

@@ -25,7 +25,7 @@ pytest.importorskip("numba")
 from minivllm.kernels import cpu
 from minivllm.kernels.cpu import linear as linear_kernel
 
-ROWS = st.sampled_from([0, 1, 2, 3, 5, 11, 12, 13, 16, 24, 25, 40, 100])
+ROWS = st.sampled_from([0, 1, 2, 3, 5, 11, 12, 13, 16, 17, 24, 25, 32, 33, 40, 100])
 SIZES = st.sampled_from([1, 2, 24, 64, 80, 100, 576, 1536])
 SEEDS = st.integers(0, 2**31)
 
@@ -121,7 +121,7 @@ def test_decode_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_th
 @given(
     chunks=st.lists(st.one_of(st.integers(2, 5), st.integers(30, 35), st.integers(60, 130)), min_size=1, max_size=4),
     mates=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 70)), max_size=4),
-    heads=st.sampled_from([(16, 2, 2), (64, 1, 3), (20, 1, 9)]),
+    heads=st.sampled_from([(16, 2, 2), (64, 1, 3), (20, 1, 9), (80, 1, 4), (1, 2, 1), (48, 1, 1), (256, 1, 2)]),
     block_size=st.sampled_from([1, 16, 24]),
     seed=SEEDS,
 )
@@ -190,7 +190,7 @@ def test_inputs_are_rounded_to_bfloat16_as_torch_does(bits):
     """Ties, what rounds up to infinity, subnormals, infinities and NaN."""
     x = torch.tensor([[bits]], dtype=torch.uint32).view(torch.float32)
     product, expected = cpu.packed_linear(cpu.PackedBfloat16Weight.of(torch.ones(1, 1)), x), x.bfloat16().float()
-    if (cpu.HAS_BFLOAT16_DOT or cpu.HAS_BFLOAT16_TILES) and expected.abs() < torch.finfo(torch.float32).tiny:
+    if (cpu.HAS_BFLOAT16_DOT or cpu.HAS_BFLOAT16_AMX) and expected.abs() < torch.finfo(torch.float32).tiny:
         expected = torch.zeros(1, 1)  # the instructions take subnormal numbers for zero
     assert torch.equal(product, expected) or bool(product.isnan() & x.isnan())
 
@@ -206,9 +206,9 @@ def test_a_bfloat16_weight_is_packed_as_it_is():
 
 
 @pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16"])
-def test_linear_layers_on_other_processors(changes):
+def test_kernels_on_other_processors(changes):
     """As far as this processor has their instructions: `kernels.cpu.features`."""
-    script = Path(__file__).parents[1] / "support" / "linear_paths.py"
+    script = Path(__file__).parents[1] / "support" / "other_processors.py"
     environment = {**os.environ, "MINIVLLM_CPU_FEATURES": changes}
     subprocess.run([sys.executable, str(script)], env=environment, check=True)
 

@@ -1,7 +1,7 @@
 """The operations as loops that Numba compiles for the CPU.
 
 Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
-them are one pass each. The loops read like the Triton kernels next door. Numba compiles them at the first call for each head
+them are one pass each. Most loops read like the Triton kernels next door; prefill turns the matrices over. Numba compiles them at the first call for each head
 size and dtype, which takes seconds, and keeps the result on disk.
 """
 
@@ -15,13 +15,13 @@ from pathlib import Path
 import numba
 from numba.core import event
 
-from minivllm.kernels.cpu.features import CHANGES
+from minivllm.kernels.cpu.features import USED
 
 # Numba keeps compiled kernels on disk, and compiles anew when a kernel's own file has changed, but not when a function that it
 # calls has. So the folder is named after all sources of this package, and the instructions that they may use; the setting applies to
 # these imports alone.
 _folder = Path(__file__).parent
-_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py"))) + repr(CHANGES).encode()
+_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py"))) + repr(USED).encode()
 _cache_dir_before = numba.config.CACHE_DIR
 numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") / hashlib.sha256(_sources).hexdigest()[:16])
 
@@ -29,7 +29,7 @@ from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import AttentionWeights, MLPWeights, attention_block, mlp_block  # noqa: E402
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_TILES, HAS_INT8_DOT, HAS_INT8_TILES  # noqa: E402
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_AMX, HAS_INT8_DOT, HAS_INT8_AMX  # noqa: E402
 from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E402
 from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight  # noqa: E402
@@ -70,9 +70,9 @@ def give_notice_of_compilation() -> None:
 
 __all__ = [
     "HAS_BFLOAT16_DOT",
-    "HAS_BFLOAT16_TILES",
+    "HAS_BFLOAT16_AMX",
     "HAS_INT8_DOT",
-    "HAS_INT8_TILES",
+    "HAS_INT8_AMX",
     "MAX_DECODER_ROWS",
     "PANEL",
     "AttentionWeights",

@@ -173,8 +173,12 @@ def exp2(x):
     whole = np.floor(x + np.float32(0.5))
     rest = x - whole
     power = np.float32(POWERS_OF_TWO[0])
-    for coefficient in POWERS_OF_TWO[1:]:
-        power = power * rest + np.float32(coefficient)
+    power = power * rest + np.float32(POWERS_OF_TWO[1])
+    power = power * rest + np.float32(POWERS_OF_TWO[2])
+    power = power * rest + np.float32(POWERS_OF_TWO[3])
+    power = power * rest + np.float32(POWERS_OF_TWO[4])
+    power = power * rest + np.float32(POWERS_OF_TWO[5])
+    power = power * rest + np.float32(POWERS_OF_TWO[6])
     scale = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
     return power * scale
 

@@ -40,7 +40,7 @@ from minivllm.kernels.cpu.panels import (
     multiply_panels,
 )
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.tiles import TILE_WORDS
+from minivllm.kernels.cpu.amx import TILE_WORDS
 from minivllm.kernels.pages import zero_pages
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
 
 PART_BYTES = 2**17
-"""How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; the panels stay in the
-second-level cache while all rows pass by."""
+"""How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; and the panels stay in the
+second-level cache while all rows pass by, with those of the next part beside them."""
 ROWS_AT_A_TIME = 256
 """Rows that are packed at once: rounding takes several copies."""
 PARALLEL_NUMBERS = 2**13
@@ -74,14 +74,14 @@ class Packed:
     """Of the numbers in the words."""
     word_dtype: Any = np.float32
     """Of the words, for the kernel."""
-    uses_tiles = False
-    """Whether the words of an output are filled up with zeros to whole tiles of `tiles`."""
+    pads_for_amx = False
+    """Whether the words of an output are filled up with zeros to whole tiles of `amx`."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
         num_panels = -(-out_features // PANEL)
         num_words = -(-in_features * self.number_dtype.itemsize // 4)
-        if self.uses_tiles:
+        if self.pads_for_amx:
             num_words = -(-num_words // TILE_WORDS) * TILE_WORDS
         self.words = zero_pages((num_panels, num_words, PANEL), torch.int32)
         self.panels = self.words.numpy().view(self.word_dtype)
@@ -217,8 +217,8 @@ def multiply_tile(x, panels, first, last, bias, out, first_row, rows, width, pla
 def what_to_prefetch(panels, first, last, tile, num_tiles):
     """`place` and `pace` of `multiply_panels`, for one of the tiles of rows that are multiplied by the panels from `first` to `last`.
 
-    The first tile waits for memory, and prefetches what it reads soon. The others read what is in the cache by then, and each prefetches a
-    share of the next part: memory is read all the time.
+    The first tile reads the panels from memory, unless the part before has prefetched them, and prefetches what it reads soon. The others
+    find them in the cache, and each prefetches a share of the next part. So memory is read all the time.
     """
     num_words = panels.shape[1]
     vector = (4 * PANEL) << PLACE_BITS

@@ -1,9 +1,9 @@
 """Linear layers with bfloat16 weights: the loop of `linear`, two input features at a time.
 
-A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are
-float32. A processor with AMX multiplies tiles (`tiles`). AMD's processors with an instruction for such products (VDPBF16PS, of AVX-512 BF16) use it. On others, Intel's included,
-whose VDPBF16PS takes two cycles, it is faster to turn the weights into float32 in registers, by a shift: memory is read half as much
-all the same. (The two differ in the last bit, and the instruction takes subnormal numbers for zero.)
+A decode step is bound by reading the weights, and bfloat16 is half of float32. Inputs are rounded to bfloat16 as well; sums are float32. A
+processor with AMX multiplies tiles (see `amx`). AMD's processors with an instruction for such products (VDPBF16PS, of AVX-512 BF16) use it.
+On others, Intel's included, whose VDPBF16PS takes two cycles, it is faster to turn the weights into float32 in registers, by a shift: memory
+is read half as much all the same. (The three differ in the last bit, and both instructions take subnormal numbers for zero.)
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numba import njit
 
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_TILES
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_AMX
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.tiles import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 
 
 class PackedBfloat16Weight(Packed):
@@ -26,7 +26,7 @@ class PackedBfloat16Weight(Packed):
 
     number_dtype = torch.bfloat16
     word_dtype = np.uint32
-    uses_tiles = HAS_BFLOAT16_TILES
+    pads_for_amx = HAS_BFLOAT16_AMX
 
     @property
     def multiply(self) -> Any:
@@ -73,7 +73,7 @@ def _multiply_vectors(x, weight, out, num_threads):
 
 
 @njit(error_model="numpy")
-def _multiply_tiles_part(part, size, words, panels, bias, out, rows):
+def _multiply_amx_part(part, size, words, panels, bias, out, rows):
     """`size` panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
     first, last = part * size, min((part + 1) * size, len(panels))
     end = len(words) - rows
@@ -86,16 +86,16 @@ def _multiply_tiles_part(part, size, words, panels, bias, out, rows):
 
 
 @njit(error_model="numpy", cache=True)
-def _multiply_tiles(x, weight, out, num_threads):
-    """The same by tiles. Needs no more rows of `out` than `x` has."""
+def _multiply_amx(x, weight, out, num_threads):
+    """The same by AMX. `out` needs no more rows than `x` has."""
     panels, bias = weight
     words = np.empty((len(x), panels.shape[1]), np.uint32)
     num_parts = 1 if words.size < PARALLEL_NUMBERS else num_threads
     parallel_for(num_threads, num_parts, _pair_part, (num_parts, x, words))
     size = panels_per_part(panels, 2)
     parallel_for(
-        num_threads, -(-len(panels) // size), _multiply_tiles_part, (size, words, panels, bias, out, tile_rows(len(x)))
+        num_threads, -(-len(panels) // size), _multiply_amx_part, (size, words, panels, bias, out, tile_rows(len(x), 2))
     )  # fmt: skip
 
 
-multiply_bfloat16 = _multiply_tiles if HAS_BFLOAT16_TILES else _multiply_vectors
+multiply_bfloat16 = _multiply_amx if HAS_BFLOAT16_AMX else _multiply_vectors

@@ -1,8 +1,8 @@
 """Linear layers with 8-bit weights: the loop of `linear`, four input features at a time.
 
 The instruction (VPDPBUSD, of AVX-512 VNNI) multiplies four unsigned 8-bit integers with four signed ones and adds the products to a
-32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `tiles`). Inputs come as the two digits of `split_digits`; sums of integers are exact, so the
-result is bitwise that of torch's operator, which is used where the instruction is missing.
+32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `amx`). Inputs come as the two digits of `split_digits`; sums of
+integers are exact, so the result is bitwise that of torch's operator, which is used where the instruction is missing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.features import HAS_INT8_TILES
+from minivllm.kernels.cpu.features import HAS_INT8_AMX
 from minivllm.kernels.cpu.launch import address
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of, what_to_prefetch
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.tiles import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 
@@ -29,7 +29,7 @@ class PackedInt8Weight(Packed):
 
     number_dtype = torch.int8
     word_dtype = np.int32
-    uses_tiles = HAS_INT8_TILES
+    pads_for_amx = HAS_INT8_AMX
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__(out_features, in_features)
@@ -132,19 +132,19 @@ def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_s
 
 
 @njit(error_model="numpy", cache=True)
-def _multiply_tiles(x, weight, out, num_threads):
-    """The same by tiles, of which a pair holds the high and the low digits of some rows. Needs no more rows of `out` than `x` has."""
+def _multiply_amx(x, weight, out, num_threads):
+    """The same by AMX: of two tiles, one holds the high digits of some rows, the other the low ones. `out` needs no more rows than `x` has."""
     panels, corrections, scales, bias = weight
     digits, row_scales = _split_into_words(x, panels.shape[1], num_threads)
     size = panels_per_part(panels, 2)
     parallel_for(
-        num_threads, -(-len(panels) // size), _multiply_tiles_part,
-        (size, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x))),
+        num_threads, -(-len(panels) // size), _multiply_amx_part,
+        (size, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x), 1)),
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _multiply_tiles_part(part, size, digits, panels, corrections, scales, bias, row_scales, out, rows):
+def _multiply_amx_part(part, size, digits, panels, corrections, scales, bias, row_scales, out, rows):
     """`size` panels by all rows. The last tiles end with the batch: some rows are computed twice."""
     first, last = part * size, min((part + 1) * size, len(panels))
     start, stop = first * PANEL, last * PANEL
@@ -170,4 +170,4 @@ def _add_digits(high, low, scales, row_scale, bias, out):
         out[i] = total * row_scale + bias[i]
 
 
-multiply_int8 = _multiply_tiles if HAS_INT8_TILES else _multiply_vectors
+multiply_int8 = _multiply_amx if HAS_INT8_AMX else _multiply_vectors

@@ -88,7 +88,7 @@ def multiply_panels(
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
-            in units of 2**-PLACE_BITS bytes. Fewer rows than `MANY_ROWS` prefetch what they read soon.
+            in units of 2**-PLACE_BITS bytes. With fewer rows than `MANY_ROWS` they do not count: what is read soon is prefetched.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
@@ -123,10 +123,9 @@ def multiply_panels(
             sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
             for panel in range(num_panels):
                 for row in range(num_rows):
-                    first = builder.add(builder.mul(index(5), out_width), builder.mul(out_width, _INT64(row)))
                     offset = builder.add(first_output, _INT64(panel * PANEL))
                     if signature.args[3].ndim == 2:
-                        offset = builder.add(offset, first)
+                        offset = builder.add(offset, builder.mul(builder.add(index(5), _INT64(row)), out_width))
                     start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
                     builder.store(start, sums[row][panel])
             with cgutils.for_range(builder, num_words) as loop:

@@ -10,7 +10,8 @@ arXiv:2205.14135) does in a GPU's shared memory. The queries are the columns of 
 Both products are those of the linear layers (`panels`), with queries and weights in the place of a packed weight, and the softmax between
 them needs no sum or maximum across a vector.
 
-A sequence with a single new token is left to the decode kernel, so that its numbers are the same whether or not its batch has prompts.
+A sequence with a single new token is left to the decode kernel, so that its numbers are the same whether or not its batch has prompts. (The
+last token of a prompt, if it is a chunk by itself, is computed so too: its sums have another order than in a longer chunk.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_TILES
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX
 from minivllm.kernels.cpu.launch import (
     LOG2_E,
     MINUS_INFINITY,
@@ -36,8 +37,8 @@ from minivllm.kernels.cpu.launch import (
     use_threads_of_torch,
 )
 from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, WIDTHS, multiply_panels
-from minivllm.kernels.cpu.prefill_tiles import attend_by_tiles
-from minivllm.kernels.cpu.softmax import weigh
+from minivllm.kernels.cpu.prefill_amx import attend_by_amx
+from minivllm.kernels.cpu.softmax import finish, weigh
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 QUERY_TILE = 64
@@ -97,13 +98,13 @@ def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
 
 
 @njit(error_model="numpy")
-def _multiply(x, panels, first_panel, start, out):
+def _multiply_rows(x, panels, first_panel, start, out):
     """`out` = `start` + `x` times the panels from `first_panel` on; `x` is `[tiles, words, ROWS + ROW_PADDING]`."""
     for i in range(len(x)):
         panel = first_panel
         while panel < len(panels):
             count = _WIDTH if len(panels) - panel >= _WIDTH else 1
-            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)
+            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)  # all is in the cache: nothing to prefetch
             panel += count
 
 
@@ -164,15 +165,12 @@ def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out,
         _load_keys(key_cache, table, kv_head, start, end, keys, channels)
         _load_values(value_cache, table, kv_head, start, end, values, channels)
         first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
-        _multiply(keys, queries, first_panel, nothing, scores)
+        _multiply_rows(keys, queries, first_panel, nothing, scores)
         last_seen = positions - np.int32(start)
         for panel in range(first_panel, num_panels):
             weigh(scores, panel, last_seen, maxima, sums, output, weights)
-        _multiply(values, weights, first_panel, output, output)
-    for column in range(num_columns):
-        token, head = column // group_size, kv_head * group_size + column % group_size
-        for d in range(head_dim):
-            out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]
+        _multiply_rows(values, weights, first_panel, output, output)
+    finish(output, sums, kv_head, out, channels, group)
 
 
 def attend(*arguments):
@@ -182,7 +180,7 @@ def attend(*arguments):
 
 @overload(attend)
 def _compile_attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    kernel = attend_by_tiles if HAS_BFLOAT16_TILES and key_cache.dtype == types.int16 else _attend
+    kernel = attend_by_amx if HAS_BFLOAT16_AMX and key_cache.dtype == types.int16 else _attend
     return lambda query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group: kernel(
         query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group
     )

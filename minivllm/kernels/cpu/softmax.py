@@ -1,5 +1,12 @@
-"""The online softmax of 16 columns at once, in LLVM IR: compilers do not turn loops of 16 over several arrays into vectors, because the
-arrays might overlap.
+"""The online softmax of 16 columns at once, in LLVM IR. For each column:
+
+    largest = max(before, max(scores))
+    shrink = 2 ** (before - largest)
+    weights = 2 ** (scores - largest)
+    sum = sum * shrink + sum(weights)
+    output = output * shrink
+
+Written as loops over 16 columns it takes ten times as long: the arrays might overlap, so compilers make no vectors of them.
 
 Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 """
@@ -9,7 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.launch import POWERS_OF_TWO
@@ -45,7 +54,7 @@ def _exp2(builder: ir.IRBuilder, x: Any) -> Any:
 
 
 def _pair(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
-    """Two vectors rounded to bfloat16, in one of words; ties go up."""
+    """Two vectors rounded to bfloat16, in one of words. Ties go up, which takes an addition less than to even, and weights are positive."""
     low, high = (builder.add(builder.bitcast(each, _INTEGERS), _integers(0x8000)) for each in (first, second))
     return builder.or_(builder.lshr(low, _integers(16)), builder.and_(high, _integers(-0x10000)))
 
@@ -64,6 +73,9 @@ def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: 
         output: `[channels, columns]`, float32: what the values so far add up to; changed.
         weights: `[panels, tokens, PANEL]`, float32, or `[panels, tokens / 2, PANEL]`, uint32, of two bfloat16 numbers each; written.
     """
+
+    if last_seen.dtype != types.int32 or any(array.layout != "C" for array in (scores, last_seen, maxima, sums, output, weights)):
+        raise TypingError("weigh takes contiguous arrays, and last_seen of int32.")
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
         arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 4, 5, 6)]
@@ -124,3 +136,12 @@ def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: 
         return context.get_dummy_value()
 
     return types.void(scores, panel, last_seen, maxima, sums, output, weights), generate
+
+
+@njit(error_model="numpy")
+def finish(output, sums, kv_head, out, channels, group):
+    """Divide by the sums of the weights, and write the columns of a KV head, `[channels, columns]`, to `[tokens, heads, channels]`."""
+    for column in range(len(out) * len(group)):
+        token, head = column // len(group), kv_head * len(group) + column % len(group)
+        for d in range(len(channels)):
+            out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]

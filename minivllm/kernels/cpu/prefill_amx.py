@@ -1,7 +1,7 @@
-"""`prefill_attention` by AMX, for a cache in bfloat16: the same steps with the products of `tiles`.
+"""`prefill_attention` by AMX, for a cache in bfloat16: the same steps with the products of `amx`.
 
-Keys need not be transposed, as the rows of a tile are tokens; values must be, so that they are channels. Queries and weights are rounded to
-bfloat16, sums are float32.
+Keys need not be transposed, as the rows of a tile are tokens; values must be, so that rows are channels. Queries and weights are rounded to
+bfloat16, sums are float32. The decode kernel rounds neither: the two differ by more than the order of sums.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from numba import njit
 
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, round_bfloat16
 from minivllm.kernels.cpu.panels import PANEL
-from minivllm.kernels.cpu.softmax import weigh
-from minivllm.kernels.cpu.tiles import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
+from minivllm.kernels.cpu.softmax import finish, weigh
+from minivllm.kernels.cpu.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
 
-NUM_TOKENS = 64
-"""Cached tokens that are attended to at a time; a multiple of two tiles of 16 words with two tokens each."""
+TOKENS = 64
+"""Cached tokens that are attended to at a time: two tiles of 16 words with two tokens each, so that sums are loaded half as often."""
 
 
 @njit(error_model="numpy")
-def _multiply(x, panels, first_panel, start, out):
+def _multiply_tokens(x, panels, first_panel, start, out):
     """`out` = `start` + `x` times the panels from `first_panel` on."""
     for row in range(0, len(x), 2 * TILE_ROWS):
         num_tiles = 2 if row + TILE_ROWS < len(x) else 1
@@ -31,9 +31,9 @@ def _multiply(x, panels, first_panel, start, out):
 
 @njit(error_model="numpy")
 def _load_tokens(cache, table, kv_head, start, end, rows, channels):
-    """A tile of keys, or of values transposed: `[NUM_TOKENS, channels]`, zero beyond the end."""
+    """A tile of keys, or of values transposed: `[TOKENS, channels]`, zero beyond the end."""
     block_size = cache.shape[1]
-    for t in range(NUM_TOKENS):
+    for t in range(TOKENS):
         if start + t < end:
             numbers = cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
             for d in range(len(channels)):
@@ -44,7 +44,7 @@ def _load_tokens(cache, table, kv_head, start, end, rows, channels):
 
 
 @njit(error_model="numpy")
-def attend_by_tiles(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
+def attend_by_amx(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
     """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
     num_tokens, head_dim, group_size = len(query), len(channels), len(group)
     num_columns, end = num_tokens * group_size, position + num_tokens
@@ -60,24 +60,21 @@ def attend_by_tiles(query, key_cache, value_cache, table, kv_head, position, sca
     query_words = queries.reshape((num_panels, num_words, 2 * PANEL)).view(np.uint32)
     maxima = np.full((num_panels, PANEL), MINUS_INFINITY, np.float32)
     sums = np.zeros((num_panels, PANEL), np.float32)
-    keys = np.zeros((NUM_TOKENS, 2 * num_words), np.int16)
-    values = np.zeros((-(-head_dim // TILE_ROWS) * TILE_ROWS, NUM_TOKENS), np.int16)
+    keys = np.zeros((TOKENS, 2 * num_words), np.int16)
+    values = np.zeros((-(-head_dim // TILE_ROWS) * TILE_ROWS, TOKENS), np.int16)
     nothing = np.zeros(num_panels * PANEL, np.float32)
-    scores = np.empty((NUM_TOKENS, num_panels * PANEL), np.float32)
-    weights = np.empty((num_panels, NUM_TOKENS // 2, PANEL), np.uint32)
+    scores = np.empty((TOKENS, num_panels * PANEL), np.float32)
+    weights = np.empty((num_panels, TOKENS // 2, PANEL), np.uint32)
     output = np.zeros((len(values), num_panels * PANEL), np.float32)
     configure_tiles(TILE_ROWS)
-    for start in range(0, end, NUM_TOKENS):
+    for start in range(0, end, TOKENS):
         _load_tokens(key_cache, table, kv_head, start, end, keys, channels)
         _load_tokens(value_cache, table, kv_head, start, end, values.T, channels)
         first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
-        _multiply(keys.view(np.uint32), query_words, first_panel, nothing, scores)
+        _multiply_tokens(keys.view(np.uint32), query_words, first_panel, nothing, scores)
         last_seen = positions - np.int32(start)
         for panel in range(first_panel, num_panels):
             weigh(scores, panel, last_seen, maxima, sums, output, weights)
-        _multiply(values.view(np.uint32), weights, first_panel, output, output)
+        _multiply_tokens(values.view(np.uint32), weights, first_panel, output, output)
     release_tiles()
-    for column in range(num_columns):
-        token, head = column // group_size, kv_head * group_size + column % group_size
-        for d in range(head_dim):
-            out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]
+    finish(output, sums, kv_head, out, channels, group)

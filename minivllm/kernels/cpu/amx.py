@@ -11,13 +11,12 @@ chapter on AMX.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from typing import Any
 
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 TILE_ROWS = 16
@@ -30,21 +29,13 @@ _SUMS, _X, _WEIGHTS = 0, 4, 6
 _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 
 
-def request_tiles() -> bool:
-    """Ask Linux for the use of tiles, which every process must, before it starts threads. False if they are refused."""
-    if not sys.platform.startswith("linux"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
 @njit
-def tile_rows(num_rows):
-    """How many rows of a batch go into a tile: as few as leave the number of tiles what it is. Beyond one tile, they are taken in pairs."""
+def tile_rows(num_rows, tiles_at_a_time):
+    """How many rows of a batch go into a tile: the fewest that need no more steps of so many tiles."""
     if num_rows <= TILE_ROWS:
         return num_rows
-    num_pairs = -(-num_rows // (2 * TILE_ROWS))
-    return -(-num_rows // (2 * num_pairs))
+    num_steps = -(-num_rows // (tiles_at_a_time * TILE_ROWS))
+    return -(-num_rows // (tiles_at_a_time * num_steps))
 
 
 def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
@@ -54,7 +45,7 @@ def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
 
 @intrinsic
 def configure_tiles(typing_context: Any, num_rows: Any) -> Any:
-    """Make tiles ready on this thread: those of `x` and of sums with `num_rows` rows, those of weights with all. All become zero."""
+    """Make tiles ready on this thread: those of `x` and of sums with `num_rows` rows, those of weights with all 16. All become zero."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
         # Byte 0 is the palette, 16-bit numbers from byte 16 on are the bytes of a row, and bytes from 48 on are the rows.
@@ -118,6 +109,9 @@ def multiply_tiles(
         first_out, second_out: The rows of `out` where the tiles go.
         num_tiles, num_panels: 1 or 2 each.
     """
+
+    if any(array.layout != "C" for array in (x, panels, bias, out)):
+        raise TypingError("multiply_tiles takes contiguous arrays.")
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
         def array(i: int) -> Any:

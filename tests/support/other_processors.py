@@ -1,0 +1,67 @@
+"""Linear layers and prefill attention with the instructions that MINIVLLM_CPU_FEATURES leaves: compared with torch in float64; products also
+row by row.
+
+MINIVLLM_CPU_FEATURES=-avx512f python tests/support/other_processors.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minivllm.kernels import cpu, reference
+from minivllm.kernels.cpu import features
+from minivllm.kernels.cpu.panels import FEW_ROWS
+
+KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
+TOLERANCE, INT8_ERROR = 1e-6, 0.02
+BATCHES = (*FEW_ROWS, 17, FEW_ROWS[-1] + 1, 30)
+HEADS = [(64, 1, 3), (80, 2, 1), (1, 1, 2), (48, 1, 9), (256, 1, 1)]
+"""Channels, KV heads, and query heads that share one."""
+ATTENTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def main() -> None:
+    """Check each kind of weight with one row, some, and many, and attention with several sizes of heads."""
+    print({name: getattr(features, name) for name in dir(features) if name.startswith("HAS_")}, f"batches of {FEW_ROWS}")
+    generator = torch.Generator().manual_seed(0)
+    check_products(generator)
+    for head_dim, num_kv_heads, group in HEADS:
+        for dtype in ATTENTION_TOLERANCE:
+            check_prefill(head_dim, num_kv_heads, group, dtype, generator)
+
+
+def check_products(generator: torch.Generator) -> None:
+    """Of 427 outputs and 577 inputs: several parts, with a rest."""
+    weight, bias = torch.randn(427, 577, generator=generator), torch.randn(427, generator=generator)
+    x = torch.randn(30, 577, generator=generator)
+    for dtype, kind in KINDS.items():
+        packed = kind.of(weight, bias)
+        rounded, factors = x.to(dtype).double(), weight.to(dtype).double()
+        expected, size = F.linear(rounded, factors, bias.double()), F.linear(rounded.abs(), factors.abs())
+        for rows in BATCHES:
+            product = cpu.packed_linear(packed, x[:rows])
+            assert ((product - expected[:rows]).abs() <= TOLERANCE * (size[:rows] + 1)).all(), (dtype, rows)
+            assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), (dtype, rows)
+    if cpu.HAS_INT8_DOT:
+        packed, expected = cpu.PackedInt8Weight.of(weight, bias), F.linear(x, weight, bias)
+        for rows in BATCHES:
+            product = cpu.packed_linear(packed, x[:rows])
+            assert (product - expected[:rows]).norm() < INT8_ERROR * expected[:rows].norm(), rows
+            assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), rows
+
+
+def check_prefill(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """A prompt, a chunk behind 100 cached tokens, and a decode."""
+    new, lengths = [70, 30, 1], [70, 130, 9]
+    query = torch.randn(sum(new), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    keys, values = (torch.randn(12, 24, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
+    tables = torch.stack([torch.randperm(12, generator=generator)[:6] for _ in new]).int()
+    rest = tables, torch.tensor(lengths).int(), torch.tensor([0, *new]).cumsum(0).int(), head_dim**-0.5
+    ours = cpu.paged_prefill_attention(query, keys, values, *rest)
+    theirs = reference.paged_prefill_attention(query.double(), keys.double(), values.double(), *rest)
+    assert ((ours - theirs).abs() <= ATTENTION_TOLERANCE[dtype] * (theirs.abs() + 1)).all(), (head_dim, dtype)
+
+
+if __name__ == "__main__":
+    main()
