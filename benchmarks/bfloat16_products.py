@@ -78,8 +78,8 @@ def compile_tile_loop() -> Any:
     """The same by tiles, whose `x` is not transposed."""
     from numba import njit
 
-    from minivllm.kernels.cpu.linear_bfloat16 import _multiply_amx_part
     from minivllm.kernels.cpu.amx import tile_rows
+    from minivllm.kernels.cpu.linear_bfloat16 import _multiply_amx_part
 
     @njit(error_model="numpy")
     def loop(x: Any, panels: Any, bias: Any, out: Any, rows: int, width: int) -> None:
@@ -95,8 +95,8 @@ def main() -> None:
     check_writable(arguments.json)
     if not has_cpu_kernels():
         raise ConfigError("The loops are compiled by Numba, which is not installed.")
-    from minivllm.kernels.cpu.panels import PANEL, WIDTHS
     from minivllm.kernels.cpu.features import request_amx
+    from minivllm.kernels.cpu.panels import PANEL, WIDTHS
 
     features = llvmlite.binding.get_host_cpu_features()
     has_tiles = request_amx()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from amx import run_with_amx
+from amx import amx_environment, run_with_amx
 
 TESTS = Path(__file__).parents[1]
 pytest.importorskip("numba")
@@ -22,6 +22,16 @@ def test_it_can_be_refused():
     code = "from minivllm.kernels import cpu; print(cpu.HAS_BFLOAT16_AMX, cpu.HAS_INT8_AMX, cpu.HAS_INT8_DOT)"
     run = run_with_amx("-c", code, MINIVLLM_CPU_FEATURES="-amx-tile")
     assert run.stdout.split() == ["False", "False", "True"]
+
+
+@pytest.mark.long
+def test_linux_may_refuse_what_it_granted_before(tmp_path):
+    """What was compiled for the one process must not run in the other."""
+    script = str(TESTS / "support" / "other_processors.py")
+    for refuses in ({}, {"AMX_EMULATOR_REFUSES": "1"}):
+        run = run_with_amx(script, NUMBA_CACHE_DIR=str(tmp_path), **refuses)
+        if amx_environment():  # a real processor is not refused
+            assert ("'HAS_BFLOAT16_AMX': True" in run.stdout) is not bool(refuses)
 
 
 @pytest.mark.slow

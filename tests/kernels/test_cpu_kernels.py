@@ -121,7 +121,7 @@ def test_decode_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_th
 @given(
     chunks=st.lists(st.one_of(st.integers(2, 5), st.integers(30, 35), st.integers(60, 130)), min_size=1, max_size=4),
     mates=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 70)), max_size=4),
-    heads=st.sampled_from([(16, 2, 2), (64, 1, 3), (20, 1, 9), (80, 1, 4), (1, 2, 1), (48, 1, 1), (256, 1, 2)]),
+    heads=st.sampled_from([(64, 1, 3), (20, 1, 9), (1, 2, 1)]),
     block_size=st.sampled_from([1, 16, 24]),
     seed=SEEDS,
 )

@@ -1,6 +1,6 @@
 /* Runs the AMX instructions of the CPU kernels on an x86-64 Linux machine whose processor has none.
  *
- *     gcc -O2 -mavx2 -mfma -shared -fPIC -o amx_emulator.so amx_emulator.c -lm
+ *     gcc -O3 -march=native -shared -fPIC -o amx_emulator.so amx_emulator.c -lm -ldl
  *     LD_PRELOAD=./amx_emulator.so NUMBA_CPU_FEATURES=... python ...
  *
  * A processor without AMX answers such an instruction with SIGILL. The handler decodes it, does what Intel's Software Developer's Manual
@@ -75,6 +75,8 @@ static void load_config(const uint8_t *config) {
     memset(&state, 0, sizeof state);
     if (config[0] == 0) return;
     if (config[0] != 1 || config[1] != 0) fail("only palette 1 with start row 0 is known");
+    for (int i = 2; i < 64; i++)
+        if (config[i] && (i < 16 || (i >= 32 && i < 48) || i >= 56)) fail("reserved bytes of the configuration must be zero");
     for (int tile = 0; tile < TILES; tile++) {
         state.bytes[tile] = config[16 + 2 * tile] | config[17 + 2 * tile] << 8;
         state.rows[tile] = config[48 + tile];
@@ -207,7 +209,7 @@ long syscall(long number, ...) {
     long arguments[6];
     for (int i = 0; i < 6; i++) arguments[i] = va_arg(list, long);
     va_end(list);
-    if (number == ARCH_PRCTL && arguments[0] == ARCH_REQ_XCOMP_PERM) return 0;
+    if (number == ARCH_PRCTL && arguments[0] == ARCH_REQ_XCOMP_PERM) return getenv("AMX_EMULATOR_REFUSES") ? -1 : 0;
     if (!real) real = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
     return real(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
 }

@@ -16,7 +16,7 @@ from minivllm.kernels.cpu.panels import FEW_ROWS
 KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
 TOLERANCE, INT8_ERROR = 1e-6, 0.02
 BATCHES = (*FEW_ROWS, 17, FEW_ROWS[-1] + 1, 30)
-HEADS = [(64, 1, 3), (80, 2, 1), (1, 1, 2), (48, 1, 9), (256, 1, 1)]
+HEADS = [(80, 2, 1)]
 """Channels, KV heads, and query heads that share one."""
 ATTENTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -52,8 +52,8 @@ def check_products(generator: torch.Generator) -> None:
 
 
 def check_prefill(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A prompt, a chunk behind 100 cached tokens, and a decode."""
-    new, lengths = [70, 30, 1], [70, 130, 9]
+    """A prompt, and a chunk behind 100 cached tokens."""
+    new, lengths = [70, 30], [70, 130]
     query = torch.randn(sum(new), num_kv_heads * group, head_dim, generator=generator).to(dtype)
     keys, values = (torch.randn(12, 24, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
     tables = torch.stack([torch.randperm(12, generator=generator)[:6] for _ in new]).int()

@@ -29,7 +29,7 @@ from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import AttentionWeights, MLPWeights, attention_block, mlp_block  # noqa: E402
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_DOT, HAS_BFLOAT16_AMX, HAS_INT8_DOT, HAS_INT8_AMX  # noqa: E402
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT, HAS_INT8_AMX, HAS_INT8_DOT  # noqa: E402
 from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E402
 from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight  # noqa: E402
@@ -69,10 +69,10 @@ def give_notice_of_compilation() -> None:
 
 
 __all__ = [
-    "HAS_BFLOAT16_DOT",
     "HAS_BFLOAT16_AMX",
-    "HAS_INT8_DOT",
+    "HAS_BFLOAT16_DOT",
     "HAS_INT8_AMX",
+    "HAS_INT8_DOT",
     "MAX_DECODER_ROWS",
     "PANEL",
     "AttentionWeights",

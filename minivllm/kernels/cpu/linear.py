@@ -28,6 +28,7 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.errors import KernelError
+from minivllm.kernels.cpu.amx import TILE_WORDS
 from minivllm.kernels.cpu.launch import DTYPES, use_threads_of_torch
 from minivllm.kernels.cpu.panels import (
     FEW_ROWS,
@@ -40,7 +41,6 @@ from minivllm.kernels.cpu.panels import (
     multiply_panels,
 )
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.amx import TILE_WORDS
 from minivllm.kernels.pages import zero_pages
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_INT8_AMX
 from minivllm.kernels.cpu.launch import address
 from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of, what_to_prefetch
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 

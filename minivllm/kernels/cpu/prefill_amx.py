@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, round_bfloat16
 from minivllm.kernels.cpu.panels import PANEL
 from minivllm.kernels.cpu.softmax import finish, weigh
-from minivllm.kernels.cpu.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
 
 TOKENS = 64
 """Cached tokens that are attended to at a time: two tiles of 16 words with two tokens each, so that sums are loaded half as often."""

@@ -104,7 +104,9 @@ def _multiply_rows(x, panels, first_panel, start, out):
         panel = first_panel
         while panel < len(panels):
             count = _WIDTH if len(panels) - panel >= _WIDTH else 1
-            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)  # all is in the cache: nothing to prefetch
+            multiply_panels(
+                x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0
+            )  # all is in the cache: nothing to prefetch
             panel += count
 
 
