@@ -135,7 +135,7 @@ def test_drafts_change_no_token_on_any_attention_backend(tiny_folder, tokens_alo
 
 @pytest.mark.slow
 def test_a_large_vocabulary_is_sampled_alike_in_chunks_and_alone(tokenizer):
-    """Chunks beside decodes are computed in another order than whole prompts, so that logits differ in their last digits."""
+    """A chunk of a single token is computed in another order than as a part of a longer one, so that logits differ in their last digits."""
     prompts = [
         "Once upon a time there was a king who",
         "The capital of France is",
