@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -360,3 +361,15 @@ def test_shapes_are_checked_if_the_owner_of_the_operations_wants_it(checks):
     with pytest.raises(KernelError, match="residual is .1, 8., but must be"):
         Ops(cpu, checks).add_rms_norm(x, x[:1], x[0], 1e-5)
     assert Ops(cpu, Checks.NONE).silu_and_mul(x[:, :3]).shape == (2, 1), "an odd width is not noticed"
+
+
+def test_compiling_is_told_once_and_counted(caplog):
+    from numba.core.event import Event, EventStatus
+
+    notice = cpu._CompilationNotice()
+    kernel, other = ({"dispatcher": SimpleNamespace(py_func=function)} for function in (cpu.packed_linear, subprocess.run))
+    for what, happens in ((other, "start"), (kernel, "start"), (kernel, "start"), (other, "end"), (kernel, "end"), (kernel, "end")):
+        status = EventStatus.START if happens == "start" else EventStatus.END
+        getattr(notice, f"on_{happens}")(Event("numba:compile", status, data=what))
+    assert caplog.messages == ["Compiling the CPU kernels for this model, once; it takes some seconds."]
+    assert notice.depth == 0

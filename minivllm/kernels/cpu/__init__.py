@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numba
 from numba.core import event
+from tqdm import tqdm
 
 from minivllm.kernels.cpu.features import USED
 
@@ -49,17 +50,31 @@ numba.config.CACHE_DIR = _cache_dir_before
 
 
 class _CompilationNotice(event.Listener):
-    """Logs once that Numba is compiling one of these kernels, because that call takes seconds."""
+    """Logs once that Numba is compiling some of these kernels, because that takes seconds; on a terminal, counts them."""
 
-    given = False
+    def __init__(self) -> None:
+        self.progress: tqdm | None = None
+        self.depth = 0  # a kernel is compiled within another that calls it
 
     def on_start(self, event: event.Event) -> None:
-        if not self.given and (event.data["dispatcher"].py_func.__module__ or "").startswith(__name__):
-            self.given = True
+        if not _is_ours(event):
+            return
+        if self.progress is None:
             logging.getLogger(__name__).warning("Compiling the CPU kernels for this model, once; it takes some seconds.")
+            self.progress = tqdm(desc="Compiling", unit=" functions", leave=False, disable=None)
+        self.depth += 1
 
     def on_end(self, event: event.Event) -> None:
-        pass
+        if not _is_ours(event) or self.progress is None:
+            return
+        self.depth -= 1
+        self.progress.update()
+        if self.depth == 0:
+            self.progress.clear()
+
+
+def _is_ours(event: event.Event) -> bool:
+    return (event.data["dispatcher"].py_func.__module__ or "").startswith(__name__)
 
 
 @functools.cache
