@@ -368,7 +368,14 @@ def test_compiling_is_told_once_and_counted(caplog):
 
     notice = cpu._CompilationNotice()
     kernel, other = ({"dispatcher": SimpleNamespace(py_func=function)} for function in (cpu.packed_linear, subprocess.run))
-    for what, happens in ((other, "start"), (kernel, "start"), (kernel, "start"), (other, "end"), (kernel, "end"), (kernel, "end")):
+    for what, happens in (
+        (other, "start"),
+        (kernel, "start"),
+        (kernel, "start"),
+        (other, "end"),
+        (kernel, "end"),
+        (kernel, "end"),
+    ):
         status = EventStatus.START if happens == "start" else EventStatus.END
         getattr(notice, f"on_{happens}")(Event("numba:compile", status, data=what))
     assert caplog.messages == ["Compiling the CPU kernels for this model, once; it takes some seconds."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 from torch import Tensor
 
@@ -13,8 +14,9 @@ from minivllm.kernels.cpu.launch import as_numpy, check_launch, store
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
     check_launch(key_cache)
-    key, value = key.contiguous(), value.contiguous()  # one layout to compile for
-    _write(as_numpy(key), as_numpy(value), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy())
+    # One layout to compile for; copied by numpy, because threads of torch would go on spinning in the way of the kernels' own.
+    key_rows, value_rows = np.ascontiguousarray(as_numpy(key)), np.ascontiguousarray(as_numpy(value))
+    _write(key_rows, value_rows, as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy())
 
 
 @njit(cache=True)

@@ -54,6 +54,8 @@ PART_BYTES = 2**17
 second-level cache while all rows pass by, with those of the next part beside them."""
 ROWS_AT_A_TIME = 256
 """Rows that are packed at once: rounding takes several copies."""
+SERIAL_NUMBERS = 2**15 - 1
+"""As many numbers torch copies with one thread."""
 PARALLEL_NUMBERS = 2**13
 """A transposition of fewer numbers is not worth a second thread."""
 
@@ -127,7 +129,14 @@ class Packed:
         self.bias[: self.out_features] = bias.float().numpy()
 
     def get_rows(self, outputs: Tensor) -> Tensor:
-        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
+        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32.
+
+        Some at a time, so that torch does not wake its threads: they would go on spinning in the way of the kernels' own.
+        """
+        parts = [self._get_some_rows(part).numpy() for part in outputs.split(max(1, SERIAL_NUMBERS // self.in_features))]
+        return torch.from_numpy(np.concatenate(parts))
+
+    def _get_some_rows(self, outputs: Tensor) -> Tensor:
         words = self.words[outputs // PANEL, :, outputs % PANEL]
         return words.view(self.number_dtype)[:, : self.in_features].float()
 

@@ -48,9 +48,9 @@ class PackedInt8Weight(Packed):
         """What `multiply` takes as the weight."""
         return self.panels, self.corrections, self.scales, self.bias
 
-    def get_rows(self, outputs: Tensor) -> Tensor:
+    def _get_some_rows(self, outputs: Tensor) -> Tensor:
         """As they are multiplied: rounded."""
-        return super().get_rows(outputs) * torch.from_numpy(self.scales)[outputs, None]
+        return super()._get_some_rows(outputs) * torch.from_numpy(self.scales)[outputs, None]
 
     @property
     def multiply(self) -> Any:
