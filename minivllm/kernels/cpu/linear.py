@@ -133,7 +133,9 @@ class Packed:
 
         Some at a time, so that torch does not wake its threads: they would go on spinning in the way of the kernels' own.
         """
-        parts = [self._get_some_rows(part).numpy() for part in outputs.split(max(1, SERIAL_NUMBERS // self.in_features))]
+        parts = []
+        for part in outputs.split(max(1, SERIAL_NUMBERS // self.in_features)):
+            parts.append(self._get_some_rows(part).numpy())
         return torch.from_numpy(np.concatenate(parts))
 
     def _get_some_rows(self, outputs: Tensor) -> Tensor:
