@@ -293,7 +293,7 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny,
         outputs = await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(4)])
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
         os.kill(replicas.process_ids[1], signal.SIGTERM)
-        await becomes(lambda: "Replica 1 has left." in caplog.text)
+        await becomes(lambda: "Replica 1 has left." in caplog.text, 30)
         assert replicas._table.open == [0]
         # and now the only one that is left: until it is back, requests wait
         running = asyncio.create_task(collect(engine, [5] * 4, LONG))
