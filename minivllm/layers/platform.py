@@ -108,10 +108,8 @@ def describe_cpu_kernels() -> str:
     from minivllm.kernels.cpu import features
 
     vectors = "AVX-512" if features.HAS_AVX512 else "vectors of at most 8 numbers"
-    bfloat16 = "by VDPBF16PS" if features.HAS_BFLOAT16_DOT else "made float32 in registers"
-    int8 = "by VPDPBUSD" if features.HAS_INT8_DOT else "by PyTorch"
-    if features.HAS_BFLOAT16_AMX:
-        bfloat16 = "by AMX"
-    if features.HAS_INT8_AMX:
-        int8 = "by AMX"
+    without_amx = "by VDPBF16PS" if features.HAS_BFLOAT16_DOT else "made float32 in registers"
+    bfloat16 = "by AMX" if features.HAS_BFLOAT16_AMX else without_amx
+    without_amx = "by VPDPBUSD" if features.HAS_INT8_DOT else "by PyTorch"
+    int8 = "by AMX" if features.HAS_INT8_AMX else without_amx
     return f"float32 ({vectors}), bfloat16 ({bfloat16}), int8 ({int8})"

@@ -1,8 +1,8 @@
 """The operations as loops that Numba compiles for the CPU.
 
 Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
-them are one pass each. Most loops read like the Triton kernels next door; prefill turns the matrices over. Numba compiles them at the first call for each head
-size and dtype, which takes seconds, and keeps the result on disk.
+them are one pass each. Most loops read like the Triton kernels next door; prefill attention transposes the matrices. Numba compiles them at
+the first call for each head size and dtype, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations

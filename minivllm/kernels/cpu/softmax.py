@@ -6,7 +6,7 @@
     sum = sum * shrink + sum(weights)
     output = output * shrink
 
-Written as loops over 16 columns it takes ten times as long: the arrays might overlap, so compilers make no vectors of them.
+Compilers make no vectors of such loops over 16 columns of several arrays, because the arrays might overlap.
 
 Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867).
 """
