@@ -36,6 +36,8 @@ def amx_environment() -> dict[str, str]:
     wanted = {name: is_there or name in EMULATED for name, is_there in features.items()}
     return {
         "LD_PRELOAD": str(library),
+        # For AMD's processors, LLVM gives tiles other numbers, which it does not do for those with AMX.
+        "NUMBA_CPU_NAME": "sapphirerapids",
         "NUMBA_CPU_FEATURES": ",".join(("+" if is_there else "-") + name for name, is_there in wanted.items()),
     }
 

@@ -41,6 +41,7 @@ from minivllm.kernels.cpu.panels import (
     multiply_panels,
 )
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.transpose import transpose
 from minivllm.kernels.pages import zero_pages
 
 if TYPE_CHECKING:
@@ -205,12 +206,17 @@ def tile_of(out_rows):
 
 
 @njit(error_model="numpy")
+def words_of_part(part, num_parts, num_words):
+    """Where a part of the words of all rows begins and ends: whole blocks of a transposition, and the last part has the rest."""
+    num_blocks = num_words // PANEL
+    return num_blocks * part // num_parts * PANEL, num_words if part == num_parts - 1 else num_blocks * (part + 1) // num_parts * PANEL
+
+
+@njit(error_model="numpy")
 def _transpose_part(part, num_parts, x, columns, rows):
-    num_tiles, in_features, _ = columns.shape
-    for i in range(num_tiles):
-        for k in range(in_features * part // num_parts, in_features * (part + 1) // num_parts):
-            for row in range(rows):  # the last tile is filled up with the last row
-                columns[i, k, row] = x[min(i * rows + row, len(x) - 1), k]
+    start, stop = words_of_part(part, num_parts, columns.shape[1])
+    for i in range(len(columns)):
+        transpose(x, i * rows, columns, i, 0, rows, start, stop)  # the last tile is filled up with the last row
 
 
 @njit(error_model="numpy")
@@ -240,9 +246,9 @@ def what_to_prefetch(panels, first, last, tile, num_tiles):
 
 
 @njit(error_model="numpy")
-def _multiply_part(part, size, columns, panels, bias, out, rows, width):
-    """`size` panels by all rows."""
-    first, last = part * size, min((part + 1) * size, len(panels))
+def _multiply_part(part, num_parts, columns, panels, bias, out, rows, width):
+    """Some panels by all rows."""
+    first, last = panels_of_part(part, num_parts, len(panels), width)
     for i in range(len(columns)):
         place, pace = what_to_prefetch(panels, first, last, i, len(columns))
         multiply_tile(columns[i], panels, first, last, bias, out, i * rows, rows, width, place, pace)
@@ -258,9 +264,17 @@ def transpose_tiles(x, num_tiles, num_threads, rows):
 
 
 @njit(error_model="numpy")
-def panels_per_part(panels, width):
-    """How many panels a thread takes at a time, a multiple of `width`."""
-    return max(1, PART_BYTES // (4 * panels.shape[1] * panels.shape[2]) // width) * width
+def count_parts(panels, num_threads):
+    """How many parts the panels are cut into, of at most about `PART_BYTES`: one, or as many for each thread."""
+    num_parts = -(-panels.size * 4 // PART_BYTES)
+    return 1 if num_parts == 1 else -(-num_parts // num_threads) * num_threads
+
+
+@njit(error_model="numpy")
+def panels_of_part(part, num_parts, num_panels, width):
+    """The first panel of a part, and one past its last: all parts are about equal, and begin with a multiple of `width`."""
+    num_groups = -(-num_panels // width)
+    return num_groups * part // num_parts * width, min(num_groups * (part + 1) // num_parts * width, num_panels)
 
 
 @njit(error_model="numpy", cache=True)
@@ -269,5 +283,5 @@ def multiply_float32(x, weight, out, num_threads):
     panels, bias = weight
     rows, width = tile_of(len(out))
     columns = transpose_tiles(x, out.shape[0] // rows, num_threads, rows)
-    size = panels_per_part(panels, width)
-    parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
+    num_parts = count_parts(panels, num_threads)
+    parallel_for(num_threads, num_parts, _multiply_part, (num_parts, columns, panels, bias, out, rows, width))

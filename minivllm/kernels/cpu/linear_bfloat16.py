@@ -17,7 +17,7 @@ from numba import njit
 from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, panels_per_part, tile_of, transpose_tiles
+from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, count_parts, panels_of_part, tile_of, transpose_tiles
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 
@@ -37,13 +37,11 @@ class PackedBfloat16Weight(Packed):
 @njit(error_model="numpy")
 def _pair_part(part, num_parts, x, words):
     """Words of two neighbours of a row, rounded."""
-    num_pairs = x.shape[1] // 2
+    numbers = words.view(np.uint16)  # the lower half of a word comes first
     for row in range(len(x) * part // num_parts, len(x) * (part + 1) // num_parts):
-        for i in range(num_pairs):
-            words[row, i] = round_bfloat16(x[row, 2 * i]) | np.uint32(round_bfloat16(x[row, 2 * i + 1])) << np.uint32(16)
-        words[row, num_pairs:] = 0
-        if x.shape[1] % 2 == 1:
-            words[row, num_pairs] = round_bfloat16(x[row, 2 * num_pairs])
+        for k in range(x.shape[1]):
+            numbers[row, k] = round_bfloat16(x[row, k])
+        numbers[row, x.shape[1] :] = 0
 
 
 @njit(error_model="numpy")
@@ -68,14 +66,14 @@ def _multiply_vectors(x, weight, out, num_threads):
     num_parts = 1 if numbers.size < PARALLEL_NUMBERS else num_threads
     parallel_for(num_threads, num_parts, _fill_part, (num_parts, x, numbers))
     columns = transpose_tiles(numbers, len(out) // rows, num_threads, rows)
-    size = panels_per_part(panels, width)
-    parallel_for(num_threads, -(-len(panels) // size), _multiply_part, (size, columns, panels, bias, out, rows, width))
+    num_parts = count_parts(panels, num_threads)
+    parallel_for(num_threads, num_parts, _multiply_part, (num_parts, columns, panels, bias, out, rows, width))
 
 
 @njit(error_model="numpy")
-def _multiply_amx_part(part, size, words, panels, bias, out, rows):
-    """`size` panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
-    first, last = part * size, min((part + 1) * size, len(panels))
+def _multiply_amx_part(part, num_parts, words, panels, bias, out, rows):
+    """Some panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
+    first, last = panels_of_part(part, num_parts, len(panels), 2)
     end = len(words) - rows
     configure_tiles(rows)
     for start in range(0, len(words), 2 * rows):
@@ -92,10 +90,8 @@ def _multiply_amx(x, weight, out, num_threads):
     words = np.empty((len(x), panels.shape[1]), np.uint32)
     num_parts = 1 if words.size < PARALLEL_NUMBERS else num_threads
     parallel_for(num_threads, num_parts, _pair_part, (num_parts, x, words))
-    size = panels_per_part(panels, 2)
-    parallel_for(
-        num_threads, -(-len(panels) // size), _multiply_amx_part, (size, words, panels, bias, out, tile_rows(len(x), 2))
-    )  # fmt: skip
+    num_parts = count_parts(panels, num_threads)
+    parallel_for(num_threads, num_parts, _multiply_amx_part, (num_parts, words, panels, bias, out, tile_rows(len(x), 2)))
 
 
 multiply_bfloat16 = _multiply_amx if HAS_BFLOAT16_AMX else _multiply_vectors

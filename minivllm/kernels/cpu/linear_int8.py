@@ -17,10 +17,20 @@ from torch import Tensor
 from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_INT8_AMX
 from minivllm.kernels.cpu.launch import address
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, multiply_tile, panels_per_part, tile_of, what_to_prefetch
+from minivllm.kernels.cpu.linear import (
+    PARALLEL_NUMBERS,
+    Packed,
+    count_parts,
+    multiply_tile,
+    panels_of_part,
+    tile_of,
+    what_to_prefetch,
+    words_of_part,
+)
 from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
 from minivllm.kernels.cpu.rows import _split
 from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.transpose import transpose
 from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
 
 
@@ -88,12 +98,10 @@ def _split_into_words(x, num_words, num_threads):
 @njit(error_model="numpy")
 def _transpose_part(part, num_parts, digits, columns, rows):
     """Tiles of both digits of some rows: all high ones, then all low ones."""
-    num_tiles, num_words, _ = columns.shape
-    for i in range(num_tiles):
-        for word in range(num_words * part // num_parts, num_words * (part + 1) // num_parts):
-            for digit in range(2):
-                for row in range(rows):
-                    columns[i, word, digit * rows + row] = digits[digit, min(i * rows + row, digits.shape[1] - 1), word]
+    start, stop = words_of_part(part, num_parts, columns.shape[1])
+    for i in range(len(columns)):
+        for digit in range(2):
+            transpose(digits[digit], i * rows, columns, i, digit * rows, rows, start, stop)
 
 
 @njit(error_model="numpy", cache=True)
@@ -107,17 +115,17 @@ def _multiply_vectors(x, weight, out, num_threads):
     columns = np.empty((-(-len(x) // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
     num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
     parallel_for(num_threads, num_parts, _transpose_part, (num_parts, digits, columns, rows))
-    size = panels_per_part(panels, width)
+    num_parts = count_parts(panels, num_threads)
     parallel_for(
-        num_threads, -(-len(panels) // size), _multiply_part,
-        (size, columns, panels, corrections, scales, bias, row_scales, out, rows, width),
+        num_threads, num_parts, _multiply_part,
+        (num_parts, columns, panels, corrections, scales, bias, row_scales, out, rows, width),
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _multiply_part(part, size, columns, panels, corrections, scales, bias, row_scales, out, rows, width):
-    """`size` panels by all rows: the sums of both digits, one tile at a time, then their total."""
-    first, last = part * size, min((part + 1) * size, len(panels))
+def _multiply_part(part, num_parts, columns, panels, corrections, scales, bias, row_scales, out, rows, width):
+    """Some panels by all rows: the sums of both digits, one tile at a time, then their total."""
+    first, last = panels_of_part(part, num_parts, len(panels), width)
     start, stop = first * PANEL, last * PANEL
     own_panels, own_corrections = panels[first:last], corrections[start:stop]
     sums = np.empty((2 * rows, stop - start), np.int32)
@@ -136,17 +144,17 @@ def _multiply_amx(x, weight, out, num_threads):
     """The same by AMX: of two tiles, one holds the high digits of some rows, the other the low ones. `out` needs no more rows than `x` has."""
     panels, corrections, scales, bias = weight
     digits, row_scales = _split_into_words(x, panels.shape[1], num_threads)
-    size = panels_per_part(panels, 2)
+    num_parts = count_parts(panels, num_threads)
     parallel_for(
-        num_threads, -(-len(panels) // size), _multiply_amx_part,
-        (size, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x), 1)),
+        num_threads, num_parts, _multiply_amx_part,
+        (num_parts, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x), 1)),
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _multiply_amx_part(part, size, digits, panels, corrections, scales, bias, row_scales, out, rows):
-    """`size` panels by all rows. The last tiles end with the batch: some rows are computed twice."""
-    first, last = part * size, min((part + 1) * size, len(panels))
+def _multiply_amx_part(part, num_parts, digits, panels, corrections, scales, bias, row_scales, out, rows):
+    """Some panels by all rows. The last tiles end with the batch: some rows are computed twice."""
+    first, last = panels_of_part(part, num_parts, len(panels), 2)
     start, stop = first * PANEL, last * PANEL
     own_panels, own_corrections = panels[first:last], corrections[start:stop]
     num_rows = len(row_scales)
