@@ -1,24 +1,114 @@
-"""The halves of a Llama layer as one call of compiled code each, for a few rows: see `kernels.cpu.decoder_layer`."""
+"""Decode steps of a Llama model in compiled code: see `kernels.cpu.decoder_layer`.
+
+Each half of a layer is one call, for a few rows; between two halves the ranks of a tensor-parallel group sum their results. With a single
+rank there is nothing to sum, and all layers are one call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from minivllm.distributed.parallel_state import GroupCoordinator
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import CPUAttentionBackend
 from minivllm.layers.linear import Linear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 
-CompiledAttention = Callable[[Tensor, Tensor | None, Tensor, KVCache, AttentionMetadata], tuple[Tensor, Tensor]]
-"""From what the layer before adds to the residual stream, and the stream (None begins it), to what attention adds, and the
-stream; positions, cache and metadata are those of a decode step."""
 
-CompiledMLP = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From what attention adds to the residual stream, and the stream, to what the MLP adds, and the stream."""
+class CompiledAttention:
+    """Norm, attention and output projection of a decode step.
+
+    Attributes:
+        weights: `AttentionWeights` of the layer.
+        settings: Query heads for each KV head, the scale of attention, and epsilon of the norm.
+        group: Who sums the results.
+    """
+
+    def __init__(self, weights: Any, settings: tuple[int, float, float], group: GroupCoordinator) -> None:
+        self.weights, self.settings, self.group = weights, settings, group
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """From what the layer before adds to the residual stream, and the stream (None begins it), to what attention adds, and the stream."""
+        from minivllm.kernels import cpu
+
+        out, total = cpu.attention_block(
+            self.weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
+            metadata.block_tables, metadata.context_lens, *self.settings,
+        )  # fmt: skip
+        return self.group.all_reduce(out), total
+
+
+class CompiledMLP:
+    """Norm, SwiGLU and down projection of a few rows.
+
+    Attributes:
+        weights: `MLPWeights` of the layer.
+        eps: Of the norm.
+        group: Who sums the results.
+    """
+
+    def __init__(self, weights: Any, eps: float, group: GroupCoordinator) -> None:
+        self.weights, self.eps, self.group = weights, eps, group
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """From what attention adds to the residual stream, and the stream, to what the MLP adds, and the stream."""
+        from minivllm.kernels import cpu
+
+        out, total = cpu.mlp_block(self.weights, x, residual, self.eps)
+        return self.group.all_reduce(out), total
+
+
+Halves = Sequence[tuple[CompiledAttention | None, CompiledMLP | None]]
+"""Those of all layers; None where a half is not compiled."""
+
+
+class CompiledLayers:
+    """All layers of a decode step, if each has both halves, all are alike, and there is a single rank.
+
+    Args:
+        halves: Of the layers.
+
+    Attributes:
+        can_run: Whether that is so.
+    """
+
+    def __init__(self, halves: Halves) -> None:
+        from minivllm.kernels import cpu
+
+        self.halves = halves
+        pairs = [(attention, mlp) for attention, mlp in halves if attention is not None and mlp is not None]
+        layers = [cpu.LayerWeights(attention.weights, mlp.weights) for attention, mlp in pairs]
+        kinds = {
+            (attention.settings, mlp.eps, attention.group.world_size, mlp.group.world_size, layer.describe())
+            for (attention, mlp), layer in zip(pairs, layers, strict=True)
+        }
+        self.can_run = (
+            len(pairs) == len(halves) and len(kinds) == 1 and pairs[0][0].group.world_size == pairs[0][1].group.world_size == 1
+        )
+        if self.can_run:
+            self.weights = layers[0]
+            self.addresses = np.array([layer.addresses() for layer in layers])
+            self.settings, self.eps = pairs[0][0].settings, pairs[0][1].eps
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """From the embeddings to what the last layer adds to the residual stream, and the stream."""
+        from minivllm.kernels import cpu
+
+        if len(kv_caches) != len(self.halves):
+            raise ValueError(f"{len(self.halves)} layers need as many caches, not {len(kv_caches)}.")
+        return cpu.decoder_layers(
+            self.weights, self.addresses, x, positions, kv_caches, metadata.slot_mapping, metadata.block_tables, metadata.context_lens,
+            *self.settings, self.eps,
+        )  # fmt: skip
 
 
 def compile_attention(
@@ -33,18 +123,7 @@ def compile_attention(
     from minivllm.kernels import cpu
 
     weights = cpu.AttentionWeights(norm.weight.numpy(), arrays[0], arrays[1], rotary.cos.numpy(), rotary.sin.numpy())
-    group, scale, eps = backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps
-
-    def forward(
-        x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        out, total = cpu.attention_block(
-            weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
-            metadata.block_tables, metadata.context_lens, group, scale, eps,
-        )  # fmt: skip
-        return output.group.all_reduce(out), total
-
-    return forward
+    return CompiledAttention(weights, (backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps), output.group)
 
 
 def is_compiled(backend_cls: type[AttentionBackend]) -> bool:
@@ -59,13 +138,7 @@ def compile_mlp(norm: RMSNorm, gate_up: Linear, down: RowParallelLinear) -> Comp
         return None
     from minivllm.kernels import cpu
 
-    weights, eps = cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps
-
-    def forward(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        out, total = cpu.mlp_block(weights, x, residual, eps)
-        return down.group.all_reduce(out), total
-
-    return forward
+    return CompiledMLP(cpu.MLPWeights(norm.weight.numpy(), arrays[0], arrays[1]), norm.eps, down.group)
 
 
 def _packed_arrays(*linears: Linear) -> list[Any] | None:

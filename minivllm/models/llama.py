@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
-from minivllm.layers.compiled import CompiledAttention, CompiledMLP, compile_attention, compile_mlp
+from minivllm.layers.compiled import CompiledAttention, CompiledLayers, CompiledMLP, compile_attention, compile_mlp
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
@@ -114,12 +114,24 @@ class LlamaModel(nn.Module):
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)
+        self.platform = platform
+        self._compiled_layers: CompiledLayers | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, kv_cache, metadata)
+        if metadata.is_decode and len(x) <= self.platform.max_compiled_rows and (compiled := self._compile_layers()).can_run:
+            x, residual = compiled(x, positions, kv_caches, metadata)
+        else:
+            for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+                x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]
+
+    def _compile_layers(self) -> CompiledLayers:
+        """All layers as one call; made anew if somebody has changed a layer."""
+        halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
+        if self._compiled_layers is None or self._compiled_layers.halves != halves:
+            self._compiled_layers = CompiledLayers(halves)
+        return self._compiled_layers
 
 
 class LlamaForCausalLM(CausalLM):

@@ -1,6 +1,8 @@
-"""The compiled halves of a Llama layer: the same numbers, to the last bit, as the same kernels called one by one."""
+"""Compiled layers of a Llama model, and their halves: the same numbers, to the last bit, as the same kernels called one by one."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
+from minivllm.layers.compiled import CompiledAttention, CompiledLayers, CompiledMLP
+from minivllm.models.llama import LlamaModel
 
 pytest.importorskip("numba")
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10], [11, 12, 13, 14], [15]]
@@ -43,15 +47,18 @@ def outputs(llm):
     return [(c.token_ids, [next(iter(entry.values())).logprob for entry in c.logprobs]) for c in completions]
 
 
-def count_calls(llm):
-    """Rows of each call of a compiled half from now on."""
-    calls = {"compiled_attention": [], "compiled_mlp": []}
-    for layer in layers_of(llm):
-        for half, rows in calls.items():
-            compiled = getattr(layer, half)
-            if compiled is not None:
-                setattr(layer, half, lambda *args, rows=rows, compiled=compiled: rows.append(len(args[0])) or compiled(*args))
-    return calls
+@pytest.fixture
+def calls(monkeypatch):
+    """Rows of each call of compiled code."""
+    rows = {CompiledLayers: [], CompiledAttention: [], CompiledMLP: []}
+
+    def counted(kind):
+        call = kind.__call__
+        return lambda self, x, *args: rows[kind].append(len(x)) or call(self, x, *args)
+
+    for kind in rows:
+        monkeypatch.setattr(kind, "__call__", counted(kind))
+    return rows
 
 
 def halves(llm):
@@ -63,18 +70,43 @@ def halves(llm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
-def test_tokens_and_logprobs_are_the_same(folder, options):
-    """With biases, grouped heads, and sequences that end one after the other."""
+def test_tokens_and_logprobs_are_the_same(folder, options, calls, monkeypatch):
+    """All layers in one call, in halves, and every kernel by itself; with biases, grouped heads, and sequences that end one after the other."""
     llm = load(folder, **options)
     if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:
         pytest.skip("this processor lacks the instruction for 8-bit products")
-    calls = count_calls(llm)
     compiled = outputs(llm)
-    assert calls["compiled_attention"].count(5) == 3 * 7, "seven decode steps of five sequences through three layers"
-    assert calls["compiled_mlp"].count(5) == 3 * 7
+    assert calls[CompiledLayers].count(5) == 7, "seven decode steps of five sequences"
+    assert calls[CompiledAttention] == []
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "_compile_layers", lambda self: SimpleNamespace(can_run=False))
+        assert outputs(llm) == compiled
+    assert calls[CompiledLayers].count(5) == 7
+    assert calls[CompiledAttention].count(5) == calls[CompiledMLP].count(5) == 3 * 7, "the same steps through three layers"
     for layer in layers_of(llm):
         layer.compiled_attention = layer.compiled_mlp = None
     assert outputs(llm) == compiled
+    assert calls[CompiledLayers].count(5) == 7
+
+
+def test_layers_that_differ_are_not_one_call(folder, calls):
+    llm = load(folder)
+    compiled = outputs(llm)
+    num_calls = len(calls[CompiledLayers])
+    layers_of(llm)[1].compiled_attention.settings = (2, 1.0, 1e-6)
+    layers_of(llm)[1].compiled_attention, kept = None, layers_of(llm)[1].compiled_attention
+    assert outputs(llm) == compiled, "a layer without a compiled half calls its kernels"
+    layers_of(llm)[1].compiled_attention = kept
+    assert outputs(llm) != compiled, "another scale of attention"
+    assert len(calls[CompiledLayers]) == num_calls
+    assert calls[CompiledAttention].count(5) == 2 * 7 + 3 * 7
+
+
+def test_a_layer_needs_its_cache(folder):
+    llm = load(folder)
+    del llm.llm_engine.executor.worker.cache_engine.gpu_cache[-1]
+    (output,) = llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.error
 
 
 class OwnForward(CPUAttentionBackend):

@@ -29,7 +29,14 @@ numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") 
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
-from minivllm.kernels.cpu.decoder_layer import AttentionWeights, MLPWeights, attention_block, mlp_block  # noqa: E402
+from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
+    AttentionWeights,
+    LayerWeights,
+    MLPWeights,
+    attention_block,
+    decoder_layers,
+    mlp_block,
+)
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT, HAS_INT8_AMX, HAS_INT8_DOT  # noqa: E402
 from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
 from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E402
@@ -91,12 +98,14 @@ __all__ = [
     "MAX_DECODER_ROWS",
     "PANEL",
     "AttentionWeights",
+    "LayerWeights",
     "MLPWeights",
     "PackedBfloat16Weight",
     "PackedInt8Weight",
     "PackedWeight",
     "add_rms_norm",
     "attention_block",
+    "decoder_layers",
     "give_notice_of_compilation",
     "join_digits",
     "mlp_block",

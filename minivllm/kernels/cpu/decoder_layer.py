@@ -1,18 +1,19 @@
-"""The two halves of a Llama layer in a decode step, each one call: attention up to `o_proj`, and the MLP up to `down_proj`.
+"""The layers of a Llama model in a decode step: each half of a layer as one call, or all layers.
 
 A small model's decode step is hundreds of short kernels, and between two of them Python prepares the next one: some
 microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
 megabytes of weights through it. On a GPU a CUDA graph takes Python out of the step; on a CPU, these functions do. They are
-`LlamaDecoderLayer.forward`, line by line, and call the same kernels. Each half ends where tensor parallelism sums the
-partial results of all ranks.
+`LlamaDecoderLayer.forward`, line by line, and call the same kernels. Each half, attention up to `o_proj` and the MLP up to `down_proj`,
+ends where tensor parallelism sums the partial results of all ranks; a single rank runs all layers in one call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import overload
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from minivllm.kernels.cpu.launch import address, as_numpy, constant, keep, use_t
 from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
 from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
-from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
 
 MAX_ROWS = 64
 """Larger batches run the layer's modules one by one. Batches of 1 to 64 rows are what `minivllm bench latency` measures."""
@@ -47,6 +48,27 @@ class MLPWeights(NamedTuple):
     norm: np.ndarray
     gate_up: PackedArrays
     down: PackedArrays
+
+
+class LayerWeights(NamedTuple):
+    """What a layer computes with."""
+
+    attention: AttentionWeights
+    mlp: MLPWeights
+
+    def arrays(self) -> list[np.ndarray]:
+        """Those that differ from layer to layer, in the order in which `_decoder_layers` takes them."""
+        attention, mlp = self
+        return [attention.norm, *attention.qkv, *attention.output, mlp.norm, *mlp.gate_up, *mlp.down]
+
+    def describe(self) -> tuple:
+        """Equal for layers that compiled code can treat alike."""
+        shared = (self.attention.cos.ctypes.data, self.attention.sin.ctypes.data)
+        return (*shared, *((array.dtype.str, array.shape, array.flags.c_contiguous) for array in self.arrays()))
+
+    def addresses(self) -> list[int]:
+        """Where the arrays are."""
+        return [array.ctypes.data for array in self.arrays()]
 
 
 def attention_block(
@@ -104,6 +126,47 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
     _mlp_block(
         x.numpy(), residual.numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
         num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+    )  # fmt: skip
+    return out[:num_seqs], total
+
+
+def decoder_layers(
+    weights: LayerWeights,
+    addresses: np.ndarray,
+    x: Tensor,
+    positions: Tensor,
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    group: int,
+    scale: float,
+    attention_eps: float,
+    mlp_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """All layers, for one new token of each sequence.
+
+    Args:
+        weights: The first layer's. Those of all layers have the same shapes and dtypes.
+        addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
+        x: `[num_seqs, hidden_size]`, float32: the embeddings.
+        kv_caches: Each layer's, all of one shape and dtype.
+        positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
+        group, scale, attention_eps, mlp_eps: As for the halves.
+
+    Returns:
+        What the last layer adds to the residual stream, and the stream.
+    """
+    num_seqs, num_threads = len(x), use_threads_of_torch()
+    key_cache, value_cache = kv_caches[0]
+    caches = np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches])
+    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    attention, mlp = weights
+    _decoder_layers(
+        x.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
+        context_lens.numpy(), addresses, caches, *attention, *mlp, np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps),
+        out.numpy(), total.numpy(), num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip
     return out[:num_seqs], total
 
@@ -166,3 +229,43 @@ def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, 
     _gate(row_threads, num_seqs, intermediate_size, address(gate_up), address(gated))
     keep(gate_up)
     multiply(gated, down_weight, out, num_threads)
+
+
+def like(arrays, addresses, first):
+    """Arrays of the same shapes and dtypes as these, of which there may be one, that are at the addresses from `first` on."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(like)
+def _compile_like(arrays, addresses, first):
+    if isinstance(arrays, types.Array):
+        pointer = pointer_to(arrays.dtype)
+        return lambda arrays, addresses, first: carray(pointer(addresses[first]), arrays.shape)
+    if len(arrays) == 2:
+        return lambda arrays, addresses, first: (like(arrays[0], addresses, first), like(arrays[1], addresses, first + 1))
+    return lambda arrays, addresses, first: (
+        like(arrays[0], addresses, first), like(arrays[1], addresses, first + 1), like(arrays[2], addresses, first + 2),
+        like(arrays[3], addresses, first + 3),
+    )  # fmt: skip
+
+
+@njit(error_model="numpy", cache=True)
+def _decoder_layers(
+    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, attention_norm, qkv, output,
+    cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, out, total, num_threads, row_threads, channels, half_head, group,
+):  # fmt: skip
+    num_seqs, residual = len(x), np.zeros_like(x)
+    attended, attended_total = np.empty_like(out), np.empty_like(total)
+    for layer in range(len(addresses)):
+        at, cache = addresses[layer], caches[layer]
+        _attention_block(
+            x, residual, positions, like(key_cache, cache, 0), like(value_cache, cache, 1), slot_mapping, block_tables, context_lens,
+            like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), cos, sin, scale, attention_eps,
+            attended, attended_total, num_threads, row_threads, channels, half_head, group,
+        )  # fmt: skip
+        first = 1 + len(qkv) + len(output)
+        _mlp_block(
+            attended[:num_seqs], attended_total, like(mlp_norm, at, first), like(gate_up, at, first + 1),
+            like(down, at, first + 1 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
+        )  # fmt: skip
+        x, residual = out[:num_seqs], total

@@ -209,7 +209,9 @@ def tile_of(out_rows):
 def words_of_part(part, num_parts, num_words):
     """Where a part of the words of all rows begins and ends: whole blocks of a transposition, and the last part has the rest."""
     num_blocks = num_words // PANEL
-    return num_blocks * part // num_parts * PANEL, num_words if part == num_parts - 1 else num_blocks * (part + 1) // num_parts * PANEL
+    return num_blocks * part // num_parts * PANEL, num_words if part == num_parts - 1 else num_blocks * (
+        part + 1
+    ) // num_parts * PANEL
 
 
 @njit(error_model="numpy")

@@ -17,7 +17,15 @@ from numba import njit
 from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
-from minivllm.kernels.cpu.linear import PARALLEL_NUMBERS, Packed, _multiply_part, count_parts, panels_of_part, tile_of, transpose_tiles
+from minivllm.kernels.cpu.linear import (
+    PARALLEL_NUMBERS,
+    Packed,
+    _multiply_part,
+    count_parts,
+    panels_of_part,
+    tile_of,
+    transpose_tiles,
+)
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 

@@ -133,7 +133,7 @@ def _has_whole_rows(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _pointer_to(dtype: Any) -> Any:
+def pointer_to(dtype: Any) -> Any:
     """A compiled function that turns an address into a pointer for `numba.carray`."""
 
     @intrinsic
@@ -146,8 +146,8 @@ def _pointer_to(dtype: Any) -> Any:
     return pointer
 
 
-floats_at, _integers, _bytes = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
-_keys = _pointer_to(types.int32)
+floats_at, _integers, _bytes = pointer_to(types.float32), pointer_to(types.int64), pointer_to(types.uint8)
+_keys = pointer_to(types.int32)
 
 
 @njit
