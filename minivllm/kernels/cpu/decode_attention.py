@@ -22,6 +22,7 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
+from minivllm.kernels.cpu.decode_products import TOKENS, add_value, add_values_of_tokens, score_tokens
 from minivllm.kernels.cpu.launch import (
     FASTMATH,
     LOG2_E,
@@ -33,14 +34,11 @@ from minivllm.kernels.cpu.launch import (
     constant,
     exp2,
     largest,
-    load,
     prefetch,
     use_threads_of_torch,
 )
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
-UNROLL = 4
-"""Values that are added to an output at once, so that it is read and written less often."""
 PARTS_PER_THREAD = 2
 """Runs of pieces that the batch is divided into, for each thread."""
 MIN_TILES, MAX_PIECES = 4, 64
@@ -92,11 +90,11 @@ def common_pieces(first_tile, part, num_parts, seq):
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _attend(query, key_cache, value_cache, table, first, last, scale, output, maxima, sums, channels, group):
     """Attend to the cached tokens from `first` to `last`: unnormalized output, largest score and sum of each head."""
-    num_heads, head_dim, group_size = query.shape[0], len(channels), len(group)
+    num_heads, head_dim = query.shape[0], len(channels)
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     tile = tile_size(block_size)
     scaled = np.empty((num_heads, head_dim), np.float32)
-    weights = np.empty((num_heads, tile), np.float32)
+    weights = np.empty((num_heads, tile + TOKENS), np.float32)  # scores are written that many at a time
     for head in range(num_heads):
         maxima[head] = MINUS_INFINITY
         sums[head] = ZERO
@@ -107,16 +105,13 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
         end = min(start + tile, last)
         # Scores: the dot product of each query head with the key that its group shares.
         for block_start in range(start, end, block_size):
-            keys = key_cache[table[block_start // block_size]]
+            block, length = table[block_start // block_size], min(block_size, end - block_start)
             next_block = table[min(block_start + tile, last - 1) // block_size]
-            for t in range(min(block_size, end - block_start)):
+            for t in range(0, length, TOKENS):
                 for kv_head in range(num_kv_heads):
-                    prefetch(key_cache, next_block, t, kv_head, channels)
-                    for g in range(group_size):
-                        score = ZERO
-                        for d in range(head_dim):
-                            score += scaled[kv_head * group_size + g, d] * load(keys[t, kv_head, d])
-                        weights[kv_head * group_size + g, block_start - start + t] = score
+                    for i in range(TOKENS):
+                        prefetch(key_cache, next_block, t + i, kv_head, channels)
+                    score_tokens(scaled, kv_head, key_cache, block, t, length, weights, block_start - start + t, channels, group)
         # Online softmax: scores become weights, relative to the largest score so far.
         for head in range(num_heads):
             row = weights[head, : end - start]
@@ -132,30 +127,20 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
                 for d in range(head_dim):
                     output[head, d] *= shrink
             sums[head] += total
-        # Values, weighted: four tokens at a time, so that the output is read and written a quarter as often.
+        # Values, weighted.
         for block_start in range(start, end, block_size):
-            values = value_cache[table[block_start // block_size]]
+            block, length = table[block_start // block_size], min(block_size, end - block_start)
             next_block = table[min(block_start + tile, last - 1) // block_size]
-            length = min(block_size, end - block_start)
-            for t in range(0, length - length % UNROLL, UNROLL):
+            for t in range(0, length - length % TOKENS, TOKENS):
                 for kv_head in range(num_kv_heads):
-                    for i in range(UNROLL):
+                    for i in range(TOKENS):
                         prefetch(value_cache, next_block, t + i, kv_head, channels)
-                    for g in range(group_size):
-                        head, w = kv_head * group_size + g, block_start - start + t
-                        w0, w1, w2, w3 = weights[head, w], weights[head, w + 1], weights[head, w + 2], weights[head, w + 3]
-                        for d in range(head_dim):
-                            output[head, d] += (
-                                w0 * load(values[t, kv_head, d]) + w1 * load(values[t + 1, kv_head, d])
-                                + w2 * load(values[t + 2, kv_head, d]) + w3 * load(values[t + 3, kv_head, d])
-                            )  # fmt: skip
-            for t in range(length - length % UNROLL, length):
+                    add_values_of_tokens(
+                        weights, block_start - start + t, value_cache, block, t, kv_head, output, channels, group
+                    )  # fmt: skip
+            for t in range(length - length % TOKENS, length):
                 for kv_head in range(num_kv_heads):
-                    for g in range(group_size):
-                        head = kv_head * group_size + g
-                        weight = weights[head, block_start - start + t]
-                        for d in range(head_dim):
-                            output[head, d] += weight * load(values[t, kv_head, d])
+                    add_value(weights, block_start - start + t, value_cache, block, t, kv_head, output, channels, group)
 
 
 @njit(error_model="numpy")
