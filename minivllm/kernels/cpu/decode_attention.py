@@ -87,8 +87,18 @@ def common_pieces(first_tile, part, num_parts, seq):
     return (first + size - 1) // size, (last + size - 1) // size
 
 
+@njit(error_model="numpy")
+def _next_block(table, next_table, position, start, context_len, tile, block_size):
+    """The block that is read a tile after the one at `position`, in the tile from `start` on; behind the context, the next sequence's."""
+    if position + tile < context_len:
+        return table[(position + tile) // block_size]
+    return next_table[min((position - start) // block_size, len(next_table) - 1)]
+
+
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _attend(query, key_cache, value_cache, table, first, last, scale, output, maxima, sums, channels, group):
+def _attend(
+    query, key_cache, value_cache, table, next_table, first, last, context_len, scale, output, maxima, sums, channels, group
+):  # fmt: skip
     """Attend to the cached tokens from `first` to `last`: unnormalized output, largest score and sum of each head."""
     num_heads, head_dim = query.shape[0], len(channels)
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
@@ -106,7 +116,7 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
         # Scores: the dot product of each query head with the key that its group shares.
         for block_start in range(start, end, block_size):
             block, length = table[block_start // block_size], min(block_size, end - block_start)
-            next_block = table[min(block_start + tile, last - 1) // block_size]
+            next_block = _next_block(table, next_table, block_start, start, context_len, tile, block_size)
             for t in range(0, length, TOKENS):
                 for kv_head in range(num_kv_heads):
                     for i in range(TOKENS):
@@ -130,7 +140,7 @@ def _attend(query, key_cache, value_cache, table, first, last, scale, output, ma
         # Values, weighted.
         for block_start in range(start, end, block_size):
             block, length = table[block_start // block_size], min(block_size, end - block_start)
-            next_block = table[min(block_start + tile, last - 1) // block_size]
+            next_block = _next_block(table, next_table, block_start, start, context_len, tile, block_size)
             for t in range(0, length - length % TOKENS, TOKENS):
                 for kv_head in range(num_kv_heads):
                     for i in range(TOKENS):
@@ -155,8 +165,9 @@ def _attend_part(
         for piece in range(first, last):
             place = first_piece[seq] + piece
             _attend(
-                query[seq], key_cache, value_cache, block_tables[seq], piece * size, min((piece + 1) * size, context_lens[seq]), scale,
-                outputs[place], maxima[place], sums[place], channels, group,
+                query[seq], key_cache, value_cache, block_tables[seq], block_tables[min(seq + 1, len(query) - 1)], piece * size,
+                min((piece + 1) * size, context_lens[seq]), context_lens[seq], scale, outputs[place], maxima[place], sums[place],
+                channels, group,
             )  # fmt: skip
 
 
