@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess, EngineSpec, Run, find_versions, start_all
-from quality import format_qualities, measure_qualities
+from quality import OPTIONS, format_qualities, measure_qualities
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, report
@@ -29,7 +29,7 @@ from minivllm.errors import ConfigError, MinivllmError
 from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
 ENGINE_NAMES = (
-    "minivllm", "minivllm-bfloat16", "minivllm-int8", "transformers-static", "transformers-continuous", "vllm",
+    "minivllm", "minivllm-bfloat16", "minivllm-int8", "minivllm-int8-bfloat16", "transformers-static", "transformers-continuous", "vllm",
     "vllm-bfloat16", "vllm-eager", "llama.cpp",
 )  # fmt: skip
 TOKEN_REFERENCE = "transformers-static"
@@ -136,10 +136,10 @@ def make_specs(
     llama_hint = "install llama-cpp-python in an environment of its own and name its Python with --llama-python"
     specs = []
     for name in names:
-        kind, _, variant = name.rpartition("-") if name.startswith(("minivllm-", "vllm-")) else (name, "", "")
+        kind, _, variant = name.partition("-") if name.startswith(("minivllm-", "vllm-")) else (name, "", "")
         python, settings, install = sys.executable, peer, "run `make setup`"
         if kind == "minivllm":
-            args = mine | ({"dtype": variant} if variant == "bfloat16" else {"quantization": variant} if variant else {})
+            args = mine | OPTIONS.get(variant, {})
             if unknown_args := args.keys() - set(EngineArgs.names()):
                 raise ConfigError(f"{name} cannot be started: the engine has no argument {', '.join(sorted(unknown_args))}.")
             settings = {"engine_args": args}

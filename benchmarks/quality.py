@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, report
-from minivllm.config import QUANTIZATIONS, EngineArgs
+from minivllm.config import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.llm import LLM
 from minivllm.entrypoints.options import check_writable
@@ -33,8 +33,12 @@ TEXT = (Path(__file__).parent / "workloads" / "prose.txt").read_text(encoding="u
 WINDOW = 500
 """The text is read in pieces of this many tokens."""
 NUM_POSITIONS = 2000
-DTYPES = ("bfloat16",)
-WEIGHTS = (*DTYPES, *QUANTIZATIONS)
+OPTIONS: dict[str, dict[str, str]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int8-bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
+}
+"""Engine options that mean fewer bits. The last has weights of 8 bits and a KV cache in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Quality:
     """A model in fewer bits compared with itself in float32, at each position of a text.
 
     Attributes:
-        quantization: As in `EngineArgs`, or "bfloat16" for that dtype.
+        quantization: Of `OPTIONS`.
         num_positions: Number of positions.
         agreement: Share of the positions where both have the same most likely next token.
         mean_kl: Mean Kullback-Leibler divergence from the float32 distribution, in nats.
@@ -65,7 +69,7 @@ def measure_quality(
 
     Args:
         reference: The model in float32.
-        engines: The models in fewer bits, by their quantization or dtype.
+        engines: The models in fewer bits, by their names in `OPTIONS`.
         num_positions: How many positions to compare.
         text: The text.
         use_tqdm: Show progress.
@@ -107,13 +111,13 @@ def compute_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
 
 
 def measure_qualities(model: str, quantizations: list[str], num_positions: int = NUM_POSITIONS) -> list[Quality]:
-    """Load the model in float32 and in each quantization or dtype, and compare."""
+    """Load the model in float32 and with each of these `OPTIONS`, and compare."""
 
     def load(dtype: str = "float32", **options: Any) -> LLMEngine:
         return LLM(model, device="cpu", dtype=dtype, num_gpu_blocks_override=64, max_num_seqs=1, **options).llm_engine
 
     reference = load()
-    engines = {name: load(name) if name in DTYPES else load(quantization=name) for name in quantizations}
+    engines = {name: load(**OPTIONS[name]) for name in quantizations}
     return measure_quality(reference, engines, num_positions)
 
 
@@ -127,7 +131,7 @@ def format_qualities(qualities: list[Quality]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EngineArgs.model, help="(default: %(default)s)")
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="(default: %(default)s)")
+    parser.add_argument("--weights", nargs="+", choices=tuple(OPTIONS), default=list(OPTIONS), help="(default: %(default)s)")
     parser.add_argument("--positions", type=int, default=NUM_POSITIONS, help="positions to compare (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()

@@ -235,6 +235,8 @@ def test_every_engine_gets_the_same_limits_and_the_kind_that_the_script_knows(sm
         assert (settings["max_num_seqs"], settings["max_model_len"]) == (4, 1024)
         assert settings["kv_cache_memory_bytes"] == 4 * 1024 * 2 * 30 * 3 * 64 * 4
     assert specs["minivllm-int8"].settings["engine_args"]["quantization"] == "int8"
+    both = specs["minivllm-int8-bfloat16"].settings["engine_args"]
+    assert (both["quantization"], both["dtype"]) == ("int8", "bfloat16")
     assert specs["minivllm-bfloat16"].settings["engine_args"]["dtype"] == "bfloat16"
     assert not {"quantization", "dtype"} & set(specs["minivllm"].settings["engine_args"])
     assert [specs[name].settings["dtype"] for name in ("vllm", "vllm-bfloat16")] == ["float32", "bfloat16"]
