@@ -1,4 +1,4 @@
-"""Linear layers and prefill attention with the instructions that MINIVLLM_CPU_FEATURES leaves: compared with torch in float64; products also
+"""Linear layers and attention with the instructions that MINIVLLM_CPU_FEATURES leaves: compared with torch in float64; products also
 row by row.
 
 MINIVLLM_CPU_FEATURES=-avx512f python tests/support/other_processors.py
@@ -18,7 +18,10 @@ TOLERANCE, INT8_ERROR = 1e-6, 0.02
 BATCHES = (*FEW_ROWS, 17, FEW_ROWS[-1] + 1, 30)
 HEADS = [(80, 2, 1)]
 """Channels, KV heads, and query heads that share one."""
+DECODE_HEADS = (28, 2, 5)
+"""Channels that are no whole vectors, and more heads than are scored at a time."""
 ATTENTION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DECODE_TOLERANCE = 1e-5
 
 
 def main() -> None:
@@ -29,6 +32,8 @@ def main() -> None:
     for head_dim, num_kv_heads, group in HEADS:
         for dtype in ATTENTION_TOLERANCE:
             check_prefill(head_dim, num_kv_heads, group, dtype, generator)
+    for dtype in (*ATTENTION_TOLERANCE, torch.float16):
+        check_decode(*DECODE_HEADS, dtype, generator)
 
 
 def check_products(generator: torch.Generator) -> None:
@@ -61,6 +66,19 @@ def check_prefill(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dty
     ours = cpu.paged_prefill_attention(query, keys, values, *rest)
     theirs = reference.paged_prefill_attention(query.double(), keys.double(), values.double(), *rest)
     assert ((ours - theirs).abs() <= ATTENTION_TOLERANCE[dtype] * (theirs.abs() + 1)).all(), (head_dim, dtype)
+
+
+def check_decode(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Contexts of a single token, of whole blocks, and of two pieces."""
+    query = torch.randn(3, num_kv_heads * group, head_dim, generator=generator)
+    keys, values = (torch.randn(30, 16, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
+    tables = torch.stack([torch.randperm(29, generator=generator)[:10] + 1 for _ in query]).int()
+    tables[0, 0] = 0
+    rest = tables, torch.tensor([1, 48, 155]).int(), head_dim**-0.5
+    theirs = reference.paged_decode_attention(query.double(), keys.double(), values.double(), *rest)
+    keys[0, 1:], values[0, 1:] = float("inf"), float("nan")  # unused slots
+    ours = cpu.paged_decode_attention.unchecked(query, keys, values, *rest)
+    assert ((ours - theirs).abs() <= DECODE_TOLERANCE * (theirs.abs() + 1)).all(), (head_dim, dtype)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def multiply_panels(
     typing_context: Any,
     x: Any,
@@ -86,7 +86,7 @@ def multiply_panels(
         first_panel, first_row: Where to begin in `panels` and in `out`.
         bias: What the sums start with, for all outputs; or an array like `out`, or `out` itself, with a start for each sum.
         out: `[num_rows, outputs]`.
-        num_rows, num_panels: Of `WIDTHS`, or 1 panel.
+        num_rows, num_panels: Of `WIDTHS`, or 1 panel. Where the code says how many rows, no loops are compiled for others.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
             in units of 2**-PLACE_BITS bytes. With fewer rows than `MANY_ROWS` they do not count: what is read soon is prefetched.
     """
@@ -167,7 +167,8 @@ def multiply_panels(
         with builder.goto_block(unknown):  # better an end here than a product that nobody has computed
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
             builder.unreachable()
-        for rows, width in sorted({*WIDTHS.items(), *((rows, 1) for rows in WIDTHS)}):
+        known = [num_rows.literal_value] if isinstance(num_rows, types.IntegerLiteral) else list(WIDTHS)
+        for rows, width in sorted({(rows, width) for rows in known for width in (1, WIDTHS[rows])}):
             block = builder.append_basic_block(f"rows{rows}x{width}")
             switch.add_case(_INT64(rows + _CASE * width), block)
             builder.position_at_end(block)
