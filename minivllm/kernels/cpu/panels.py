@@ -168,7 +168,7 @@ def multiply_panels(
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
             builder.unreachable()
         known = [num_rows.literal_value] if isinstance(num_rows, types.IntegerLiteral) else list(WIDTHS)
-        for rows, width in sorted({(rows, width) for rows in known for width in (1, WIDTHS[rows])}):
+        for rows, width in sorted({(number, width) for number in known for width in (1, WIDTHS[number])}):
             block = builder.append_basic_block(f"rows{rows}x{width}")
             switch.add_case(_INT64(rows + _CASE * width), block)
             builder.position_at_end(block)
