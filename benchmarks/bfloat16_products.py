@@ -83,7 +83,7 @@ def compile_tile_loop() -> Any:
 
     @njit(error_model="numpy")
     def loop(x: Any, panels: Any, bias: Any, out: Any, rows: int, width: int) -> None:
-        _multiply_amx_part(0, len(panels), x, panels, bias, out, tile_rows(rows, 2))
+        _multiply_amx_part(0, 1, x, panels, bias, out, tile_rows(rows, 2))
 
     return loop
 

@@ -139,7 +139,7 @@ def make_specs(
         kind, _, variant = name.partition("-") if name.startswith(("minivllm-", "vllm-")) else (name, "", "")
         python, settings, install = sys.executable, peer, "run `make setup`"
         if kind == "minivllm":
-            args = mine | OPTIONS.get(variant, {})
+            args = mine | (OPTIONS[variant] if variant else {})
             if unknown_args := args.keys() - set(EngineArgs.names()):
                 raise ConfigError(f"{name} cannot be started: the engine has no argument {', '.join(sorted(unknown_args))}.")
             settings = {"engine_args": args}
@@ -300,7 +300,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the engines, print a table, and measure the quality of quantized weights."""
     check_writable(arguments.json)
     if arguments.quantization or arguments.dtype not in ("auto", "float32"):
-        raise ConfigError("Name minivllm-bfloat16 or minivllm-int8 as an engine instead of --dtype and --quantization.")
+        raise ConfigError(
+            "Name minivllm-bfloat16, minivllm-int8 or minivllm-int8-bfloat16 as an engine instead of --dtype and --quantization."
+        )
     config = find_model_config(arguments)
     name, requests = one_workload(arguments, config)
     specs = make_specs(

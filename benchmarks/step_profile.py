@@ -111,8 +111,8 @@ class Stopwatch:
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
     """Run a workload four times: to warm up, as it is, and twice with every kernel called from Python, without and with a stopwatch.
 
-    A compiled layer (`layers.compiled`) cannot be timed inside, so the parts are those of a run without it, and the time of a
-    step with it stands beside them. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
+    Compiled layers (`layers.compiled`) cannot be timed inside, so the parts come from a run without them, and the time of a
+    step with them stands beside the parts. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
     two runs, whose steps are the same, gives the cost of a switch, and its median is subtracted from each part.
 
     Args:

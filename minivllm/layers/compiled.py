@@ -35,7 +35,9 @@ class CompiledAttention:
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """From what the layer before adds to the residual stream, and the stream (None begins it), to what attention adds, and the stream."""
+        """Takes the previous layer's output and the residual stream (None at the first layer); returns attention's output and the
+        stream, to which the former was added.
+        """
         from minivllm.kernels import cpu
 
         out, total = cpu.attention_block(
@@ -58,7 +60,7 @@ class CompiledMLP:
         self.weights, self.eps, self.group = weights, eps, group
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """From what attention adds to the residual stream, and the stream, to what the MLP adds, and the stream."""
+        """Takes attention's output and the residual stream; returns the MLP's output and the stream, to which the former was added."""
         from minivllm.kernels import cpu
 
         out, total = cpu.mlp_block(self.weights, x, residual, self.eps)
@@ -70,13 +72,13 @@ Halves = Sequence[tuple[CompiledAttention | None, CompiledMLP | None]]
 
 
 class CompiledLayers:
-    """All layers of a decode step, if each has both halves, all are alike, and there is a single rank.
+    """Runs all layers of a decode step in one call.
 
     Args:
         halves: Of the layers.
 
     Attributes:
-        can_run: Whether that is so.
+        can_run: Whether all halves are compiled, alike in all layers, and on a single rank.
     """
 
     def __init__(self, halves: Halves) -> None:
@@ -85,26 +87,29 @@ class CompiledLayers:
         self.halves = halves
         pairs = [(attention, mlp) for attention, mlp in halves if attention is not None and mlp is not None]
         layers = [cpu.LayerWeights(attention.weights, mlp.weights) for attention, mlp in pairs]
-        kinds = {
-            (attention.settings, mlp.eps, attention.group.world_size, mlp.group.world_size, layer.describe())
-            for (attention, mlp), layer in zip(pairs, layers, strict=True)
-        }
-        self.can_run = (
-            len(pairs) == len(halves) and len(kinds) == 1 and pairs[0][0].group.world_size == pairs[0][1].group.world_size == 1
-        )
+        kinds = {(attention.settings, mlp.eps, layer.describe()) for (attention, mlp), layer in zip(pairs, layers, strict=True)}
+        is_single = all(half.group.world_size == 1 for pair in pairs for half in pair)
+        is_contiguous = all(layer.is_contiguous() for layer in layers)
+        self.can_run = len(pairs) == len(halves) and len(kinds) == 1 and is_single and is_contiguous
         if self.can_run:
             self.weights = layers[0]
-            self.addresses = np.array([layer.addresses() for layer in layers])
+            self.addresses = np.array([layer.addresses() for layer in layers], np.int64)
             self.settings, self.eps = pairs[0][0].settings, pairs[0][1].eps
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has addresses of its own."""
+        return CompiledLayers, (self.halves,)
 
     def __call__(
         self, x: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """From the embeddings to what the last layer adds to the residual stream, and the stream."""
+        """Takes the embeddings; returns the last layer's output and the residual stream.
+
+        Raises:
+            KernelError: The caches are not alike, or not one for each layer.
+        """
         from minivllm.kernels import cpu
 
-        if len(kv_caches) != len(self.halves):
-            raise ValueError(f"{len(self.halves)} layers need as many caches, not {len(kv_caches)}.")
         return cpu.decoder_layers(
             self.weights, self.addresses, x, positions, kv_caches, metadata.slot_mapping, metadata.block_tables, metadata.context_lens,
             *self.settings, self.eps,

@@ -34,7 +34,7 @@ class Platform:
         activation_dtype: Of what flows between the layers: float32 where weights are quantized or packed in bfloat16 (on a CPU), else
             `dtype`. Reading weights is what takes the time there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
-        max_compiled_rows: The largest batch for which halves of layers can be compiled.
+        max_compiled_rows: The largest batch that compiled layers and halves of layers run.
 
     Raises:
         ConfigError: The backend or the quantization cannot run here.

@@ -104,6 +104,11 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Whether nobody has replaced a layer, or wants to be told of its calls."""
+    return type(layer).forward is LlamaDecoderLayer.forward and not (layer._forward_hooks or layer._forward_pre_hooks)
+
+
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
@@ -119,19 +124,23 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        if metadata.is_decode and len(x) <= self.platform.max_compiled_rows and (compiled := self._compile_layers()).can_run:
+        few_rows = len(x) <= self.platform.max_compiled_rows
+        compiled = self._get_compiled_layers() if metadata.is_decode and few_rows else None
+        if compiled is not None:
             x, residual = compiled(x, positions, kv_caches, metadata)
         else:
             for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
                 x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]
 
-    def _compile_layers(self) -> CompiledLayers:
-        """All layers as one call; made anew if somebody has changed a layer."""
+    def _get_compiled_layers(self) -> CompiledLayers | None:
+        """All layers as one call, made anew if a compiled half was replaced; None if they have to be called one by one."""
+        if not all(is_plain(layer) for layer in self.layers):
+            return None
         halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
         if self._compiled_layers is None or self._compiled_layers.halves != halves:
             self._compiled_layers = CompiledLayers(halves)
-        return self._compiled_layers
+        return self._compiled_layers if self._compiled_layers.can_run else None
 
 
 class LlamaForCausalLM(CausalLM):

@@ -250,7 +250,7 @@ NAMES = ["device", "dtype", "max_model_len", "kv_cache_memory_bytes", "quantizat
 @pytest.mark.parametrize(
     "options,sentence",
     [
-        (["--engines", "minivllm", "--quantization", "int8"], "Name minivllm-bfloat16 or minivllm-int8"),
+        (["--engines", "minivllm", "--quantization", "int8"], "Name minivllm-bfloat16, minivllm-int8 or"),
         (["--engines", "minivllm", "--rounds", "0"], "The number of rounds is 0"),
         (["--engines", "minivllm", "minivllm"], "The engine minivllm is named more than once"),
         (["--engines", "minivllm", "--device", "cuda"], "is made on the CPU"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import copy
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from minivllm import LLM, SamplingParams
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
 from minivllm.layers.compiled import CompiledAttention, CompiledLayers, CompiledMLP
-from minivllm.models.llama import LlamaModel
+from minivllm.models.llama import LlamaDecoderLayer, LlamaModel
 
 pytest.importorskip("numba")
 PROMPTS = [[5, 6, 7], [8] * 20, [9, 10], [11, 12, 13, 14], [15]]
@@ -79,7 +79,7 @@ def test_tokens_and_logprobs_are_the_same(folder, options, calls, monkeypatch):
     assert calls[CompiledLayers].count(5) == 7, "seven decode steps of five sequences"
     assert calls[CompiledAttention] == []
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaModel, "_compile_layers", lambda self: SimpleNamespace(can_run=False))
+        patch.setattr(LlamaModel, "_get_compiled_layers", lambda self: None)
         assert outputs(llm) == compiled
     assert calls[CompiledLayers].count(5) == 7
     assert calls[CompiledAttention].count(5) == calls[CompiledMLP].count(5) == 3 * 7, "the same steps through three layers"
@@ -93,19 +93,55 @@ def test_layers_that_differ_are_not_one_call(folder, calls):
     llm = load(folder)
     compiled = outputs(llm)
     num_calls = len(calls[CompiledLayers])
-    layers_of(llm)[1].compiled_attention.settings = (2, 1.0, 1e-6)
-    layers_of(llm)[1].compiled_attention, kept = None, layers_of(llm)[1].compiled_attention
+    middle = layers_of(llm)[1]
+    half, middle.compiled_attention = middle.compiled_attention, None
     assert outputs(llm) == compiled, "a layer without a compiled half calls its kernels"
-    layers_of(llm)[1].compiled_attention = kept
+    middle.compiled_attention = CompiledAttention(half.weights, (2, 1.0, 1e-6), half.group)
     assert outputs(llm) != compiled, "another scale of attention"
     assert len(calls[CompiledLayers]) == num_calls
     assert calls[CompiledAttention].count(5) == 2 * 7 + 3 * 7
 
 
-def test_a_layer_needs_its_cache(folder):
+class OwnLayer(LlamaDecoderLayer):
+    def forward(self, x, *args):
+        x, residual = super().forward(x, *args)
+        return 2 * x, residual
+
+
+def test_a_layer_of_ones_own_or_with_a_hook_is_called(folder):
     llm = load(folder)
-    del llm.llm_engine.executor.worker.cache_engine.gpu_cache[-1]
-    (output,) = llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=2), use_tqdm=False)
+    compiled, seen = outputs(llm), []
+    middle = layers_of(llm)[1]
+    handle = middle.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    assert outputs(llm) == compiled
+    assert seen.count(5) == 7
+    handle.remove()
+    middle.__class__ = OwnLayer
+    changed = outputs(llm)
+    assert changed != compiled
+    layers_of(llm)[0].compiled_attention = None  # so that every layer is called
+    assert outputs(llm) == changed
+
+
+def test_a_copy_of_the_model_reads_its_own_weights(folder):
+    llm = load(folder)
+    outputs(llm)
+    compiled = llm.llm_engine.executor.worker.model_runner.model.model._compiled_layers
+    copied = copy.deepcopy(compiled)
+    assert copied.can_run
+    assert not set(copied.addresses.flat) & set(compiled.addresses.flat)
+
+
+def test_a_layer_needs_a_cache_like_the_others(folder):
+    llm = load(folder)
+    caches = llm.llm_engine.executor.worker.cache_engine.gpu_cache
+    keys, values = caches[1]
+    caches[1] = keys, torch.stack((values, values), dim=-1)[..., 0]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)
+    assert "must be contiguous" in output.error
+    del caches[1]
+    (output,) = llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)
     assert output.error
 
 

@@ -1,7 +1,7 @@
 """The operations as loops that Numba compiles for the CPU.
 
 Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
-them are one pass each. Most loops read like the Triton kernels next door; prefill attention transposes the matrices. Numba compiles them at
+them are one pass each. Most loops read like the Triton kernels next door; the innermost products are written in LLVM IR. Numba compiles them at
 the first call for each head size and dtype, which takes seconds, and keeps the result on disk.
 """
 

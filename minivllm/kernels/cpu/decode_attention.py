@@ -89,7 +89,7 @@ def common_pieces(first_tile, part, num_parts, seq):
 
 @njit(error_model="numpy")
 def _next_block(table, next_table, position, start, context_len, tile, block_size):
-    """The block that is read a tile after the one at `position`, in the tile from `start` on; behind the context, the next sequence's."""
+    """The block to prefetch: one tile after `position`, which is in the tile from `start` on; past the context, the next sequence's."""
     if position + tile < context_len:
         return table[(position + tile) // block_size]
     return next_table[min((position - start) // block_size, len(next_table) - 1)]

@@ -127,7 +127,7 @@ def score_tokens(
         kv_head: Whose.
         key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, as `as_numpy` has it.
         block, offset, end: Where the tokens are: the block, the first of them, and the end of those that may be read. If fewer than `TOKENS`
-            are left, the last is read instead.
+            are left, the last is repeated, and its further scores mean nothing.
         scores: `[num_heads, columns]`, float32, contiguous; `TOKENS` columns are written.
         column: The first of them.
         channels, group: `constant`s of the head's size and of the query heads that share a KV head.

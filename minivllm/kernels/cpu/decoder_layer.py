@@ -9,6 +9,7 @@ ends where tensor parallelism sums the partial results of all ranks; a single ra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from numba import carray, njit, types
 from numba.extending import overload
 from torch import Tensor
 
+from minivllm.errors import KernelError
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import address, as_numpy, constant, keep, use_threads_of_torch
@@ -57,14 +59,19 @@ class LayerWeights(NamedTuple):
     mlp: MLPWeights
 
     def arrays(self) -> list[np.ndarray]:
-        """Those that differ from layer to layer, in the order in which `_decoder_layers` takes them."""
+        """All of them, in the order in which `_decoder_layers` takes them."""
         attention, mlp = self
-        return [attention.norm, *attention.qkv, *attention.output, mlp.norm, *mlp.gate_up, *mlp.down]
+        return [
+            attention.norm, *attention.qkv, *attention.output, attention.cos, attention.sin, mlp.norm, *mlp.gate_up, *mlp.down,
+        ]  # fmt: skip
 
     def describe(self) -> tuple:
-        """Equal for layers that compiled code can treat alike."""
-        shared = (self.attention.cos.ctypes.data, self.attention.sin.ctypes.data)
-        return (*shared, *((array.dtype.str, array.shape, array.flags.c_contiguous) for array in self.arrays()))
+        """A key that is equal for layers that the same compiled code can run."""
+        return tuple((array.dtype.str, array.shape) for array in self.arrays())
+
+    def is_contiguous(self) -> bool:
+        """Whether shapes and addresses say all about the arrays."""
+        return all(array.flags.c_contiguous for array in self.arrays())
 
     def addresses(self) -> list[int]:
         """Where the arrays are."""
@@ -150,16 +157,24 @@ def decoder_layers(
         weights: The first layer's. Those of all layers have the same shapes and dtypes.
         addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
         x: `[num_seqs, hidden_size]`, float32: the embeddings.
-        kv_caches: Each layer's, all of one shape and dtype.
+        kv_caches: Each layer's, all contiguous, of one shape and dtype.
         positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
         group, scale, attention_eps, mlp_eps: As for the halves.
 
     Returns:
         What the last layer adds to the residual stream, and the stream.
+
+    Raises:
+        KernelError: The caches are not alike, or not one for each layer.
     """
     num_seqs, num_threads = len(x), use_threads_of_torch()
+    if len(kv_caches) != len(addresses):
+        raise KernelError(f"There are {len(addresses)} layers, but {len(kv_caches)} caches.")
     key_cache, value_cache = kv_caches[0]
-    caches = np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches])
+    for cache in itertools.chain.from_iterable(kv_caches):
+        if cache.shape != key_cache.shape or cache.dtype != key_cache.dtype or not cache.is_contiguous():
+            raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
+    caches = np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches], np.int64)
     out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
     attention, mlp = weights
     _decoder_layers(
@@ -232,7 +247,7 @@ def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, 
 
 
 def like(arrays, addresses, first):
-    """Arrays of the same shapes and dtypes as these, of which there may be one, that are at the addresses from `first` on."""
+    """An array, or a tuple of arrays, of the same shapes and dtypes, at `addresses[first:]`."""
     raise NotImplementedError("only within compiled functions")
 
 
@@ -249,7 +264,7 @@ def _compile_like(arrays, addresses, first):
     )  # fmt: skip
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
 def _decoder_layers(
     x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, attention_norm, qkv, output,
     cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, out, total, num_threads, row_threads, channels, half_head, group,
@@ -258,14 +273,14 @@ def _decoder_layers(
     attended, attended_total = np.empty_like(out), np.empty_like(total)
     for layer in range(len(addresses)):
         at, cache = addresses[layer], caches[layer]
+        first = 1 + len(qkv) + len(output)
         _attention_block(
             x, residual, positions, like(key_cache, cache, 0), like(value_cache, cache, 1), slot_mapping, block_tables, context_lens,
-            like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), cos, sin, scale, attention_eps,
-            attended, attended_total, num_threads, row_threads, channels, half_head, group,
+            like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), like(cos, at, first),
+            like(sin, at, first + 1), scale, attention_eps, attended, attended_total, num_threads, row_threads, channels, half_head, group,
         )  # fmt: skip
-        first = 1 + len(qkv) + len(output)
         _mlp_block(
-            attended[:num_seqs], attended_total, like(mlp_norm, at, first), like(gate_up, at, first + 1),
-            like(down, at, first + 1 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
+            attended[:num_seqs], attended_total, like(mlp_norm, at, first + 2), like(gate_up, at, first + 3),
+            like(down, at, first + 3 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
         )  # fmt: skip
         x, residual = out[:num_seqs], total

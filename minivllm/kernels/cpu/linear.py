@@ -207,11 +207,11 @@ def tile_of(out_rows):
 
 @njit(error_model="numpy")
 def words_of_part(part, num_parts, num_words):
-    """Where a part of the words of all rows begins and ends: whole blocks of a transposition, and the last part has the rest."""
+    """The range of words in a part: whole blocks of `PANEL`; the last part also takes the rest."""
     num_blocks = num_words // PANEL
-    return num_blocks * part // num_parts * PANEL, num_words if part == num_parts - 1 else num_blocks * (
-        part + 1
-    ) // num_parts * PANEL
+    start = num_blocks * part // num_parts * PANEL
+    stop = num_words if part == num_parts - 1 else num_blocks * (part + 1) // num_parts * PANEL
+    return start, stop
 
 
 @njit(error_model="numpy")
@@ -267,7 +267,7 @@ def transpose_tiles(x, num_tiles, num_threads, rows):
 
 @njit(error_model="numpy")
 def count_parts(panels, num_threads):
-    """How many parts the panels are cut into, of at most about `PART_BYTES`: one, or as many for each thread."""
+    """How many parts the panels are cut into: one if they fit in `PART_BYTES`, else a multiple of `num_threads`."""
     num_parts = -(-panels.size * 4 // PART_BYTES)
     return 1 if num_parts == 1 else -(-num_parts // num_threads) * num_threads
 

@@ -86,7 +86,7 @@ def multiply_panels(
         first_panel, first_row: Where to begin in `panels` and in `out`.
         bias: What the sums start with, for all outputs; or an array like `out`, or `out` itself, with a start for each sum.
         out: `[num_rows, outputs]`.
-        num_rows, num_panels: Of `WIDTHS`, or 1 panel. Where the code says how many rows, no loops are compiled for others.
+        num_rows, num_panels: Of `WIDTHS`, or 1 panel. If `num_rows` is a literal, only its loops are compiled.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
             in units of 2**-PLACE_BITS bytes. With fewer rows than `MANY_ROWS` they do not count: what is read soon is prefetched.
     """

@@ -14,11 +14,10 @@ from numba.core import cgutils, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.features import HAS_AVX512
 from minivllm.kernels.cpu.panels import PANEL
 
-MIN_ROWS = 8 if HAS_AVX512 else PANEL
-"""Tiles of fewer rows go word by word."""
+MIN_ROWS = 8
+"""Tiles of fewer rows, as all are without AVX-512, go word by word."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _WORDS, _MASK = ir.VectorType(_INT32, PANEL), ir.VectorType(ir.IntType(1), PANEL)
@@ -46,7 +45,7 @@ def transpose_block(
     """16 words of up to 16 rows: `columns[tile, first_word + j, first_column + i] = x[first_row + i, first_word + j]`.
 
     Args:
-        x: `[rows, words]`, of 4 bytes each, contiguous. A row beyond the last is as the last.
+        x: `[rows, words]`, of 4 bytes each, contiguous. Rows past the end repeat the last row.
         first_row, first_word: Where the block begins. 16 words must be left.
         columns: `[tiles, words, columns]`, contiguous.
         tile, first_column: Where it goes.
