@@ -124,9 +124,8 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        few_rows = len(x) <= self.platform.max_compiled_rows
-        compiled = self._get_compiled_layers() if metadata.is_decode and few_rows else None
-        if compiled is not None:
+        compiled = self._get_compiled_layers() if len(x) <= self.platform.max_compiled_rows else None
+        if compiled is not None and metadata.is_decode:  # a metadata of one's own, for a backend of one's own, may lack it
             x, residual = compiled(x, positions, kv_caches, metadata)
         else:
             for layer, kv_cache in zip(self.layers, kv_caches, strict=True):

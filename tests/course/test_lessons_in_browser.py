@@ -62,7 +62,8 @@ def clear_and_run(page):
     prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")
     numbers = [prompt for prompt in prompts.all_inner_texts() if prompt.strip()]
     assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    texts = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts()
+    assert texts == []
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
 
 
