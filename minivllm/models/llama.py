@@ -104,7 +104,7 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> bool:
     """Whether nobody has replaced a layer, or wants to be told of its calls."""
     return type(layer).forward is LlamaDecoderLayer.forward and not (layer._forward_hooks or layer._forward_pre_hooks)
 
@@ -134,7 +134,7 @@ class LlamaModel(nn.Module):
 
     def _get_compiled_layers(self) -> CompiledLayers | None:
         """All layers as one call, made anew if a compiled half was replaced; None if they have to be called one by one."""
-        if not all(is_plain(layer) for layer in self.layers):
+        if not all(_is_plain(layer) for layer in self.layers):
             return None
         halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
         if self._compiled_layers is None or self._compiled_layers.halves != halves:

@@ -107,8 +107,7 @@ def multiply_panels(
         kinds = signature.args[0].dtype, signature.args[1].dtype
         is_int8 = kinds[1] == types.int32
         total, word = (ir.VectorType(kind, PANEL) for kind in (_INT32 if is_int8 else _FLOAT, _INT32))
-        # LLVM has VDPBF16PS repeat a word from memory only if the word is a float.
-        number = ir.VectorType(_INT32 if is_int8 else _FLOAT, PANEL)
+        number = ir.VectorType(_FLOAT if kinds[0] == types.float32 else _INT32, PANEL)
         undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(_INT32, PANEL), [0] * PANEL)
         multiply_add = _get_multiply_add(builder, kinds)
         numbers_per_word = 2 if kinds == (types.float32, types.uint32) else 1
@@ -152,7 +151,7 @@ def multiply_panels(
                     else:
                         factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
                     for row in range(num_rows):
-                        one = builder.load(as_pointer_to(number.element, at(column, _INT64(i * stride + row))))
+                        one = builder.load(at(column, _INT64(i * stride + row)))
                         repeated = builder.shuffle_vector(builder.insert_element(undefined, one, _INT32(0)), undefined, to_all)
                         for panel in range(num_panels):
                             before = builder.load(sums[row][panel])
