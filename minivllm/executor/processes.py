@@ -27,8 +27,6 @@ def start_python(
         gpus: Those that it sees, as in CUDA_VISIBLE_DEVICES; all that this process sees if None.
     """
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        environment["GOMP_SPINCOUNT"] = "10000"  # torch's threads, too, soon give way to a busy process beside them
     if num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
     if gpus is not None:

@@ -6,6 +6,7 @@ rank there is nothing to sum, and all layers are one call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.errors import KernelError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import CPUAttentionBackend
 from minivllm.layers.linear import Linear, RowParallelLinear
@@ -72,47 +74,52 @@ Halves = Sequence[tuple[CompiledAttention | None, CompiledMLP | None]]
 
 
 class CompiledLayers:
-    """Runs all layers of a decode step in one call.
+    """Runs all layers of a decode step, and the norm after them, in one call.
 
     Args:
         halves: Of the layers.
+        norm: The one after them.
 
     Attributes:
         can_run: Whether all halves are compiled, alike in all layers, and on a single rank.
     """
 
-    def __init__(self, halves: Halves) -> None:
+    def __init__(self, halves: Halves, norm: RMSNorm) -> None:
         from minivllm.kernels import cpu
 
-        self.halves = halves
+        self.halves, self.norm = halves, norm
         pairs = [(attention, mlp) for attention, mlp in halves if attention is not None and mlp is not None]
         layers = [cpu.LayerWeights(attention.weights, mlp.weights) for attention, mlp in pairs]
         kinds = {(attention.settings, mlp.eps, layer.describe()) for (attention, mlp), layer in zip(pairs, layers, strict=True)}
         is_single = all(half.group.world_size == 1 for pair in pairs for half in pair)
-        is_contiguous = all(layer.is_contiguous() for layer in layers)
+        is_contiguous = all(layer.is_contiguous() for layer in layers) and norm.weight.is_contiguous()
         self.can_run = len(pairs) == len(halves) and len(kinds) == 1 and is_single and is_contiguous
         if self.can_run:
             self.weights = layers[0]
             self.addresses = np.array([layer.addresses() for layer in layers], np.int64)
-            self.settings, self.eps = pairs[0][0].settings, pairs[0][1].eps
+            self.settings = (*pairs[0][0].settings, pairs[0][1].eps, norm.eps)
+        self._kv_caches: list[KVCache] = []
+        self._cache_addresses = np.empty((0, 2), np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has addresses of its own."""
-        return CompiledLayers, (self.halves,)
+        return CompiledLayers, (self.halves, self.norm)
 
-    def __call__(
-        self, x: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """Takes the embeddings; returns the last layer's output and the residual stream.
+    def __call__(self, x: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata) -> Tensor:
+        """Takes the embeddings; returns the hidden states.
 
         Raises:
             KernelError: The caches are not alike, or not one for each layer.
         """
         from minivllm.kernels import cpu
 
+        if len(kv_caches) != len(self.halves):
+            raise KernelError(f"There are {len(self.halves)} layers, but {len(kv_caches)} caches.")
+        if not self._kv_caches or not all(map(operator.is_, kv_caches, self._kv_caches)):  # mostly, those of the step before
+            self._cache_addresses, self._kv_caches = cpu.cache_addresses(kv_caches), list(kv_caches)
         return cpu.decoder_layers(
-            self.weights, self.addresses, x, positions, kv_caches, metadata.slot_mapping, metadata.block_tables, metadata.context_lens,
-            *self.settings, self.eps,
+            self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], self._cache_addresses,
+            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, *self.settings,
         )  # fmt: skip
 
 

@@ -104,9 +104,9 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether nobody has replaced a layer, or wants to be told of its calls."""
-    return type(layer).forward is LlamaDecoderLayer.forward and not (layer._forward_hooks or layer._forward_pre_hooks)
+def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether nobody has replaced a module of this class, or wants to be told of its calls."""
+    return type(module).forward is cls.forward and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 class LlamaModel(nn.Module):
@@ -126,20 +126,20 @@ class LlamaModel(nn.Module):
         x, residual = self.embed_tokens(input_ids), None
         compiled = self._get_compiled_layers() if len(x) <= self.platform.max_compiled_rows else None
         if compiled is not None and metadata.is_decode:  # a metadata of one's own, for a backend of one's own, may lack it
-            x, residual = compiled(x, positions, kv_caches, metadata)
-        else:
-            for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-                x, residual = layer(x, residual, positions, kv_cache, metadata)
+            return compiled(x, positions, kv_caches, metadata)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]
 
     def _get_compiled_layers(self) -> CompiledLayers | None:
-        """All layers as one call, made anew if a compiled half was replaced; None if they have to be called one by one."""
-        if not all(_is_plain(layer) for layer in self.layers):
+        """All layers and the norm as one call, made anew if a part was replaced; None if they have to be called one by one."""
+        if not _is_plain(self.norm, RMSNorm) or not all(_is_plain(layer, LlamaDecoderLayer) for layer in self.layers):
             return None
         halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
-        if self._compiled_layers is None or self._compiled_layers.halves != halves:
-            self._compiled_layers = CompiledLayers(halves)
-        return self._compiled_layers if self._compiled_layers.can_run else None
+        compiled = self._compiled_layers
+        if compiled is None or compiled.halves != halves or compiled.norm is not self.norm:
+            compiled = self._compiled_layers = CompiledLayers(halves, self.norm)
+        return compiled if compiled.can_run else None
 
 
 class LlamaForCausalLM(CausalLM):

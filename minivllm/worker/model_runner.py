@@ -123,8 +123,12 @@ class ModelRunner:
             hidden = self.graphs.run(inputs)
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
-        rows = self._tensor(inputs.sampled_rows)  # index_select, because hidden[rows] would wake all threads for a few rows
-        outputs = self._sample(sequences, hidden.index_select(0, rows))
+        if len(inputs.sampled_rows) < len(hidden):
+            # index_select, because hidden[rows] would wake all threads of torch for a few rows
+            hidden_rows = hidden.index_select(0, self._tensor(inputs.sampled_rows))
+        else:
+            hidden_rows = hidden  # all of them, in order
+        outputs = self._sample(sequences, hidden_rows)
         start = 0
         for seq, output in zip(sequences, outputs, strict=True):
             if seq.request.sampling_params.prompt_logprobs is not None:

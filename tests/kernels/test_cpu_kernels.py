@@ -252,6 +252,9 @@ def test_rows_of_a_packed_weight_are_those_of_the_weight(kind, shape):
     rows = packed.get_rows(outputs)
     assert rows.dtype == torch.float32 and torch.equal(rows, expected[outputs])
     assert packed.get_rows(outputs[:0]).shape == (0, shape[1])
+    for wrong in (-1, shape[0]):
+        with pytest.raises(KernelError, match=f"The rows must be from 0 to {shape[0] - 1}, not .* to "):
+            packed.get_rows(torch.tensor([0, wrong]))
 
 
 @pytest.mark.parametrize("kind", [cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight])

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from minivllm import LLM, SamplingParams
 from minivllm.layers.attention_backends import CPUAttentionBackend, TorchAttentionBackend
 from minivllm.layers.compiled import CompiledAttention, CompiledLayers, CompiledMLP
+from minivllm.layers.norm import RMSNorm
 from minivllm.models.llama import LlamaDecoderLayer, LlamaModel
 
 pytest.importorskip("numba")
@@ -121,6 +122,33 @@ def test_a_layer_of_ones_own_or_with_a_hook_is_called(folder):
     assert changed != compiled
     layers_of(llm)[0].compiled_attention = None  # so that every layer is called
     assert outputs(llm) == changed
+
+
+def test_a_norm_of_ones_own_or_with_a_hook_is_called(folder):
+    llm = load(folder)
+    compiled, seen = outputs(llm), []
+    model = llm.llm_engine.executor.worker.model_runner.model.model
+    handle = model.norm.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    assert outputs(llm) == compiled
+    handle.remove()
+    old = model.norm
+    model.norm = RMSNorm(old.weight.shape[0], 100.0, model.platform.ops)
+    model.norm.weight.copy_(old.weight)
+    changed = outputs(llm)
+    assert changed != compiled, "another epsilon"
+    layers_of(llm)[0].compiled_attention = None  # so that every layer is called
+    assert outputs(llm) == changed
+
+
+def test_caches_may_be_replaced(folder):
+    llm = load(folder)
+    compiled = outputs(llm)
+    caches = llm.llm_engine.executor.worker.cache_engine.gpu_cache
+    old = list(caches)
+    caches[:] = [(torch.zeros_like(keys), torch.zeros_like(values)) for keys, values in old]
+    for keys, values in old:
+        keys.fill_(torch.nan), values.fill_(torch.nan)
+    assert outputs(llm) == compiled
 
 
 def test_a_copy_of_the_model_reads_its_own_weights(folder):

@@ -1,8 +1,10 @@
 """An embedding gives the rows of its weight, and holds them once where the head is the same weight."""
 
+import mmap
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from minivllm import LLM
 from minivllm.errors import ModelLoadError
 from minivllm.kernels import reference
-from minivllm.kernels.pages import return_freed_memory, zero_pages
+from minivllm.kernels.pages import LARGE_BYTES, SHARED_BYTES, SharedPages, return_freed_memory, zero_pages
 from minivllm.layers import weights as weights_module
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import Linear
@@ -154,6 +156,36 @@ def test_memory_is_taken_page_by_page_and_given_back():
     del zeros
     assert resident() < before + 2**25
     assert zero_pages((0, 3), torch.bfloat16).shape == (0, 3)
+
+
+def test_tensors_on_shared_pages_are_apart_and_given_back():
+    def resident():
+        return psutil.Process().memory_info().rss
+
+    pages, before = SharedPages(), resident()
+    shapes = [(3, 5), (LARGE_BYTES // 4 - 1,), (1,), (7, 2**16), (LARGE_BYTES,), (2, 2**18 + 3), (0, 3)] * 8
+    tensors = [pages.zeros(shape, dtype) for shape in shapes for dtype in (torch.float32, torch.int8)]
+    assert sum(tensor.nbytes for tensor in tensors) > 3 * SHARED_BYTES
+    for i, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() and not tensor.any()
+        tensor.fill_(i + 1)
+    for i, tensor in enumerate(tensors):
+        assert (tensor == i + 1).all()
+    assert resident() > before + 3 * SHARED_BYTES
+    del tensor, tensors
+    assert resident() < before + SHARED_BYTES
+
+
+def test_pages_are_not_shared_where_there_is_no_room_for_so_many(monkeypatch):
+    def map_little(descriptor, length, **options):
+        if length >= SHARED_BYTES:
+            raise OSError("Cannot allocate memory")
+        return mmap.mmap(descriptor, length, **options)
+
+    monkeypatch.setattr("minivllm.kernels.pages.mmap", SimpleNamespace(**{**vars(mmap), "mmap": map_little}))
+    assert SharedPages().zeros((4, 1024), torch.float32).sum() == 0
+    with pytest.raises(MemoryError, match="The system has no"):
+        SharedPages().zeros((SHARED_BYTES,), torch.float32)
 
 
 def test_a_c_library_that_keeps_freed_memory_is_no_error(monkeypatch):

@@ -34,6 +34,7 @@ from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
     LayerWeights,
     MLPWeights,
     attention_block,
+    cache_addresses,
     decoder_layers,
     mlp_block,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "attention_block",
+    "cache_addresses",
     "decoder_layers",
     "give_notice_of_compilation",
     "join_digits",

@@ -137,12 +137,27 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
     return out[:num_seqs], total
 
 
+def cache_addresses(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
+    """Where the caches of all layers are, `[num_layers, 2]`, for `decoder_layers`.
+
+    Raises:
+        KernelError: They are not alike.
+    """
+    first = kv_caches[0][0]
+    for cache in itertools.chain.from_iterable(kv_caches):
+        if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
+            raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
+    return np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches], np.int64)
+
+
 def decoder_layers(
     weights: LayerWeights,
     addresses: np.ndarray,
+    last_norm: np.ndarray,
     x: Tensor,
     positions: Tensor,
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    kv_cache: tuple[Tensor, Tensor],
+    caches: np.ndarray,
     slot_mapping: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
@@ -150,40 +165,34 @@ def decoder_layers(
     scale: float,
     attention_eps: float,
     mlp_eps: float,
-) -> tuple[Tensor, Tensor]:
-    """All layers, for one new token of each sequence.
+    last_eps: float,
+) -> Tensor:
+    """All layers and the norm after them, for one new token of each sequence.
 
     Args:
         weights: The first layer's. Those of all layers have the same shapes and dtypes.
         addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
+        last_norm: The weight of the norm after the layers, contiguous.
         x: `[num_seqs, hidden_size]`, float32: the embeddings.
-        kv_caches: Each layer's, all contiguous, of one shape and dtype.
+        kv_cache, caches: The first layer's, and the `cache_addresses` of as many layers as `addresses` has.
         positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
         group, scale, attention_eps, mlp_eps: As for the halves.
+        last_eps: Of the norm after the layers.
 
     Returns:
-        What the last layer adds to the residual stream, and the stream.
-
-    Raises:
-        KernelError: The caches are not alike, or not one for each layer.
+        The hidden states, `[num_seqs, hidden_size]`.
     """
-    num_seqs, num_threads = len(x), use_threads_of_torch()
-    if len(kv_caches) != len(addresses):
-        raise KernelError(f"There are {len(addresses)} layers, but {len(kv_caches)} caches.")
-    key_cache, value_cache = kv_caches[0]
-    for cache in itertools.chain.from_iterable(kv_caches):
-        if cache.shape != key_cache.shape or cache.dtype != key_cache.dtype or not cache.is_contiguous():
-            raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
-    caches = np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches], np.int64)
-    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    num_threads, out = use_threads_of_torch(), x.new_empty(x.shape)
+    key_cache, value_cache = kv_cache
     attention, mlp = weights
     _decoder_layers(
         x.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
-        context_lens.numpy(), addresses, caches, *attention, *mlp, np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps),
-        out.numpy(), total.numpy(), num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        context_lens.numpy(), addresses, caches, last_norm, *attention, *mlp, np.float32(scale), np.float32(attention_eps),
+        np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)), num_threads,
+        1 if len(x) < PARALLEL_ROWS else num_threads,
         constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip
-    return out[:num_seqs], total
+    return out
 
 
 def multiply(x, weight, out, num_threads):
@@ -266,10 +275,12 @@ def _compile_like(arrays, addresses, first):
 
 @njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
 def _decoder_layers(
-    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, attention_norm, qkv, output,
-    cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, out, total, num_threads, row_threads, channels, half_head, group,
+    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, last_norm, attention_norm, qkv,
+    output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, normed, num_rows, num_threads, row_threads,
+    channels, half_head, group,
 ):  # fmt: skip
-    num_seqs, residual = len(x), np.zeros_like(x)
+    num_seqs, hidden_size = x.shape
+    out, total, residual = np.empty((num_rows, hidden_size), np.float32), np.empty_like(x), np.zeros_like(x)
     attended, attended_total = np.empty_like(out), np.empty_like(total)
     for layer in range(len(addresses)):
         at, cache = addresses[layer], caches[layer]
@@ -284,3 +295,10 @@ def _decoder_layers(
             like(down, at, first + 3 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
         )  # fmt: skip
         x, residual = out[:num_seqs], total
+    _norm(
+        row_threads, num_seqs, hidden_size, address(x), address(residual), address(last_norm), last_eps, address(normed),
+        address(attended_total),
+    )  # fmt: skip
+    keep(out)
+    keep(total)
+    keep(attended_total)

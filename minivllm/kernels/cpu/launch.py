@@ -45,7 +45,7 @@ def check_launch(cache: Tensor) -> None:
 def as_numpy(x: Tensor) -> np.ndarray:
     """The tensor as Numba sees it: 16-bit floats are integers, unsigned for float16, signed for bfloat16 (see `load`)."""
     x = x.detach()
-    if x.dtype == torch.float32:
+    if x.dtype in (torch.float32, torch.int8):
         return x.numpy()
     bits = x.view(torch.int16).numpy()
     return bits.view(np.uint16) if x.dtype == torch.float16 else bits
@@ -110,7 +110,7 @@ def prefetch(typing_context: Any, array: Any, block: Any, offset: Any, head: Any
 
 
 def load(x):
-    """A cached number as float32; what its bits mean is told by their type (see `as_numpy`)."""
+    """A number in memory as float32; what its bits mean is told by their type (see `as_numpy`)."""
     raise NotImplementedError("only within compiled functions")
 
 
@@ -118,6 +118,8 @@ def load(x):
 def _compile_load(x):
     if x == types.float32:
         return lambda x: x
+    if x == types.int8:
+        return lambda x: np.float32(x)
     return _from_float16 if x == types.uint16 else _from_bfloat16
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.amx import TILE_WORDS
-from minivllm.kernels.cpu.launch import DTYPES, use_threads_of_torch
+from minivllm.kernels.cpu.launch import DTYPES, as_numpy, load, use_threads_of_torch
 from minivllm.kernels.cpu.panels import (
     FEW_ROWS,
     MANY_ROWS,
@@ -40,9 +40,10 @@ from minivllm.kernels.cpu.panels import (
     WIDTHS,
     multiply_panels,
 )
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.cpu.transpose import transpose
-from minivllm.kernels.pages import zero_pages
+from minivllm.kernels.pages import SharedPages
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,10 +56,10 @@ PART_BYTES = 2**17
 second-level cache while all rows pass by, with those of the next part beside them."""
 ROWS_AT_A_TIME = 256
 """Rows that are packed at once: rounding takes several copies."""
-SERIAL_NUMBERS = 2**15 - 1
-"""As many numbers torch copies with one thread."""
 PARALLEL_NUMBERS = 2**13
 """A transposition of fewer numbers is not worth a second thread."""
+
+_PAGES = SharedPages()
 
 
 class Packed:
@@ -86,8 +87,9 @@ class Packed:
         num_words = -(-in_features * self.number_dtype.itemsize // 4)
         if self.pads_for_amx:
             num_words = -(-num_words // TILE_WORDS) * TILE_WORDS
-        self.words = zero_pages((num_panels, num_words, PANEL), torch.int32)
+        self.words = _PAGES.zeros((num_panels, num_words, PANEL), torch.int32)
         self.panels = self.words.numpy().view(self.word_dtype)
+        self._numbers = as_numpy(self.words.view(self.number_dtype))
         self.bias = np.zeros(num_panels * PANEL, np.float32)
 
     @classmethod
@@ -130,18 +132,13 @@ class Packed:
         self.bias[: self.out_features] = bias.float().numpy()
 
     def get_rows(self, outputs: Tensor) -> Tensor:
-        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32.
-
-        Some at a time, so that torch does not wake its threads: they would go on spinning in the way of the kernels' own.
-        """
-        parts = []
-        for part in outputs.split(max(1, SERIAL_NUMBERS // self.in_features)):
-            parts.append(self._get_some_rows(part).numpy())
-        return torch.from_numpy(np.concatenate(parts))
-
-    def _get_some_rows(self, outputs: Tensor) -> Tensor:
-        words = self.words[outputs // PANEL, :, outputs % PANEL]
-        return words.view(self.number_dtype)[:, : self.in_features].float()
+        """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
+        indices, rows = outputs.numpy(), torch.empty(len(outputs), self.in_features)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.out_features:
+            raise KernelError(f"The rows must be from 0 to {self.out_features - 1}, not {indices.min()} to {indices.max()}.")
+        num_threads = use_threads_of_torch()
+        _copy_rows(self._numbers, indices, rows.numpy(), 1 if len(indices) < PARALLEL_ROWS else num_threads)
+        return rows
 
     def _round(self, first: int, rows: Tensor) -> Tensor:
         """The numbers of rows as the words hold them; `first` is where they belong."""
@@ -196,6 +193,21 @@ def padded_rows(num_rows: int) -> int:
 
 
 _WIDTHS = np.array([WIDTHS.get(rows, 1) for rows in range(FEW_ROWS[-1] + 1)])
+
+
+@njit(error_model="numpy")
+def _copy_row(i, numbers, outputs, rows):
+    panel, lane = divmod(outputs[i], PANEL)
+    in_features, per_word = rows.shape[1], numbers.shape[2] // PANEL
+    for word in range(numbers.shape[1]):
+        for k in range(word * per_word, min((word + 1) * per_word, in_features)):
+            rows[i, k] = load(numbers[panel, word, (lane - word) * per_word + k])
+
+
+@njit(error_model="numpy", cache=True)
+def _copy_rows(numbers, outputs, rows, num_threads):
+    """Rows of a packed weight as float32. torch would take its own threads, which go on spinning in the way of the kernels'."""
+    parallel_for(num_threads, len(rows), _copy_row, (numbers, outputs, rows))
 
 
 @njit(error_model="numpy")

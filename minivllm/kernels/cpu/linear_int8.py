@@ -58,9 +58,11 @@ class PackedInt8Weight(Packed):
         """What `multiply` takes as the weight."""
         return self.panels, self.corrections, self.scales, self.bias
 
-    def _get_some_rows(self, outputs: Tensor) -> Tensor:
+    def get_rows(self, outputs: Tensor) -> Tensor:
         """As they are multiplied: rounded."""
-        return super()._get_some_rows(outputs) * torch.from_numpy(self.scales)[outputs, None]
+        rows = super().get_rows(outputs)
+        rows.numpy()[:] *= self.scales[outputs.numpy(), None]
+        return rows
 
     @property
     def multiply(self) -> Any:
