@@ -70,18 +70,18 @@ class PackedInt8Weight(Packed):
         return multiply_int8
 
 
-_ROWS = tuple(rows for rows in FEW_ROWS if 2 * rows in FEW_ROWS)
+_ROWS = tuple(rows // 2 for rows in FEW_ROWS if rows % 2 == 0)
 """Numbers of rows whose digits, two for each, have a loop."""
 
 
-def _rows_of_tile(num_rows: int) -> int:
-    """As few as leave the number of tiles what it is."""
-    num_tiles = -(-num_rows // _ROWS[-1])
-    return next(rows for rows in _ROWS if rows * num_tiles >= num_rows)
-
-
-# The rows of a tile by the rows of a batch; what is beyond the end is as the last.
-_TILES = np.array([1, *(_rows_of_tile(num_rows) for num_rows in range(1, 2 * _ROWS[-1] + 1))])
+@njit(error_model="numpy")
+def _rows_of_tile(num_rows):
+    """As many as a batch has; of a large batch, as many as leave the fewest over in the last tile."""
+    best = _ROWS[-1]
+    for rows in _ROWS[::-1]:
+        if rows >= num_rows or (num_rows > _ROWS[-1] and 2 * rows > _ROWS[-1] and -num_rows % rows < -num_rows % best):
+            best = rows
+    return best
 
 
 @njit(error_model="numpy")
@@ -112,7 +112,7 @@ def _multiply_vectors(x, weight, out, num_threads):
     panels, corrections, scales, bias = weight
     num_words = panels.shape[1]
     digits, row_scales = _split_into_words(x, num_words, num_threads)
-    rows = _TILES[min(len(x), len(_TILES) - 1)]
+    rows = _rows_of_tile(len(x))
     width = tile_of(2 * rows)[1]
     columns = np.empty((-(-len(x) // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
     num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads

@@ -24,8 +24,8 @@ WIDTHS = {1: 4, 2: 4, 4: 2, 8: 2, 12: 2, 16: 1, 20: 1, 24: 1} if HAS_AVX512 else
 AVX-512 has 32, AVX2 has 16 of half the size. Several are needed, because an addition takes four cycles, and the next one to the same sum
 waits for it."""
 FEW_ROWS = tuple(WIDTHS)
-MANY_ROWS = 12 if HAS_AVX512 else 3
-"""Batches that are larger than `FEW_ROWS` go in tiles of this many rows."""
+TILE_ROWS = (8, 12) if HAS_AVX512 else (3, 3)
+"""Batches that are larger than `FEW_ROWS` go in tiles of one of these numbers of rows."""
 ROW_PADDING = 2
 """Numbers that are left out after each column of `x`. Where columns were as long as the rows of a panel, 64 bytes, compilers would address
 both with one counter, which takes the processor twice as many steps."""
@@ -88,7 +88,7 @@ def multiply_panels(
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel. If `num_rows` is a literal, only its loops are compiled.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
-            in units of 2**-PLACE_BITS bytes. With fewer rows than `MANY_ROWS` they do not count: what is read soon is prefetched.
+            in units of 2**-PLACE_BITS bytes. With fewer rows than `TILE_ROWS` they do not count: what is read soon is prefetched.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
@@ -133,7 +133,7 @@ def multiply_panels(
                 for panel in range(num_panels):
                     offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
                     words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
-                    if num_rows < MANY_ROWS:
+                    if num_rows < TILE_ROWS[0]:
                         _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
                     else:
                         vector = builder.add(builder.mul(num_words, _INT64(panel)), loop.index)
