@@ -1,6 +1,6 @@
 """Decode steps of a Llama model in compiled code: see `kernels.cpu.decoder_layer`.
 
-Each half of a layer is one call, for a few rows; between two halves the ranks of a tensor-parallel group sum their results. With a single
+Each half of a layer is one call; between two halves the ranks of a tensor-parallel group sum their results. With a single
 rank there is nothing to sum, and all layers are one call.
 """
 
@@ -50,7 +50,7 @@ class CompiledAttention:
 
 
 class CompiledMLP:
-    """Norm, SwiGLU and down projection of a few rows.
+    """Norm, SwiGLU and down projection.
 
     Attributes:
         weights: `MLPWeights` of the layer.

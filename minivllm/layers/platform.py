@@ -34,7 +34,7 @@ class Platform:
         activation_dtype: Of what flows between the layers: float32 where weights are quantized or packed in bfloat16 (on a CPU), else
             `dtype`. Reading weights is what takes the time there, and activations are few.
         ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
-        max_compiled_rows: The largest batch that compiled layers and halves of layers run.
+        runs_compiled_layers: Whether layers, or halves of layers, run as one call where they are compiled.
 
     Raises:
         ConfigError: The backend or the quantization cannot run here.
@@ -72,7 +72,7 @@ class Platform:
                     "'cpu'. Use dtype 'float32' instead."
                 )
         self.ops = Ops(self.kernels, Checks.NONE)
-        self.max_compiled_rows: int = getattr(self.kernels, "MAX_DECODER_ROWS", 0)
+        self.runs_compiled_layers = True
         self._packed_weight: Any = None
         if hasattr(self.kernels, "packed_linear") and self.packs_weights:
             if dtype == torch.float32:

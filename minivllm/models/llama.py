@@ -92,13 +92,13 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        few_rows = len(x) <= self.platform.max_compiled_rows
-        if self.compiled_attention is not None and few_rows and metadata.is_decode:
+        is_compiled = self.platform.runs_compiled_layers
+        if self.compiled_attention is not None and is_compiled and metadata.is_decode:
             x, residual = self.compiled_attention(x, residual, positions, kv_cache, metadata)
         else:
             x, residual = self.input_layernorm.add_and_norm(x, residual)
             x = self.self_attn(x, positions, kv_cache, metadata)
-        if self.compiled_mlp is not None and few_rows:
+        if self.compiled_mlp is not None and is_compiled:
             return self.compiled_mlp(x, residual)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
         return self.mlp(x), residual
@@ -124,7 +124,7 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        compiled = self._get_compiled_layers() if len(x) <= self.platform.max_compiled_rows else None
+        compiled = self._get_compiled_layers() if self.platform.runs_compiled_layers else None
         if compiled is not None and metadata.is_decode:  # a metadata of one's own, for a backend of one's own, may lack it
             return compiled(x, positions, kv_caches, metadata)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):

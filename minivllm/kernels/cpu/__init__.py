@@ -28,7 +28,6 @@ numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") 
 
 from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
-from minivllm.kernels.cpu.decoder_layer import MAX_ROWS as MAX_DECODER_ROWS  # noqa: E402
 from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
     AttentionWeights,
     LayerWeights,
@@ -96,7 +95,6 @@ __all__ = [
     "HAS_BFLOAT16_DOT",
     "HAS_INT8_AMX",
     "HAS_INT8_DOT",
-    "MAX_DECODER_ROWS",
     "PANEL",
     "AttentionWeights",
     "LayerWeights",

@@ -27,9 +27,6 @@ from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
 
-MAX_ROWS = 64
-"""Larger batches run the layer's modules one by one. Batches of 1 to 64 rows are what `minivllm bench latency` measures."""
-
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""
 
@@ -117,7 +114,7 @@ def attention_block(
 
 
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm, SwiGLU and down projection of a few rows.
+    """Norm, SwiGLU and down projection.
 
     Args:
         weights: The layer's.

@@ -106,7 +106,7 @@ def _plug_in(llm: LLM, *kernels: Any) -> KernelOps:
         if hasattr(module, "ops"):
             module.ops = ops
         if hasattr(module, "platform"):
-            module.platform.max_compiled_rows = 0
+            module.platform.runs_compiled_layers = False
     return ops
 
 
