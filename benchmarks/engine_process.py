@@ -198,11 +198,14 @@ def start_all(specs: list[EngineSpec]) -> Iterator[list[EngineProcess]]:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """This process's environment. For this Python, the script imports the same minivllm."""
+    """This process's environment, without what minivllm sets. For this Python, the script imports the same minivllm."""
+    environment = dict(os.environ)
+    if environment.get("GOMP_SPINCOUNT") == minivllm.OPENMP_SPINS:
+        del environment["GOMP_SPINCOUNT"]
     if python != sys.executable:
-        return dict(os.environ)
+        return environment
     root = str(Path(minivllm.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def _last_line(text: str) -> str:

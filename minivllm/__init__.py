@@ -1,12 +1,14 @@
 """minivllm: an LLM serving engine with vLLM's architecture, small enough to read, and a course that builds it."""
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-    # After torch has used its threads they go on spinning, for milliseconds, in the way of our own: let them sleep sooner. They read
-    # this when torch is imported, in this process or one that it starts.
-    os.environ["GOMP_SPINCOUNT"] = "10000"
+OPENMP_SPINS = "10000"
+"""How long torch's threads spin when they have nothing to do: by default for milliseconds, in the way of our own threads. OpenMP reads it
+when torch is first imported."""
+if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
 
 __version__ = "0.1.0"
 

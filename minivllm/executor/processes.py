@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from minivllm import OPENMP_SPINS
 from minivllm.config import ModelConfig, WorkerConfig
 from minivllm.errors import ConfigError
 
@@ -27,6 +28,8 @@ def start_python(
         gpus: Those that it sees, as in CUDA_VISIBLE_DEVICES; all that this process sees if None.
     """
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
     if num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
     if gpus is not None:

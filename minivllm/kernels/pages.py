@@ -42,8 +42,8 @@ def zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class SharedPages:
     """Zeros for tensors that are filled at once and let go of together, like the weights of a model: side by side on large pages.
 
-    A processor looks up where each page is, and fetches ahead within a page. Reading the weights of a small layer, which has hundreds
-    of pages of 4 KiB, costs more time for that than one on a page of 2 MiB.
+    A small layer spread over hundreds of 4 KiB pages costs more look-ups of addresses than one on a single page of 2 MiB, and the processor
+    fetches ahead only within a page.
     """
 
     def __init__(self) -> None:

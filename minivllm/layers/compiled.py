@@ -1,12 +1,11 @@
-"""Decode steps of a Llama model in compiled code: see `kernels.cpu.decoder_layer`.
+"""The layers of a Llama model in compiled code: see `kernels.cpu.decoder_layer`.
 
-Each half of a layer is one call; between two halves the ranks of a tensor-parallel group sum their results. With a single
-rank there is nothing to sum, and all layers are one call.
+Each half of a layer is one call, that of attention only in decode steps; between two halves the ranks of a tensor-parallel group sum their
+results. With a single rank there is nothing to sum, and all layers of a decode step are one call.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,9 +96,8 @@ class CompiledLayers:
         if self.can_run:
             self.weights = layers[0]
             self.addresses = np.array([layer.addresses() for layer in layers], np.int64)
-            self.settings = (*pairs[0][0].settings, pairs[0][1].eps, norm.eps)
-        self._kv_caches: list[KVCache] = []
-        self._cache_addresses = np.empty((0, 2), np.int64)
+            self.settings = (*pairs[0][0].settings, pairs[0][1].eps)
+        self._checked: list[tuple[int, int]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has addresses of its own."""
@@ -115,11 +113,13 @@ class CompiledLayers:
 
         if len(kv_caches) != len(self.halves):
             raise KernelError(f"There are {len(self.halves)} layers, but {len(kv_caches)} caches.")
-        if not self._kv_caches or not all(map(operator.is_, kv_caches, self._kv_caches)):  # mostly, those of the step before
-            self._cache_addresses, self._kv_caches = cpu.cache_addresses(kv_caches), list(kv_caches)
+        caches = [(key.data_ptr(), value.data_ptr()) for key, value in kv_caches]
+        if caches != self._checked:  # mostly, they are those of the step before
+            cpu.check_caches(kv_caches)
+            self._checked = caches
         return cpu.decoder_layers(
-            self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], self._cache_addresses,
-            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, *self.settings,
+            self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64),
+            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, *self.settings, self.norm.eps,
         )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class VocabParallelEmbedding(nn.Module):
     Attributes:
         token_ids: The tokens whose rows this rank has.
         weight: `[len(token_ids), hidden_size]`; None once a head that shares it has brought it into another form. Rows are then read from
-            there, so that memory holds the numbers once. Token ids are checked when a request arrives, not here.
+            there, so that memory holds the numbers once. Token ids are checked when a request arrives.
         head: The head that shares the weight, if there is one.
     """
 

@@ -72,7 +72,7 @@ class Platform:
                     "'cpu'. Use dtype 'float32' instead."
                 )
         self.ops = Ops(self.kernels, Checks.NONE)
-        self.runs_compiled_layers = True
+        self.runs_compiled_layers = hasattr(self.kernels, "decoder_layers")
         self._packed_weight: Any = None
         if hasattr(self.kernels, "packed_linear") and self.packs_weights:
             if dtype == torch.float32:

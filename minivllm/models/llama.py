@@ -67,7 +67,7 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each reading the normalized residual stream and adding to it.
 
-    Each half has a compiled form for a few rows, made when the weights are loaded, where there is one.
+    Each half has a compiled form, made when the weights are loaded, where there is one: attention for decode steps, the MLP for any rows.
     """
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
@@ -104,9 +104,9 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether nobody has replaced a module of this class, or wants to be told of its calls."""
-    return type(module).forward is cls.forward and not (module._forward_hooks or module._forward_pre_hooks)
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether nobody has replaced a layer, or wants to be told of its calls."""
+    return type(layer).forward is LlamaDecoderLayer.forward and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 class LlamaModel(nn.Module):
@@ -133,7 +133,8 @@ class LlamaModel(nn.Module):
 
     def _get_compiled_layers(self) -> CompiledLayers | None:
         """All layers and the norm as one call, made anew if a part was replaced; None if they have to be called one by one."""
-        if not _is_plain(self.norm, RMSNorm) or not all(_is_plain(layer, LlamaDecoderLayer) for layer in self.layers):
+        is_norm_plain = type(self.norm).add_and_norm is RMSNorm.add_and_norm and self.norm.ops is self.platform.ops
+        if not is_norm_plain or not all(map(_is_plain, self.layers)):
             return None
         halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
         compiled = self._compiled_layers

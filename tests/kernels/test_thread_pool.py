@@ -115,7 +115,11 @@ def wakes(work):
     return any(before[task] != after[task] for task in threads_of_torch)
 
 assert wakes(lambda: torch.ones(2**22).add_(1)), "this is how it looks"
-for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}):
+from minivllm.kernels import cpu
+kinds = [{"dtype": "float32"}, {"dtype": "bfloat16"}]
+if cpu.HAS_INT8_DOT:
+    kinds.append({"dtype": "bfloat16", "quantization": "int8"})
+for options in kinds:
     llm = LLM(**options)
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(60)]} for i in range(16)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

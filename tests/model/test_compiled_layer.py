@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, **options):
-    return LLM(folder, skip_tokenizer_init=True, num_gpu_blocks_override=40, max_num_seqs=8, **options)
+    return LLM(folder, skip_tokenizer_init=True, **{"num_gpu_blocks_override": 40, "max_num_seqs": 8, **options})
 
 
 def layers_of(llm):
@@ -124,13 +126,42 @@ def test_a_layer_of_ones_own_or_with_a_hook_is_called(folder):
     assert outputs(llm) == changed
 
 
-def test_a_norm_of_ones_own_or_with_a_hook_is_called(folder):
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+from minivllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_gpu_blocks_override=40)
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in eval(sys.argv[2])], params, use_tqdm=False)
+print([output.outputs[0].token_ids for output in outputs])
+"""
+
+
+def test_a_model_runs_without_numba(folder):
+    command = [sys.executable, "-c", WITHOUT_NUMBA, folder, str(PROMPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([token_ids for token_ids, _ in outputs(load(folder))])
+
+
+class OwnNorm(RMSNorm):
+    def add_and_norm(self, x, residual):
+        normed, residual = super().add_and_norm(x, residual)
+        return 2 * normed, residual
+
+
+def test_a_norm_of_ones_own_is_called(folder):
     llm = load(folder)
-    compiled, seen = outputs(llm), []
+    compiled = outputs(llm)
     model = llm.llm_engine.executor.worker.model_runner.model.model
-    handle = model.norm.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    model.norm.__class__ = OwnNorm
+    changed = outputs(llm)
+    assert changed != compiled
+    layers_of(llm)[0].compiled_attention, half = None, layers_of(llm)[0].compiled_attention
+    assert outputs(llm) == changed
+    layers_of(llm)[0].compiled_attention = half
+    model.norm.__class__ = RMSNorm
     assert outputs(llm) == compiled
-    handle.remove()
     old = model.norm
     model.norm = RMSNorm(old.weight.shape[0], 100.0, model.platform.ops)
     model.norm.weight.copy_(old.weight)
@@ -138,6 +169,21 @@ def test_a_norm_of_ones_own_or_with_a_hook_is_called(folder):
     assert changed != compiled, "another epsilon"
     layers_of(llm)[0].compiled_attention = None  # so that every layer is called
     assert outputs(llm) == changed
+
+
+def test_many_sequences_at_once(folder, calls):
+    llm = load(folder, max_num_seqs=90, num_gpu_blocks_override=400)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+
+    def answers():
+        prompts = [{"prompt_token_ids": [1 + i, 5, 2 + i % 7]} for i in range(90)]
+        return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    compiled = answers()
+    assert 90 in calls[CompiledLayers] and 270 in calls[CompiledMLP]
+    for layer in layers_of(llm):
+        layer.compiled_attention = layer.compiled_mlp = None
+    assert answers() == compiled
 
 
 def test_caches_may_be_replaced(folder):

@@ -95,9 +95,10 @@ def test_a_prompt_passes_through_the_files_that_the_documentation_names(llm):
 
     def note_calls(frame, event, _):
         path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(ROOT):
+            return
         callers = {caller.f_code.co_name for caller, _ in traceback.walk_stack(frame)}
-        reads_rows = callers & {"get_rows", "_copy_rows"}  # no kernel, though it lies among them
-        if event == "call" and path.is_relative_to(ROOT) and not reads_rows:
+        if not callers & {"get_rows", "_copy_rows"}:  # no kernels, though they lie among them
             entered.setdefault(path.relative_to(ROOT).as_posix())
 
     sys.setprofile(note_calls)

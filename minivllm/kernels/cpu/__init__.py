@@ -33,7 +33,7 @@ from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
     LayerWeights,
     MLPWeights,
     attention_block,
-    cache_addresses,
+    check_caches,
     decoder_layers,
     mlp_block,
 )
@@ -104,7 +104,7 @@ __all__ = [
     "PackedWeight",
     "add_rms_norm",
     "attention_block",
-    "cache_addresses",
+    "check_caches",
     "decoder_layers",
     "give_notice_of_compilation",
     "join_digits",

@@ -1,4 +1,4 @@
-"""The layers of a Llama model in a decode step: each half of a layer as one call, or all layers.
+"""The layers of a Llama model in a decode step: each half of a layer as one call, or all layers. Prompts use the MLP's half, too.
 
 A small model's decode step is hundreds of short kernels, and between two of them Python prepares the next one: some
 microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
@@ -134,8 +134,8 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
     return out[:num_seqs], total
 
 
-def cache_addresses(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
-    """Where the caches of all layers are, `[num_layers, 2]`, for `decoder_layers`.
+def check_caches(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Make sure that `decoder_layers` can use the caches of all layers.
 
     Raises:
         KernelError: They are not alike.
@@ -144,7 +144,6 @@ def cache_addresses(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> np.ndarray:
     for cache in itertools.chain.from_iterable(kv_caches):
         if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
             raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
-    return np.array([(key.data_ptr(), value.data_ptr()) for key, value in kv_caches], np.int64)
 
 
 def decoder_layers(
@@ -171,7 +170,7 @@ def decoder_layers(
         addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
         last_norm: The weight of the norm after the layers, contiguous.
         x: `[num_seqs, hidden_size]`, float32: the embeddings.
-        kv_cache, caches: The first layer's, and the `cache_addresses` of as many layers as `addresses` has.
+        kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64; see `check_caches`.
         positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
         group, scale, attention_eps, mlp_eps: As for the halves.
         last_eps: Of the norm after the layers.
@@ -203,7 +202,7 @@ def _compile_multiply(x, weight, out, num_threads):
     return lambda x, weight, out, num_threads: kernel(x, weight, out, num_threads)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
 def _attention_block(
     x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, norm, qkv_weight, output_weight,
     cos, sin, scale, eps, out, total, num_threads, row_threads, channels, half_head, group,
@@ -235,7 +234,7 @@ def _attention_block(
     multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True, nogil=True)
 def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads):
     num_seqs, hidden_size = x.shape
     normed = np.empty((num_seqs, hidden_size), np.float32)
@@ -270,7 +269,7 @@ def _compile_like(arrays, addresses, first):
     )  # fmt: skip
 
 
-@njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
+@njit(error_model="numpy", cache=True, nogil=True)
 def _decoder_layers(
     x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, last_norm, attention_norm, qkv,
     output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, normed, num_rows, num_threads, row_threads,

@@ -89,7 +89,6 @@ class Packed:
             num_words = -(-num_words // TILE_WORDS) * TILE_WORDS
         self.words = _PAGES.zeros((num_panels, num_words, PANEL), torch.int32)
         self.panels = self.words.numpy().view(self.word_dtype)
-        self._numbers = as_numpy(self.words.view(self.number_dtype))
         self.bias = np.zeros(num_panels * PANEL, np.float32)
 
     @classmethod
@@ -137,7 +136,8 @@ class Packed:
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.out_features:
             raise KernelError(f"The rows must be from 0 to {self.out_features - 1}, not {indices.min()} to {indices.max()}.")
         num_threads = use_threads_of_torch()
-        _copy_rows(self._numbers, indices, rows.numpy(), 1 if len(indices) < PARALLEL_ROWS else num_threads)
+        numbers = as_numpy(self.words.view(self.number_dtype))
+        _copy_rows(numbers, indices, rows.numpy(), 1 if len(indices) < PARALLEL_ROWS else num_threads)
         return rows
 
     def _round(self, first: int, rows: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def packed_linear(weight: PackedWeight | PackedBfloat16Weight | PackedInt8Weight
 def padded_rows(num_rows: int) -> int:
     """How many rows `out` of a product must have, so that tiles are whole.
 
-    Small tiles leave fewer rows over; with large ones the weight comes from the cache fewer times, which counts for a sixteenth.
+    Small tiles leave fewer rows over; large ones read the weight from the cache fewer times, which is worth about a sixteenth.
     """
     if num_rows <= FEW_ROWS[-1]:
         return next(rows for rows in FEW_ROWS if rows >= num_rows)

@@ -76,11 +76,13 @@ _ROWS = tuple(rows // 2 for rows in FEW_ROWS if rows % 2 == 0)
 
 @njit(error_model="numpy")
 def _rows_of_tile(num_rows):
-    """As many as a batch has; of a large batch, as many as leave the fewest over in the last tile."""
-    best = _ROWS[-1]
+    """For a small batch, the fewest that hold it; else see `linear.padded_rows`."""
+    best, best_cost = _ROWS[-1], 2 * num_rows + _ROWS[-1]
     for rows in _ROWS[::-1]:
-        if rows >= num_rows or (num_rows > _ROWS[-1] and 2 * rows > _ROWS[-1] and -num_rows % rows < -num_rows % best):
-            best = rows
+        padded = -(-num_rows // rows) * rows
+        cost = padded + padded * (_ROWS[-1] - rows) // 64
+        if rows >= num_rows or (num_rows > _ROWS[-1] and cost < best_cost):
+            best, best_cost = rows, cost
     return best
 
 

@@ -88,7 +88,7 @@ def multiply_panels(
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel. If `num_rows` is a literal, only its loops are compiled.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
-            in units of 2**-PLACE_BITS bytes. With fewer rows than `TILE_ROWS` they do not count: what is read soon is prefetched.
+            in units of 2**-PLACE_BITS bytes. With fewer rows than the first of `TILE_ROWS` they do not count: what is read soon is prefetched.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
