@@ -242,10 +242,10 @@ def test_an_open_loop_sends_at_its_rate_however_slow_the_server_is():
 
 
 def test_the_same_seed_sends_at_the_same_moments():
-    first, second, other = (generate(Load(request_rate=50, seed=seed), take(5), 0.0) for seed in (1, 1, 2))
+    first, second, other = (generate(Load(request_rate=5, seed=seed), take(5), 0.0) for seed in (1, 1, 2))
     for (a, _, _), (b, _, _) in zip(first, second, strict=True):
-        assert a == pytest.approx(b, abs=0.05)
-    assert abs(first[-1][0] - other[-1][0]) > 0.001
+        assert a == pytest.approx(b, abs=0.15)
+    assert max(abs(a - b) for (a, _, _), (b, _, _) in zip(first, other, strict=True)) > 0.15
 
 
 def test_after_the_duration_none_is_sent_and_what_runs_may_end():
