@@ -130,6 +130,6 @@ for options in kinds:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_prompts_and_greedy_steps_wake_no_threads_of_torch():
-    """They would go on spinning in the way of the kernels' own: a sixth of the speed of 16 sequences was lost by that once."""
+    """They would go on spinning in the way of the kernels' own."""
     done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
