@@ -214,37 +214,86 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-DIGIT_BASE = 64
-"""The base of the two digits of `split_digits`."""
-DIGIT_ZERO = 64
-"""Added to each digit to make it positive."""
-LARGEST = DIGIT_BASE * 63 + DIGIT_BASE // 2 - 1
-"""The largest integer of two digits: 4,063."""
+HADAMARD_BLOCK = 64
+"""`hadamard_transform` fills rows up to a multiple of this."""
+
+
+def hadamard_transform(x: Tensor) -> Tensor:
+    """Mix the numbers of a row: each becomes a sum of up to all of them, half of them with a minus.
+
+    A Hadamard matrix H is symmetric, of numbers 1 and -1, and `H @ H = order * I`. So `(x @ H) @ (W @ H).T / order = x @ W.T`: a linear layer
+    whose input and weight are both transformed computes the same. But a single large number, an *outlier*, has become many of middling size,
+    and then few bits are enough for all of them (Ashkboos et al., 2024, "QuaRot", arXiv:2404.00456).
+
+    The order is `hadamard_order`, the largest power of two that divides the filled-up length: blocks of so many numbers are mixed. The matrix
+    is never built. In steps of 1, 2, 4, ... two halves `a` and `b` become `a + b` and `a - b`: the fast Walsh-Hadamard transform.
+
+    Args:
+        x: `[rows, size]`.
+
+    Returns:
+        `[rows, size filled up with zeros to a multiple of HADAMARD_BLOCK]`.
+    """
+    x = F.pad(x, (0, -x.shape[1] % HADAMARD_BLOCK))
+    num_rows, size = x.shape
+    half = 1
+    while size % (2 * half) == 0:
+        first, second = x.view(num_rows, size // (2 * half), 2, half).unbind(dim=2)
+        x = torch.stack((first + second, first - second), dim=2).view(num_rows, size)
+        half *= 2
+    return x
+
+
+def hadamard_order(size: int) -> int:
+    """How many numbers `hadamard_transform` mixes in a row of `size`."""
+    size += -size % HADAMARD_BLOCK
+    return size & -size
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale each row of a weight and round it to 8-bit integers.
+    """Transform a weight, scale each row, and round it to 8-bit integers.
+
+    Args:
+        weight: `[out_features, in_features]`, float32.
 
     Returns:
-        `[out_features, in_features]` int8 and `[out_features]` float32: the weight is about their product.
+        `[out_features, in_features filled up]` int8 and `[out_features]` float32: their product is about the transformed weight, divided by
+        the order.
     """
+    return round_transformed_weight(hadamard_transform(weight).div_(hadamard_order(weight.shape[1])))
+
+
+def round_transformed_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`round_weight` of a weight that is transformed and divided already."""
     scales = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-30)
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 
+def restore_weight(rounded: Tensor, scales: Tensor, in_features: int) -> Tensor:
+    """About the weight that `round_weight` was given: `[out_features, in_features]`."""
+    return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features]
+
+
+DIGIT_BASE = 16
+"""The base of the two digits of `split_digits`."""
+DIGIT_ZERO = 8
+"""Added to each digit to make it positive."""
+
+
 @checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale each row, round it to integers up to 4,063, and split those into two digits, `64 * high + low`.
+    """Transform each row, scale it, round it to integers from -127 to 127, and split those into two digits, `16 * high + low`.
 
     Args:
         x: `[num_tokens, size]`, float32.
 
     Returns:
-        `[2 * num_tokens, size]` uint8, the high digits of all rows, then the low ones, each plus 64 and thus in 1 .. 127; and
-        `[num_tokens]`, the scale of each row: `x` is about `scale * (64 * high + low)`.
+        `[2 * num_tokens, size, filled up]` uint8, the high digits of all rows, then the low ones, each plus 8 and thus in 0 .. 16; and
+        `[num_tokens]`, the scale of each row: the transformed `x` is about `scale * (16 * high + low)`.
     """
-    scales = (x.abs().amax(dim=1) / LARGEST).clamp_(min=1e-30)
-    whole = torch.floor(x / scales[:, None] + 0.5)
+    x = hadamard_transform(x)
+    scales = (x.abs().amax(dim=1) / 127).clamp_(min=1e-30)
+    whole = torch.floor(x * (1 / scales)[:, None] + 0.5)
     high = torch.floor(whole / DIGIT_BASE + 0.5)
     return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
 
@@ -254,7 +303,7 @@ def join_digits(products: Tensor, scales: Tensor) -> Tensor:
     """Combine the products of the high and the low digits with a weight.
 
     Args:
-        products: `[2 * num_tokens, out_features]`, float32: what `split_digits` gave, each digit less 64, times a weight.
+        products: `[2 * num_tokens, out_features]`, float32: what `split_digits` gave, each digit less 8, times a weight.
         scales: `[num_tokens]`.
 
     Returns:

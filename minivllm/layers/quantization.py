@@ -17,14 +17,14 @@ from minivllm.layers.linear import Linear, LinearMethod, take_weights
 
 
 class Int8LinearMethod(LinearMethod):
-    """8-bit weights with one scale per output; inputs are rounded to 12 bits, in two products of 8-bit integers.
+    """8-bit weights with one scale per output, and 8-bit inputs with one scale per token.
 
-    A row of inputs becomes two rows of digits, `x = scale * (64 * high + low)`, and both go through the product together:
-    the weights are read once. The few very large inputs (outliers), for which 8-bit inputs lose the precision of all others
-    (Dettmers et al., 2022, arXiv:2208.07339), do little harm with 12 bits. Each row has its own scale, and sums of integers are
-    exact; so a token's numbers do not depend on its batch.
+    A few inputs are much larger than all others (outliers), beside which 8 bits leave little of those (Dettmers et al., 2022,
+    arXiv:2208.07339). So inputs and weights are transformed first, which changes nothing in their product and spreads outliers evenly: see
+    `reference.hadamard_transform`. Each row has its own scale, and sums of integers are exact; so a token's numbers do not depend on its batch.
 
-    The digits are 7 bits wide: two products of 8 by 8 bits would overflow the 16-bit sums of processors without VNNI.
+    Processors without VNNI add two products in 16 bits, which two of 8 by 8 bits would overflow. So a row of inputs becomes two rows of
+    digits, `16 * high + low`, and both go through the product together: the weights are read once.
 
     `PackedInt8Weight` is the same product, to the last bit, for processors that have an instruction for it.
 
@@ -37,22 +37,23 @@ class Int8LinearMethod(LinearMethod):
 
     def process_weights_after_loading(self, layer: Linear) -> None:
         weight, self.bias = take_weights(layer)
+        self.in_features = weight.shape[1]
         rounded, self.scales = reference.round_weight(weight.float())
         self.rounded = rounded if getattr(layer, "is_tied", False) else None
-        self.zero_points = torch.zeros(len(weight), dtype=torch.int64)
+        self.ones, self.zero_points = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int64)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        digits, row_scales = self.ops.split_digits(x.contiguous())
+        digits, row_scales = self.ops.split_digits(x)
         products = torch.ops.onednn.qlinear_pointwise(
-            digits, 1.0, reference.DIGIT_ZERO, self.weight, self.scales, self.zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+            digits, 1.0, reference.DIGIT_ZERO, self.weight, self.ones, self.zero_points, None, 1.0, 0, torch.float32, "none", [], ""
         )  # fmt: skip
-        output = self.ops.join_digits(products, row_scales)
+        output = self.ops.join_digits(products, row_scales).mul_(self.scales)
         return output if self.bias is None else output.add_(self.bias)
 
     def get_rows(self, outputs: Tensor) -> Tensor:
         assert self.rounded is not None
-        return self.rounded[outputs].float() * self.scales[outputs, None]
+        return reference.restore_weight(self.rounded[outputs], self.scales[outputs], self.in_features)
 
 
 def check_quantization(quantization: str, device: torch.device, has_int8_dot: bool) -> None:

@@ -45,6 +45,7 @@ from minivllm.kernels.cpu.panels import PANEL  # noqa: E402
 from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
 from minivllm.kernels.cpu.rows import (  # noqa: E402
     add_rms_norm,
+    hadamard_transform,
     join_digits,
     random_uniform,
     rms_norm,
@@ -107,6 +108,7 @@ __all__ = [
     "check_caches",
     "decoder_layers",
     "give_notice_of_compilation",
+    "hadamard_transform",
     "join_digits",
     "mlp_block",
     "packed_linear",

@@ -28,7 +28,6 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.errors import KernelError
-from minivllm.kernels.cpu.amx import TILE_WORDS
 from minivllm.kernels.cpu.launch import DTYPES, as_numpy, load, use_threads_of_torch
 from minivllm.kernels.cpu.panels import (
     FEW_ROWS,
@@ -78,15 +77,14 @@ class Packed:
     """Of the numbers in the words."""
     word_dtype: Any = np.float32
     """Of the words, for the kernel."""
-    pads_for_amx = False
-    """Whether the words of an output are filled up with zeros to whole tiles of `amx`."""
+    words_multiple = 1
+    """The words of an output are filled up with zeros to a multiple of this."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
         num_panels = -(-out_features // PANEL)
         num_words = -(-in_features * self.number_dtype.itemsize // 4)
-        if self.pads_for_amx:
-            num_words = -(-num_words // TILE_WORDS) * TILE_WORDS
+        num_words += -num_words % self.words_multiple
         self.words = _PAGES.zeros((num_panels, num_words, PANEL), torch.int32)
         self.panels = self.words.numpy().view(self.word_dtype)
         self.bias = np.zeros(num_panels * PANEL, np.float32)
@@ -118,7 +116,7 @@ class Packed:
     def _set_some_rows(self, first: int, rows: Tensor) -> None:
         numbers = self._round(first, rows)
         num_words = self.words.shape[1]
-        padding = num_words * 4 // numbers.itemsize - self.in_features
+        padding = num_words * 4 // numbers.itemsize - numbers.shape[1]
         words = (F.pad(numbers, (0, padding)) if padding else numbers).view(torch.int32)
         num_whole = len(rows) // PANEL if first % PANEL == 0 else 0  # whole panels are fast to write
         panels = words[: num_whole * PANEL].view(num_whole, PANEL, num_words)
@@ -132,7 +130,11 @@ class Packed:
 
     def get_rows(self, outputs: Tensor) -> Tensor:
         """Rows of the weight, for an embedding that is the head as well: `[n]` to `[n, in_features]`, float32."""
-        indices, rows = outputs.numpy(), torch.empty(len(outputs), self.in_features)
+        return self._copy_rows(outputs, self.in_features)
+
+    def _copy_rows(self, outputs: Tensor, size: int) -> Tensor:
+        """The first `size` numbers of each row, as float32."""
+        indices, rows = outputs.numpy(), torch.empty(len(outputs), size)
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.out_features:
             raise KernelError(f"The rows must be from 0 to {self.out_features - 1}, not {indices.min()} to {indices.max()}.")
         num_threads = use_threads_of_torch()

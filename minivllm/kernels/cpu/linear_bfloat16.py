@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import (
@@ -34,7 +34,7 @@ class PackedBfloat16Weight(Packed):
 
     number_dtype = torch.bfloat16
     word_dtype = np.uint32
-    pads_for_amx = HAS_BFLOAT16_AMX
+    words_multiple = TILE_WORDS if HAS_BFLOAT16_AMX else 1
 
     @property
     def multiply(self) -> Any:

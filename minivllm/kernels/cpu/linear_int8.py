@@ -1,8 +1,9 @@
 """Linear layers with 8-bit weights: the loop of `linear`, four input features at a time.
 
 The instruction (VPDPBUSD, of AVX-512 VNNI) multiplies four unsigned 8-bit integers with four signed ones and adds the products to a
-32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `amx`). Inputs come as the two digits of `split_digits`; sums of
-integers are exact, so the result is bitwise that of torch's operator, which is used where the instruction is missing.
+32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `amx`). Inputs are transformed and rounded row by row, as weights
+were when they were loaded (see `reference.hadamard_transform`). Sums of integers are exact, so the result is bitwise that of torch's
+operator, which is used where the instruction is missing.
 """
 
 from __future__ import annotations
@@ -16,41 +17,39 @@ from torch import Tensor
 
 from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_INT8_AMX
-from minivllm.kernels.cpu.launch import address
+from minivllm.kernels.cpu.launch import address, keep
 from minivllm.kernels.cpu.linear import (
-    PARALLEL_NUMBERS,
     Packed,
     count_parts,
     multiply_tile,
     panels_of_part,
     tile_of,
+    transpose_tiles,
     what_to_prefetch,
-    words_of_part,
 )
-from minivllm.kernels.cpu.panels import FEW_ROWS, PANEL, ROW_PADDING
-from minivllm.kernels.cpu.rows import _split
+from minivllm.kernels.cpu.panels import PANEL
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS, ZERO, _round, hadamard_transform, row_at
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.transpose import transpose
-from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, round_weight
+from minivllm.kernels.reference import HADAMARD_BLOCK, hadamard_order, round_transformed_weight
 
 
 class PackedInt8Weight(Packed):
-    """An 8-bit weight in panels; each word holds four input features of one output, rounded by `round_weight`."""
+    """An 8-bit weight in panels; each word holds four input features of one output, transformed and rounded by `reference.round_weight`."""
 
     number_dtype = torch.int8
     word_dtype = np.int32
-    pads_for_amx = HAS_INT8_AMX
+    words_multiple = HADAMARD_BLOCK // 4
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__(out_features, in_features)
         self.scales = np.zeros_like(self.bias)
-        # Digits are stored plus 64, which adds 64 times the sum of an output's weights: the sums start at minus that.
+        # Inputs are stored plus `ZERO`, which adds that times the sum of an output's weights: the sums start at minus it.
         self.corrections = np.zeros(len(self.bias), np.int32)
 
     def _round(self, first: int, rows: Tensor) -> Tensor:
-        rounded, scales = round_weight(rows.float())
+        rounded, scales = round_transformed_weight(hadamard_transform(rows.float()).div_(hadamard_order(self.in_features)))
         self.scales[first : first + len(rows)] = scales.numpy()
-        self.corrections[first : first + len(rows)] = (-DIGIT_ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
+        self.corrections[first : first + len(rows)] = (-ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
         return rounded
 
     @property
@@ -60,9 +59,9 @@ class PackedInt8Weight(Packed):
 
     def get_rows(self, outputs: Tensor) -> Tensor:
         """As they are multiplied: rounded."""
-        rows = super().get_rows(outputs)
+        rows = self._copy_rows(outputs, 4 * self.words.shape[1])
         rows.numpy()[:] *= self.scales[outputs.numpy(), None]
-        return rows
+        return hadamard_transform(rows)[:, : self.in_features]
 
     @property
     def multiply(self) -> Any:
@@ -70,55 +69,37 @@ class PackedInt8Weight(Packed):
         return multiply_int8
 
 
-_ROWS = tuple(rows // 2 for rows in FEW_ROWS if rows % 2 == 0)
-"""Numbers of rows whose digits, two for each, have a loop."""
-
-
 @njit(error_model="numpy")
-def _rows_of_tile(num_rows):
-    """For a small batch, the fewest that hold it; else see `linear.padded_rows`."""
-    best, best_cost = _ROWS[-1], 2 * num_rows + _ROWS[-1]
-    for rows in _ROWS[::-1]:
-        padded = -(-num_rows // rows) * rows
-        cost = padded + padded * (_ROWS[-1] - rows) // 64
-        if rows >= num_rows or (num_rows > _ROWS[-1] and cost < best_cost):
-            best, best_cost = rows, cost
-    return best
-
-
-@njit(error_model="numpy")
-def _split_into_words(x, num_words, num_threads):
-    """The digits of `x`, `[2, rows, words]`, and the scales of its rows. Digits beyond the end are zero."""
+def _round_rows(x, num_words, num_threads):
+    """The rows of `x`, transformed and rounded, `[rows, words]`, and their scales."""
     num_rows, in_features = x.shape
-    digits = np.empty((2, num_rows, 4 * num_words), np.uint8)
-    digits[:, :, in_features:] = DIGIT_ZERO
-    row_scales = np.empty(num_rows, np.float32)
-    _split(
-        num_threads, num_rows, in_features, address(x), address(digits), 4 * num_words, num_rows, address(row_scales)
-    )  # fmt: skip
-    return digits.view(np.int32), row_scales
+    words, row_scales = np.empty((num_rows, num_words), np.int32), np.empty(num_rows, np.float32)
+    num_threads = 1 if num_rows < PARALLEL_ROWS else num_threads
+    _round(num_threads, num_rows, in_features, address(x), 4 * num_words, address(words), address(row_scales))
+    keep(x)
+    return words, row_scales
 
 
 @njit(error_model="numpy")
-def _transpose_part(part, num_parts, digits, columns, rows):
-    """Tiles of both digits of some rows: all high ones, then all low ones."""
-    start, stop = words_of_part(part, num_parts, columns.shape[1])
-    for i in range(len(columns)):
-        for digit in range(2):
-            transpose(digits[digit], i * rows, columns, i, digit * rows, rows, start, stop)
+def _scale_sums(sums, row, token, first_output, row_scales, scales, bias, out):
+    """Writes a row of sums to a row of `out`, from `first_output` on. Rounds after each operation, like torch's operator and `join_digits`.
+
+    Rows come by their addresses: a slice of an array that threads share would count references, for which they wait for each other.
+    """
+    size = sums.shape[1]
+    place = row_at(address(out), token, out.shape[1], out.shape[1])[first_output : first_output + size]
+    row_scale = row_scales[token]
+    for i in range(size):
+        place[i] = (np.float32(sums[row, i]) * row_scale) * scales[i] + bias[i]
 
 
 @njit(error_model="numpy", cache=True)
 def _multiply_vectors(x, weight, out, num_threads):
     """`linear.multiply_float32` for a packed 8-bit weight."""
     panels, corrections, scales, bias = weight
-    num_words = panels.shape[1]
-    digits, row_scales = _split_into_words(x, num_words, num_threads)
-    rows = _rows_of_tile(len(x))
-    width = tile_of(2 * rows)[1]
-    columns = np.empty((-(-len(x) // rows), num_words, 2 * rows + ROW_PADDING), np.int32)
-    num_parts = 1 if columns.size < PARALLEL_NUMBERS else num_threads
-    parallel_for(num_threads, num_parts, _transpose_part, (num_parts, digits, columns, rows))
+    words, row_scales = _round_rows(x, panels.shape[1], num_threads)
+    rows, width = tile_of(len(out))
+    columns = transpose_tiles(words, len(out) // rows, num_threads, rows)
     num_parts = count_parts(panels, num_threads)
     parallel_for(
         num_threads, num_parts, _multiply_part,
@@ -128,58 +109,57 @@ def _multiply_vectors(x, weight, out, num_threads):
 
 @njit(error_model="numpy")
 def _multiply_part(part, num_parts, columns, panels, corrections, scales, bias, row_scales, out, rows, width):
-    """Some panels by all rows: the sums of both digits, one tile at a time, then their total."""
+    """Some panels by all rows, one tile at a time."""
     first, last = panels_of_part(part, num_parts, len(panels), width)
     start, stop = first * PANEL, last * PANEL
-    own_panels, own_corrections = panels[first:last], corrections[start:stop]
-    sums = np.empty((2 * rows, stop - start), np.int32)
+    own_panels, own_corrections, own_scales, own_bias = (
+        panels[first:last],
+        corrections[start:stop],
+        scales[start:stop],
+        bias[start:stop],
+    )
+    sums = np.empty((rows, stop - start), np.int32)
     for i in range(len(columns)):
         place, pace = what_to_prefetch(own_panels, 0, last - first, i, len(columns))
-        multiply_tile(columns[i], own_panels, 0, last - first, own_corrections, sums, 0, 2 * rows, width, place, pace)
+        multiply_tile(columns[i], own_panels, 0, last - first, own_corrections, sums, 0, rows, width, place, pace)
         for row in range(min(rows, len(row_scales) - i * rows)):
-            token = i * rows + row
-            _add_digits(
-                sums[row], sums[rows + row], scales[start:stop], row_scales[token], bias[start:stop], out[token, start:stop]
-            )
+            _scale_sums(sums, row, i * rows + row, start, row_scales, own_scales, own_bias, out)
 
 
 @njit(error_model="numpy", cache=True)
 def _multiply_amx(x, weight, out, num_threads):
-    """The same by AMX: of two tiles, one holds the high digits of some rows, the other the low ones. `out` needs no more rows than `x` has."""
+    """The same by AMX. `out` needs no more rows than `x` has."""
     panels, corrections, scales, bias = weight
-    digits, row_scales = _split_into_words(x, panels.shape[1], num_threads)
+    words, row_scales = _round_rows(x, panels.shape[1], num_threads)
     num_parts = count_parts(panels, num_threads)
     parallel_for(
         num_threads, num_parts, _multiply_amx_part,
-        (num_parts, digits.reshape((2 * len(x), panels.shape[1])), panels, corrections, scales, bias, row_scales, out, tile_rows(len(x), 1)),
+        (num_parts, words, panels, corrections, scales, bias, row_scales, out, tile_rows(len(x), 2)),
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _multiply_amx_part(part, num_parts, digits, panels, corrections, scales, bias, row_scales, out, rows):
-    """Some panels by all rows. The last tiles end with the batch: some rows are computed twice."""
+def _multiply_amx_part(part, num_parts, words, panels, corrections, scales, bias, row_scales, out, rows):
+    """Some panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
     first, last = panels_of_part(part, num_parts, len(panels), 2)
     start, stop = first * PANEL, last * PANEL
-    own_panels, own_corrections = panels[first:last], corrections[start:stop]
-    num_rows = len(row_scales)
+    own_panels, own_corrections, own_scales, own_bias = (
+        panels[first:last],
+        corrections[start:stop],
+        scales[start:stop],
+        bias[start:stop],
+    )
+    end = len(words) - rows
     sums = np.empty((2 * rows, stop - start), np.int32)
     configure_tiles(rows)
-    for tile in range(0, num_rows, rows):
-        row = min(tile, num_rows - rows)
-        multiply_row_tiles(digits, row, num_rows + row, own_panels, 0, last - first, own_corrections, sums, 0, rows, 2)
-        for i in range(rows):
-            _add_digits(
-                sums[i], sums[rows + i], scales[start:stop], row_scales[row + i], bias[start:stop], out[row + i, start:stop]
-            )
+    for tile in range(0, len(words), 2 * rows):
+        row, next_row = min(tile, end), min(tile + rows, end)
+        num_tiles = 2 if next_row > row else 1
+        multiply_row_tiles(words, row, next_row, own_panels, 0, last - first, own_corrections, sums, 0, rows, num_tiles)
+        for i in range(num_tiles * rows):
+            token = row + i if i < rows else next_row + i - rows
+            _scale_sums(sums, i, token, start, row_scales, own_scales, own_bias, out)
     release_tiles()
-
-
-@njit(error_model="numpy")
-def _add_digits(high, low, scales, row_scale, bias, out):
-    """Rounds after each operation, like torch's operator and `join_digits`."""
-    for i in range(len(out)):
-        total = (np.float32(high[i]) * scales[i]) * np.float32(DIGIT_BASE) + np.float32(low[i]) * scales[i]
-        out[i] = total * row_scale + bias[i]
 
 
 multiply_int8 = _multiply_amx if HAS_INT8_AMX else _multiply_vectors

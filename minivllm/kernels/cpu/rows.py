@@ -16,14 +16,17 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
+from minivllm.kernels.cpu.hadamard import transform
 from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, LARGEST
+from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, HADAMARD_BLOCK
 
 PARALLEL_ROWS = 12
 """The fewest rows that are worth more than one thread."""
 ROWS_PER_PART = 4
 """Rows that a thread takes at a time."""
+ZERO = 128
+"""Added to rounded inputs of 8-bit weights, as the instructions take them unsigned."""
 
 
 @checks.RMS_NORM
@@ -88,14 +91,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
+def hadamard_transform(x: Tensor) -> Tensor:
+    """Mix the numbers of each row: see `reference.hadamard_transform`."""
+    if not _can_run(x):
+        return reference.hadamard_transform(x)
+    x = x.contiguous()
+    num_rows, size = x.shape
+    out = x.new_empty(num_rows, size + -size % HADAMARD_BLOCK)
+    _transform(_num_threads(num_rows), num_rows, size, x.data_ptr(), out.shape[1], out.data_ptr())
+    return out
+
+
 @checks.SPLIT_DIGITS
 def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of two digits for each row: see `reference.split_digits`."""
     if not _can_run(x):
         return reference.split_digits.unchecked(x)
+    x = x.contiguous()
     num_rows, size = x.shape
-    digits, scales = x.new_empty((2 * num_rows, size), dtype=torch.uint8), x.new_empty(num_rows)
-    _split(_num_threads(num_rows), num_rows, size, x.data_ptr(), digits.data_ptr(), size, num_rows, scales.data_ptr())
+    stride = size + -size % HADAMARD_BLOCK
+    digits, scales = x.new_empty((2 * num_rows, stride), dtype=torch.uint8), x.new_empty(num_rows)
+    _split(_num_threads(num_rows), num_rows, size, x.data_ptr(), stride, digits.data_ptr(), scales.data_ptr())
     return digits, scales
 
 
@@ -151,7 +167,7 @@ _keys = pointer_to(types.int32)
 
 
 @njit
-def _row(address, row, stride, size):
+def row_at(address, row, stride, size):
     """The first `size` numbers of a row; rows are `stride` numbers apart."""
     return numba.carray(floats_at(address + 4 * row * stride), (size,))
 
@@ -169,11 +185,11 @@ def _num_parts(num_rows):
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _norm_part(part, num_rows, size, x_address, residual_address, weight_address, eps, out_address, total_address):
     """Without a residual (address 0), `x` itself is normalized."""
-    weight = _row(weight_address, 0, 0, size)
+    weight = row_at(weight_address, 0, 0, size)
     for row in _rows_of(part, num_rows):
-        x = _row(x_address, row, size, size)
+        x = row_at(x_address, row, size, size)
         if residual_address != 0:
-            residual, total = _row(residual_address, row, size, size), _row(total_address, row, size, size)
+            residual, total = row_at(residual_address, row, size, size), row_at(total_address, row, size, size)
             for i in range(size):
                 total[i] = x[i] + residual[i]
             x = total
@@ -181,7 +197,7 @@ def _norm_part(part, num_rows, size, x_address, residual_address, weight_address
         for i in range(size):
             squares += x[i] * x[i]
         factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-        out = _row(out_address, row, size, size)
+        out = row_at(out_address, row, size, size)
         for i in range(size):
             out[i] = x[i] * factor * weight[i]
 
@@ -211,10 +227,10 @@ def _rotate_part(
     half = len(half_head)
     query_size, key_size = 2 * half * num_heads, 2 * half * num_kv_heads
     for token in _rows_of(part, num_tokens):
-        cos, sin = _row(cos_address, positions[token], half, half), _row(sin_address, positions[token], half, half)
-        query, key = _row(query_address, token, query_stride, query_size), _row(key_address, token, key_stride, key_size)
-        _rotate_heads(query, cos, sin, _row(query_out_address, token, query_size, query_size), num_heads, half_head)
-        _rotate_heads(key, cos, sin, _row(key_out_address, token, key_size, key_size), num_kv_heads, half_head)
+        cos, sin = row_at(cos_address, positions[token], half, half), row_at(sin_address, positions[token], half, half)
+        query, key = row_at(query_address, token, query_stride, query_size), row_at(key_address, token, key_stride, key_size)
+        _rotate_heads(query, cos, sin, row_at(query_out_address, token, query_size, query_size), num_heads, half_head)
+        _rotate_heads(key, cos, sin, row_at(key_out_address, token, key_size, key_size), num_kv_heads, half_head)
 
 
 @njit(error_model="numpy", cache=True)
@@ -226,7 +242,7 @@ def _rotate(num_threads, num_rows, *arguments):
 def _gate_part(part, num_rows, size, x_address, out_address):
     """silu(g) = g / (1 + e**-g), with e**-|g|, which never overflows."""
     for row in _rows_of(part, num_rows):
-        x, out = _row(x_address, row, 2 * size, 2 * size), _row(out_address, row, size, size)
+        x, out = row_at(x_address, row, 2 * size, 2 * size), row_at(out_address, row, size, size)
         for i in range(size):
             gate = x[i]
             small = exp2(-abs(gate) * LOG2_E)
@@ -239,24 +255,62 @@ def _gate(num_threads, num_rows, *arguments):
     parallel_for(num_threads, _num_parts(num_rows), _gate_part, (num_rows, *arguments))
 
 
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _split_part(part, num_rows, size, x_address, digits_address, stride, first_low_row, scales_address):
-    scales = _row(scales_address, 0, 0, num_rows)
+@njit(error_model="numpy")
+def _transform_row(x, out):
+    for i in range(len(x)):  # an assignment of the whole row is several times slower
+        out[i] = x[i]
+    for i in range(len(x), len(out)):
+        out[i] = 0
+    transform(out)
+
+
+@njit(error_model="numpy")
+def _transform_part(part, num_rows, size, x_address, stride, out_address):
     for row in _rows_of(part, num_rows):
-        x = _row(x_address, row, size, size)
-        high = numba.carray(_bytes(digits_address + row * stride), (size,))
-        low = numba.carray(_bytes(digits_address + (first_low_row + row) * stride), (size,))
+        out = row_at(out_address, row, stride, stride)
+        _transform_row(row_at(x_address, row, size, size), out)
+
+
+@njit(error_model="numpy", cache=True)
+def _transform(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _transform_part, (num_rows, *arguments))
+
+
+@njit(error_model="numpy")
+def _round_part(part, num_rows, size, x_address, stride, numbers_address, scales_address):
+    """Rows of `x`, transformed and rounded to integers from -127 to 127, plus `ZERO`; and their scales."""
+    scales = row_at(scales_address, 0, 0, num_rows)
+    x = np.empty(stride, np.float32)
+    for row in _rows_of(part, num_rows):
+        _transform_row(row_at(x_address, row, size, size), x)
         # Without their sign, floats stand in the same order as their bits do as integers, whose maximum is fast to find.
         largest = np.int32(0)
-        for i in range(size):
+        for i in range(stride):
             largest = max(largest, np.int32(np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF)))
-        scale = max(np.int32(largest).view(np.float32) / np.float32(LARGEST), np.float32(1e-30))
+        scale = max(np.int32(largest).view(np.float32) / np.float32(127), np.float32(1e-30))
         scales[row] = scale
-        for i in range(size):
-            whole = np.int32(np.floor(x[i] / scale + np.float32(0.5)))
-            upper = np.int32((whole + np.int32(DIGIT_BASE // 2)) >> np.int32(6))
-            high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
+        inverse = np.float32(1) / scale
+        numbers = numba.carray(_bytes(numbers_address + row * stride), (stride,))
+        for i in range(stride):
+            numbers[i] = np.uint8(np.int32(np.floor(x[i] * inverse + np.float32(0.5))) + np.int32(ZERO))
+
+
+@njit(error_model="numpy", cache=True)
+def _round(num_threads, num_rows, *arguments):
+    parallel_for(num_threads, _num_parts(num_rows), _round_part, (num_rows, *arguments))
+
+
+@njit(error_model="numpy")
+def _split_part(part, num_rows, size, x_address, stride, digits_address, scales_address):
+    _round_part(part, num_rows, size, x_address, stride, digits_address, scales_address)
+    for row in _rows_of(part, num_rows):
+        high = numba.carray(_bytes(digits_address + row * stride), (stride,))
+        low = numba.carray(_bytes(digits_address + (num_rows + row) * stride), (stride,))
+        for i in range(stride):
+            whole = np.int32(high[i]) - np.int32(ZERO)
+            upper = (whole + np.int32(DIGIT_BASE // 2)) >> np.int32(4)
             low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
+            high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
 
 
 @njit(error_model="numpy", cache=True)
@@ -266,10 +320,10 @@ def _split(num_threads, num_rows, *arguments):
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _join_part(part, num_rows, size, products_address, scales_address, out_address):
-    scales = _row(scales_address, 0, 0, num_rows)
+    scales = row_at(scales_address, 0, 0, num_rows)
     for row in _rows_of(part, num_rows):
-        high, low = _row(products_address, row, size, size), _row(products_address, num_rows + row, size, size)
-        out = _row(out_address, row, size, size)
+        high, low = row_at(products_address, row, size, size), row_at(products_address, num_rows + row, size, size)
+        out = row_at(out_address, row, size, size)
         for i in range(size):
             out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]
 
@@ -291,7 +345,7 @@ def _mix(bits):
 def _hash_part(part, num_rows, size, first, keys_address, out_address):
     keys = numba.carray(_keys(keys_address), (num_rows,))
     for row in _rows_of(part, num_rows):
-        key, out = np.uint32(keys[row]), _row(out_address, row, size, size)
+        key, out = np.uint32(keys[row]), row_at(out_address, row, size, size)
         for i in range(size):
             bits = np.int32(_mix(np.uint32(_mix(np.uint32(first + i)) + key)))
             uniform = (np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32)

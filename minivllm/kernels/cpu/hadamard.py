@@ -1,0 +1,84 @@
+"""The Hadamard transform of rows: sums and differences of neighbours, of pairs, of groups of four, and so on.
+
+The first six steps stay within 64 numbers, which are four vector registers: they are written in LLVM IR, as compilers do not vectorize
+steps within a register. The others add and subtract whole stretches of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from minivllm.kernels.reference import HADAMARD_BLOCK
+
+_LANES = 16
+_FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOATS = ir.VectorType(_FLOAT, _LANES)
+
+
+@intrinsic
+def _transform_block(typing_context: Any, x: Any, start: Any) -> Any:
+    """The first six steps for `HADAMARD_BLOCK` numbers of `x`, `[size]`, float32, contiguous, in place."""
+    if x.layout != "C" or x.dtype != types.float32 or x.ndim != 1:
+        raise TypingError("_transform_block takes a contiguous row of float32.")
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
+        places = [
+            builder.bitcast(builder.gep(first, [builder.add(offset, _INT64(i))]), _FLOATS.as_pointer())
+            for i in range(0, HADAMARD_BLOCK, _LANES)
+        ]
+        vectors = [builder.load(place, align=4) for place in places]
+
+        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{_LANES}f32")
+        for half in (1, 2, 4, 8):  # within each register: the partner plus or minus the number
+            partners = ir.Constant(ir.VectorType(_INT32, _LANES), [lane ^ half for lane in range(_LANES)])
+            signs = ir.Constant(_FLOATS, [-1.0 if lane & half else 1.0 for lane in range(_LANES)])
+            vectors = [builder.call(fma, [vector, signs, builder.shuffle_vector(vector, vector, partners)]) for vector in vectors]
+        for half in (1, 2):  # between registers
+            for i in range(len(vectors)):
+                if i & half == 0:
+                    one, other = vectors[i], vectors[i + half]
+                    vectors[i], vectors[i + half] = builder.fadd(one, other), builder.fsub(one, other)
+
+        for vector, place in zip(vectors, places, strict=True):
+            builder.store(vector, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, start), generate
+
+
+@intrinsic
+def _combine(typing_context: Any, x: Any, start: Any, half: Any) -> Any:
+    """One step for 16 numbers from `start` on and 16 from `start + half` on: their sums and their differences, in place."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        start, half = (context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 2))
+        places = [builder.bitcast(builder.gep(first, [i]), _FLOATS.as_pointer()) for i in (start, builder.add(start, half))]
+        one, other = (builder.load(place, align=4) for place in places)
+        for place, result in zip(places, (builder.fadd(one, other), builder.fsub(one, other)), strict=True):
+            builder.store(result, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, start, half), generate
+
+
+@njit(error_model="numpy")
+def transform(x):
+    """`reference.hadamard_transform` of one row, in place. Its length is a multiple of `HADAMARD_BLOCK`."""
+    size = len(x)
+    for start in range(0, size, HADAMARD_BLOCK):
+        _transform_block(x, start)
+    half = HADAMARD_BLOCK
+    while size % (2 * half) == 0:
+        for start in range(0, size, 2 * half):
+            for i in range(start, start + half, _LANES):
+                _combine(x, i, half)
+        half *= 2
