@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
-import numpy as np
+import numba
 from numba import njit
+from numba.extending import overload
 from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import as_numpy, check_launch, store
+from minivllm.kernels.cpu.rows import has_whole_rows, pointer_to
 
 
 @checks.RESHAPE_AND_CACHE
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
     check_launch(key_cache)
-    # One layout to compile for; copied by numpy, because threads of torch would go on spinning in the way of the kernels' own.
-    key_rows, value_rows = np.ascontiguousarray(as_numpy(key)), np.ascontiguousarray(as_numpy(value))
-    _write(key_rows, value_rows, as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy())
+    key, value = (x if has_whole_rows(x) else x.contiguous() for x in (key, value))
+    _write(
+        as_numpy(key[:0].contiguous()), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
+    )  # fmt: skip
+
+
+def row_like(x, address, row, stride, size):
+    """A row of numbers of the same type as those of `x`; rows are `stride` numbers apart."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(row_like)
+def _compile_row_like(x, address, row, stride, size):
+    pointer, num_bytes = pointer_to(x.dtype), x.dtype.bitwidth // 8
+    return lambda x, address, row, stride, size: numba.carray(pointer(address + num_bytes * row * stride), (size,))
 
 
 @njit(cache=True)
-def _write(key, value, key_cache, value_cache, slot_mapping):
-    num_tokens, num_kv_heads, head_dim = key.shape
-    block_size = key_cache.shape[1]
-    for token in range(num_tokens):
+def _write(like, key_address, key_stride, value_address, value_stride, key_cache, value_cache, slot_mapping):
+    """Rows come by their addresses, because those of values lie between queries and keys: copies of them would take longer than the rest.
+
+    Args:
+        like: An array of the dtype of keys and values.
+    """
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    for token in range(len(slot_mapping)):
         slot = slot_mapping[token]
         if slot >= 0:
-            block, offset = slot // block_size, slot % block_size
-            for head in range(num_kv_heads):
-                for d in range(head_dim):
-                    key_cache[block, offset, head, d] = store(key[token, head, d], key_cache[0, 0, 0, 0])
-                    value_cache[block, offset, head, d] = store(value[token, head, d], value_cache[0, 0, 0, 0])
+            _write_row(
+                row_like(like, key_address, token, key_stride, num_kv_heads * head_dim),
+                key_cache,
+                slot // block_size,
+                slot % block_size,
+            )
+            _write_row(
+                row_like(like, value_address, token, value_stride, num_kv_heads * head_dim),
+                value_cache,
+                slot // block_size,
+                slot % block_size,
+            )
+
+
+@njit
+def _write_row(row, cache, block, offset):
+    for head in range(cache.shape[2]):
+        for d in range(cache.shape[3]):
+            cache[block, offset, head, d] = store(row[head * cache.shape[3] + d], cache[0, 0, 0, 0])

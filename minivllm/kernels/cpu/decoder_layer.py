@@ -227,8 +227,8 @@ def _attention_block(
         row_threads, num_seqs, address(positions), half_head, address(cos), address(sin),
         address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
-    value = qkv[:num_seqs, q_size + kv_size :].copy().reshape((num_seqs, num_kv_heads, head_dim))
-    _write(key, value, key_cache, value_cache, slot_mapping)
+    _write(key, address(key), kv_size, address(qkv) + 4 * (q_size + kv_size), stride, key_cache, value_cache, slot_mapping)
+    keep(qkv)
     attended = np.empty((num_seqs, num_heads, head_dim), np.float32)
     _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
     multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads)

@@ -12,6 +12,7 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -26,6 +27,9 @@ waits for it."""
 FEW_ROWS = tuple(WIDTHS)
 TILE_ROWS = (8, 12) if HAS_AVX512 else (3, 3)
 """Batches that are larger than `FEW_ROWS` go in tiles of one of these numbers of rows."""
+ROWS = 8 if HAS_AVX512 else 4
+"""Rows that `multiply_rows` computes at a time."""
+_WIDTH = WIDTHS[ROWS]
 ROW_PADDING = 2
 """Numbers that are left out after each column of `x`. Where columns were as long as the rows of a panel, 64 bytes, compilers would address
 both with one counter, which takes the processor twice as many steps."""
@@ -210,3 +214,14 @@ def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
         builder.module, ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
     )
     builder.call(function, [builder.bitcast(address, pointer), _INT32(0), _INT32(3), _INT32(1)])  # to read, to keep, data
+
+
+@njit(error_model="numpy")
+def multiply_rows(x, panels, first_panel, start, out):
+    """`out` = `start` + `x` times the panels from `first_panel` on, all of it in the cache; `x` is `[tiles, words, ROWS + ROW_PADDING]`."""
+    for i in range(len(x)):
+        panel = first_panel
+        while panel < len(panels):
+            count = _WIDTH if len(panels) - panel >= _WIDTH else 1
+            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)
+            panel += count

@@ -24,28 +24,14 @@ from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX
-from minivllm.kernels.cpu.launch import (
-    LOG2_E,
-    MINUS_INFINITY,
-    TILE,
-    ZERO,
-    as_numpy,
-    check_launch,
-    constant,
-    load,
-    use_threads_of_torch,
-)
-from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, WIDTHS, multiply_panels
-from minivllm.kernels.cpu.prefill_amx import attend_by_amx
-from minivllm.kernels.cpu.softmax import finish, weigh
+from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
+from minivllm.kernels.cpu.launch import as_numpy, check_launch, constant, use_threads_of_torch
+from minivllm.kernels.cpu.prefill_bfloat16 import attend_bfloat16
+from minivllm.kernels.cpu.prefill_float32 import attend_float32
 from minivllm.kernels.cpu.thread_pool import parallel_for
 
 QUERY_TILE = 64
 """Query tokens that share a tile of the cache."""
-ROWS = 8 if 8 in WIDTHS else 4
-"""Rows of the products that are computed at a time: tokens of the scores, channels of the output. `TILE` is a multiple of it."""
-_WIDTH = WIDTHS[ROWS]
 
 
 @checks.PREFILL
@@ -97,84 +83,6 @@ def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
     return np.array(tiles, dtype=np.int64).reshape(-1, 3)[:, 1:].copy()
 
 
-@njit(error_model="numpy")
-def _multiply_rows(x, panels, first_panel, start, out):
-    """`out` = `start` + `x` times the panels from `first_panel` on; `x` is `[tiles, words, ROWS + ROW_PADDING]`."""
-    for i in range(len(x)):
-        panel = first_panel
-        while panel < len(panels):
-            count = _WIDTH if len(panels) - panel >= _WIDTH else 1
-            multiply_panels(
-                x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0
-            )  # all is in the cache: nothing to prefetch
-            panel += count
-
-
-@njit(error_model="numpy")
-def _load_keys(key_cache, table, kv_head, start, end, keys, channels):
-    """A tile of keys as `x` of the scores: `[TILE / ROWS, channels, ROWS + ROW_PADDING]`; zero beyond the end."""
-    block_size = key_cache.shape[1]
-    for t in range(TILE):
-        if start + t < end:
-            key = key_cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
-            for d in range(len(channels)):
-                keys[t // ROWS, d, t % ROWS] = load(key[d])
-        else:
-            for d in range(len(channels)):
-                keys[t // ROWS, d, t % ROWS] = ZERO
-
-
-@njit(error_model="numpy")
-def _load_values(value_cache, table, kv_head, start, end, values, channels):
-    """A tile of values as `x` of the output: `[channels / ROWS, TILE, ROWS + ROW_PADDING]`; zero beyond the end."""
-    block_size, head_dim = value_cache.shape[1], len(channels)
-    for t in range(TILE):
-        if start + t < end:
-            value = value_cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
-            for i in range(head_dim // ROWS):
-                for d in range(ROWS):
-                    values[i, t, d] = load(value[i * ROWS + d])
-            for d in range(head_dim // ROWS * ROWS, head_dim):
-                values[d // ROWS, t, d % ROWS] = load(value[d])
-        else:
-            for i in range(len(values)):
-                for d in range(ROWS):
-                    values[i, t, d] = ZERO
-
-
-@njit(error_model="numpy")
-def _attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
-    num_tokens, head_dim, group_size = len(query), len(channels), len(group)
-    num_columns, end = num_tokens * group_size, position + num_tokens
-    num_panels = -(-num_columns // PANEL)
-    queries = np.zeros((num_panels, head_dim, PANEL), np.float32)
-    positions = np.full((num_panels, PANEL), -1, np.int32)
-    for column in range(num_columns):
-        token, head = column // group_size, kv_head * group_size + column % group_size
-        positions[column // PANEL, column % PANEL] = position + token
-        for d in range(head_dim):
-            queries[column // PANEL, d, column % PANEL] = query[token, head, d] * scale * LOG2_E
-    maxima = np.full((num_panels, PANEL), MINUS_INFINITY, np.float32)
-    sums = np.zeros((num_panels, PANEL), np.float32)
-    keys = np.empty((TILE // ROWS, head_dim, ROWS + ROW_PADDING), np.float32)
-    values = np.zeros((-(-head_dim // ROWS), TILE, ROWS + ROW_PADDING), np.float32)
-    nothing = np.zeros(num_panels * PANEL, np.float32)
-    scores = np.empty((TILE, num_panels * PANEL), np.float32)
-    weights = np.empty((num_panels, TILE, PANEL), np.float32)
-    output = np.zeros((len(values) * ROWS, num_panels * PANEL), np.float32)
-    for start in range(0, end, TILE):
-        _load_keys(key_cache, table, kv_head, start, end, keys, channels)
-        _load_values(value_cache, table, kv_head, start, end, values, channels)
-        first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
-        _multiply_rows(keys, queries, first_panel, nothing, scores)
-        last_seen = positions - np.int32(start)
-        for panel in range(first_panel, num_panels):
-            weigh(scores, panel, last_seen, maxima, sums, output, weights)
-        _multiply_rows(values, weights, first_panel, output, output)
-    finish(output, sums, kv_head, out, channels, group)
-
-
 def attend(*arguments):
     """One KV head for a tile of query tokens, by whichever instructions suit the cache."""
     raise NotImplementedError("only within compiled functions")
@@ -182,7 +90,7 @@ def attend(*arguments):
 
 @overload(attend)
 def _compile_attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    kernel = attend_by_amx if HAS_BFLOAT16_AMX and key_cache.dtype == types.int16 else _attend
+    kernel = attend_bfloat16 if (HAS_BFLOAT16_AMX or HAS_BFLOAT16_DOT) and key_cache.dtype == types.int16 else attend_float32
     return lambda query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group: kernel(
         query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group
     )

@@ -65,7 +65,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
         not _can_run(query)
         or query.shape[2] > MAX_HEAD_DIM
         or positions.dtype != torch.int64
-        or not (_has_whole_rows(query) and _has_whole_rows(key))
+        or not (has_whole_rows(query) and has_whole_rows(key))
     ):
         return reference.rotary_embedding.unchecked(positions, query, key, cos, sin)
     positions = positions.contiguous()
@@ -144,7 +144,7 @@ def _num_threads(num_rows: int) -> int:
     return 1 if num_rows < PARALLEL_ROWS else num_threads
 
 
-def _has_whole_rows(x: Tensor) -> bool:
+def has_whole_rows(x: Tensor) -> bool:
     """Whether the heads of a token are contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
@@ -23,6 +24,7 @@ from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.launch import POWERS_OF_TWO
 from minivllm.kernels.cpu.panels import PANEL
+from minivllm.kernels.cpu.transpose import transpose
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _NUMBERS, _INTEGERS = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
@@ -141,7 +143,12 @@ def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: 
 @njit(error_model="numpy")
 def finish(output, sums, kv_head, out, channels, group):
     """Divide by the sums of the weights, and write the columns of a KV head, `[channels, columns]`, to `[tokens, heads, channels]`."""
+    columns = np.empty((1, output.shape[1], len(output)), np.float32)
+    for channel in range(0, len(output), PANEL):
+        num_channels = min(PANEL, len(output) - channel)
+        transpose(output, channel, columns, 0, channel, num_channels, 0, output.shape[1])
     for column in range(len(out) * len(group)):
         token, head = column // len(group), kv_head * len(group) + column % len(group)
+        total = sums[column // PANEL, column % PANEL]
         for d in range(len(channels)):
-            out[token, head, d] = output[d, column] / sums[column // PANEL, column % PANEL]
+            out[token, head, d] = columns[0, column, d] / total
