@@ -45,8 +45,7 @@ class TorchAttentionBackend(AttentionBackend):
 class CPUAttentionBackend(AttentionBackend):
     """Loops compiled by Numba.
 
-    Decode steps of a Llama layer run `layers.compiled` instead of `forward`, also in a subclass that leaves `forward` as it
-    is. A subclass with a `forward` of its own is called for every layer and step.
+    A Llama layer runs `layers.compiled` instead of `forward`, also in a subclass that leaves `forward` as it is. A subclass with a `forward` of its own is called for every layer and step.
     """
 
     @classmethod

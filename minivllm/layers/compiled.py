@@ -1,7 +1,7 @@
 """The layers of a Llama model in compiled code: see `kernels.cpu.decoder_layer`.
 
-Each half of a layer is one call, that of attention only in decode steps; between two halves the ranks of a tensor-parallel group sum their
-results. With a single rank there is nothing to sum, and all layers of a decode step are one call.
+Each half of a layer is one call; between two halves the ranks of a tensor-parallel group sum their results. With a single rank there is
+nothing to sum, and all layers are one call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minivllm.layers.rotary import RotaryEmbedding
 
 
 class CompiledAttention:
-    """Norm, attention and output projection of a decode step.
+    """Norm, attention and output projection.
 
     Attributes:
         weights: `AttentionWeights` of the layer.
@@ -43,7 +43,7 @@ class CompiledAttention:
 
         out, total = cpu.attention_block(
             self.weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
-            metadata.block_tables, metadata.context_lens, *self.settings,
+            metadata.block_tables, metadata.context_lens, metadata.query_start_loc, metadata.is_decode, *self.settings,
         )  # fmt: skip
         return self.group.all_reduce(out), total
 
@@ -73,7 +73,7 @@ Halves = Sequence[tuple[CompiledAttention | None, CompiledMLP | None]]
 
 
 class CompiledLayers:
-    """Runs all layers of a decode step, and the norm after them, in one call.
+    """Runs all layers, and the norm after them, in one call.
 
     Args:
         halves: Of the layers.
@@ -119,7 +119,8 @@ class CompiledLayers:
             self._checked = caches
         return cpu.decoder_layers(
             self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64),
-            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, *self.settings, self.norm.eps,
+            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, metadata.is_decode,
+            *self.settings, self.norm.eps,
         )  # fmt: skip
 
 

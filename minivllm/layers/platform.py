@@ -57,7 +57,7 @@ class Platform:
         self.attention_backend = get_attention_backend(attention_backend, device)
         if issubclass(self.attention_backend, CPUAttentionBackend) and not is_compiled(self.attention_backend):
             logger.warning(
-                "%s has a forward of its own, which decode steps call instead of the compiled attention: they are slower.",
+                "%s has a forward of its own, which is called instead of the compiled attention: steps are slower.",
                 self.attention_backend.__name__,
             )
         self.kernels = load_platform_kernels(device)

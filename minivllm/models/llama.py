@@ -67,7 +67,7 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each reading the normalized residual stream and adding to it.
 
-    Each half has a compiled form, made when the weights are loaded, where there is one: attention for decode steps, the MLP for any rows.
+    Each half has a compiled form, made when the weights are loaded, where there is one.
     """
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
@@ -93,7 +93,7 @@ class LlamaDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         is_compiled = self.platform.runs_compiled_layers
-        if self.compiled_attention is not None and is_compiled and metadata.is_decode:
+        if self.compiled_attention is not None and is_compiled:
             x, residual = self.compiled_attention(x, residual, positions, kv_cache, metadata)
         else:
             x, residual = self.input_layernorm.add_and_norm(x, residual)
@@ -125,7 +125,7 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
         compiled = self._get_compiled_layers() if self.platform.runs_compiled_layers else None
-        if compiled is not None and metadata.is_decode:  # a metadata of one's own, for a backend of one's own, may lack it
+        if compiled is not None:
             return compiled(x, positions, kv_caches, metadata)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)

@@ -180,7 +180,31 @@ def test_many_sequences_at_once(folder, calls):
         return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in llm.generate(prompts, params, use_tqdm=False)]
 
     compiled = answers()
-    assert 90 in calls[CompiledLayers] and 270 in calls[CompiledMLP]
+    assert calls[CompiledLayers] == [270, 90, 90, 90], "all prompts in one step, then three decode steps"
+    for layer in layers_of(llm):
+        layer.compiled_attention = layer.compiled_mlp = None
+    assert answers() == compiled
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_chunks_of_prompts_beside_decodes(folder, options, calls, monkeypatch):
+    """Prompts of 1 to 50 tokens, in chunks of at most 16, some of them behind a cached prefix: all layers in one call, and each by itself."""
+    llm = load(folder, max_num_batched_tokens=16, enable_chunked_prefill=True, enable_prefix_caching=True, **options)
+    if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:
+        pytest.skip("this processor lacks the instruction for 8-bit products")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": [3 + i % 50 for i in range(length)]} for length in (50, 1, 17, 50, 40, 2, 33)]
+
+    def answers():
+        llm.llm_engine.block_manager.reset_prefix_cache()
+        return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    compiled = answers()
+    assert 16 in calls[CompiledLayers]
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "_get_compiled_layers", lambda self: None)
+        assert answers() == compiled
+    assert 16 in calls[CompiledAttention]
     for layer in layers_of(llm):
         layer.compiled_attention = layer.compiled_mlp = None
     assert answers() == compiled
@@ -254,7 +278,7 @@ class OwnScale(CPUAttentionBackend):
 def test_a_backend_with_a_forward_of_its_own_is_called_and_told_why_it_is_slower(folder, caplog):
     llm = load(folder, attention_backend=OwnForward)
     assert halves(llm) == (False, True)
-    assert "OwnForward has a forward of its own, which decode steps call" in caplog.text
+    assert "OwnForward has a forward of its own, which is called instead of" in caplog.text
     assert outputs(llm) == outputs(load(folder))
 
 

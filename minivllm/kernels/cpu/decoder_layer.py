@@ -1,4 +1,4 @@
-"""The layers of a Llama model in a decode step: each half of a layer as one call, or all layers. Prompts use the MLP's half, too.
+"""The layers of a Llama model: each half of a layer as one call, or all layers.
 
 A small model's decode step is hundreds of short kernels, and between two of them Python prepares the next one: some
 microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
@@ -25,6 +25,7 @@ from minivllm.kernels.cpu.launch import address, as_numpy, constant, keep, use_t
 from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
 from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
+from minivllm.kernels.cpu.prefill_attention import _prefill
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
 
 PackedArrays = tuple[np.ndarray, ...]
@@ -85,16 +86,19 @@ def attention_block(
     slot_mapping: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    query_start_loc: Tensor,
+    is_decode: bool,
     group: int,
     scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Norm, attention and output projection for one new token of each sequence.
+    """Norm, attention and output projection for the new tokens of all sequences.
 
     Args:
         weights: The layer's.
-        x, residual: `[num_seqs, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
-        positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
+        x, residual: `[num_tokens, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
+        positions, slot_mapping, block_tables, context_lens, query_start_loc: As for attention; not checked.
+        is_decode: Whether every sequence has one new token.
         key_cache, value_cache: The layer's.
         group: Query heads that share a KV head.
         scale, eps: Of attention and of the norm.
@@ -102,15 +106,15 @@ def attention_block(
     Returns:
         What attention adds to the residual stream, and the stream, `x` added.
     """
-    num_seqs, num_threads = len(x), use_threads_of_torch()
-    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    num_tokens, num_threads = len(x), use_threads_of_torch()
+    out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
         x.numpy(), residual.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
-        block_tables.numpy(), context_lens.numpy(), *weights, np.float32(scale), np.float32(eps), out.numpy(), total.numpy(),
-        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), is_decode, *weights, np.float32(scale), np.float32(eps),
+        out.numpy(), total.numpy(), num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
         constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip
-    return out[:num_seqs], total
+    return out[:num_tokens], total
 
 
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -118,20 +122,20 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
 
     Args:
         weights: The layer's.
-        x, residual: `[num_seqs, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
+        x, residual: `[num_tokens, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
             checked.
         eps: Of the norm.
 
     Returns:
         What the MLP adds to the residual stream, and the stream, `x` added.
     """
-    num_seqs, num_threads = len(x), use_threads_of_torch()
-    out, total = x.new_empty(padded_rows(num_seqs), x.shape[1]), x.new_empty(x.shape)
+    num_tokens, num_threads = len(x), use_threads_of_torch()
+    out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _mlp_block(
         x.numpy(), residual.numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
-        num_threads, 1 if num_seqs < PARALLEL_ROWS else num_threads,
+        num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
     )  # fmt: skip
-    return out[:num_seqs], total
+    return out[:num_tokens], total
 
 
 def check_caches(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -157,36 +161,38 @@ def decoder_layers(
     slot_mapping: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    query_start_loc: Tensor,
+    is_decode: bool,
     group: int,
     scale: float,
     attention_eps: float,
     mlp_eps: float,
     last_eps: float,
 ) -> Tensor:
-    """All layers and the norm after them, for one new token of each sequence.
+    """All layers and the norm after them, for the new tokens of all sequences.
 
     Args:
         weights: The first layer's. Those of all layers have the same shapes and dtypes.
         addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
         last_norm: The weight of the norm after the layers, contiguous.
-        x: `[num_seqs, hidden_size]`, float32: the embeddings.
+        x: `[num_tokens, hidden_size]`, float32: the embeddings.
         kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64; see `check_caches`.
-        positions, slot_mapping, block_tables, context_lens: As for attention; not checked.
+        positions, slot_mapping, block_tables, context_lens, query_start_loc: As for attention; not checked.
+        is_decode: Whether every sequence has one new token.
         group, scale, attention_eps, mlp_eps: As for the halves.
         last_eps: Of the norm after the layers.
 
     Returns:
-        The hidden states, `[num_seqs, hidden_size]`.
+        The hidden states, `[num_tokens, hidden_size]`.
     """
     num_threads, out = use_threads_of_torch(), x.new_empty(x.shape)
     key_cache, value_cache = kv_cache
     attention, mlp = weights
     _decoder_layers(
         x.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
-        context_lens.numpy(), addresses, caches, last_norm, *attention, *mlp, np.float32(scale), np.float32(attention_eps),
-        np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)), num_threads,
-        1 if len(x) < PARALLEL_ROWS else num_threads,
-        constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+        context_lens.numpy(), query_start_loc.numpy(), is_decode, addresses, caches, last_norm, *attention, *mlp, np.float32(scale),
+        np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)), num_threads,
+        1 if len(x) < PARALLEL_ROWS else num_threads, constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip
     return out
 
@@ -204,49 +210,52 @@ def _compile_multiply(x, weight, out, num_threads):
 
 @njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
 def _attention_block(
-    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, norm, qkv_weight, output_weight,
-    cos, sin, scale, eps, out, total, num_threads, row_threads, channels, half_head, group,
+    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, norm, qkv_weight,
+    output_weight, cos, sin, scale, eps, out, total, num_threads, row_threads, channels, half_head, group,
 ):  # fmt: skip
-    num_seqs, hidden_size = x.shape
+    num_tokens, hidden_size = x.shape
     num_kv_heads, head_dim = key_cache.shape[2], len(channels)
     num_heads = num_kv_heads * len(group)
     q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
 
-    normed = np.empty((num_seqs, hidden_size), np.float32)
+    normed = np.empty((num_tokens, hidden_size), np.float32)
     _norm(
-        row_threads, num_seqs, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
+        row_threads, num_tokens, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
         address(total),
     )  # fmt: skip
     qkv = np.empty((len(out), q_size + 2 * kv_size), np.float32)
     multiply(normed, qkv_weight, qkv, num_threads)
 
-    query = np.empty((num_seqs, num_heads, head_dim), np.float32)
-    key = np.empty((num_seqs, num_kv_heads, head_dim), np.float32)
+    query = np.empty((num_tokens, num_heads, head_dim), np.float32)
+    key = np.empty((num_tokens, num_kv_heads, head_dim), np.float32)
     stride = q_size + 2 * kv_size
     _rotate(
-        row_threads, num_seqs, address(positions), half_head, address(cos), address(sin),
+        row_threads, num_tokens, address(positions), half_head, address(cos), address(sin),
         address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
     _write(key, address(key), kv_size, address(qkv) + 4 * (q_size + kv_size), stride, key_cache, value_cache, slot_mapping)
     keep(qkv)
-    attended = np.empty((num_seqs, num_heads, head_dim), np.float32)
-    _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
-    multiply(attended.reshape((num_seqs, q_size)), output_weight, out, num_threads)
+    attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
+    if is_decode:
+        _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
+    else:
+        _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, attended, channels, group)
+    multiply(attended.reshape((num_tokens, q_size)), output_weight, out, num_threads)
 
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads):
-    num_seqs, hidden_size = x.shape
-    normed = np.empty((num_seqs, hidden_size), np.float32)
+    num_tokens, hidden_size = x.shape
+    normed = np.empty((num_tokens, hidden_size), np.float32)
     _norm(
-        row_threads, num_seqs, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
+        row_threads, num_tokens, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
         address(total),
     )  # fmt: skip
     intermediate_size = gate_up_weight[-1].shape[0] // 2
     gate_up = np.empty((len(out), 2 * intermediate_size), np.float32)
     multiply(normed, gate_up_weight, gate_up, num_threads)
-    gated = np.empty((num_seqs, intermediate_size), np.float32)
-    _gate(row_threads, num_seqs, intermediate_size, address(gate_up), address(gated))
+    gated = np.empty((num_tokens, intermediate_size), np.float32)
+    _gate(row_threads, num_tokens, intermediate_size, address(gate_up), address(gated))
     keep(gate_up)
     multiply(gated, down_weight, out, num_threads)
 
@@ -271,11 +280,11 @@ def _compile_like(arrays, addresses, first):
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _decoder_layers(
-    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, addresses, caches, last_norm, attention_norm, qkv,
-    output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, normed, num_rows, num_threads, row_threads,
+    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, addresses, caches, last_norm,
+    attention_norm, qkv, output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, normed, num_rows, num_threads, row_threads,
     channels, half_head, group,
 ):  # fmt: skip
-    num_seqs, hidden_size = x.shape
+    num_tokens, hidden_size = x.shape
     out, total, residual = np.empty((num_rows, hidden_size), np.float32), np.empty_like(x), np.zeros_like(x)
     attended, attended_total = np.empty_like(out), np.empty_like(total)
     for layer in range(len(addresses)):
@@ -283,16 +292,16 @@ def _decoder_layers(
         first = 1 + len(qkv) + len(output)
         _attention_block(
             x, residual, positions, like(key_cache, cache, 0), like(value_cache, cache, 1), slot_mapping, block_tables, context_lens,
-            like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), like(cos, at, first),
+            starts, is_decode, like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), like(cos, at, first),
             like(sin, at, first + 1), scale, attention_eps, attended, attended_total, num_threads, row_threads, channels, half_head, group,
         )  # fmt: skip
         _mlp_block(
-            attended[:num_seqs], attended_total, like(mlp_norm, at, first + 2), like(gate_up, at, first + 3),
+            attended[:num_tokens], attended_total, like(mlp_norm, at, first + 2), like(gate_up, at, first + 3),
             like(down, at, first + 3 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
         )  # fmt: skip
-        x, residual = out[:num_seqs], total
+        x, residual = out[:num_tokens], total
     _norm(
-        row_threads, num_seqs, hidden_size, address(x), address(residual), address(last_norm), last_eps, address(normed),
+        row_threads, num_tokens, hidden_size, address(x), address(residual), address(last_norm), last_eps, address(normed),
         address(attended_total),
     )  # fmt: skip
     keep(out)

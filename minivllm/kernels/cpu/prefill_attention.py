@@ -46,26 +46,17 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     check_launch(key_cache)
-    starts, lengths, tables = query_start_loc.numpy(), context_lens.numpy(), block_tables.numpy()
     queries, keys, values = (as_numpy(x) for x in (query.float().contiguous(), key_cache, value_cache))
-    num_threads, scale = use_threads_of_torch(), np.float32(scale)
-    channels, group = constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2])
     result = query.new_empty(query.shape, dtype=torch.float32)
-    out = result.numpy()
-    out[starts[-1] :] = 0
-    decodes = np.flatnonzero(np.diff(starts) == 1)
-    if len(decodes) > 0:
-        rows = starts[decodes]
-        attended = np.empty((len(rows), *out.shape[1:]), np.float32)
-        _decode(queries[rows], keys, values, tables[decodes], lengths[decodes], scale, num_threads, attended, channels, group)
-        out[rows] = attended
-    tiles = _order_tiles(starts, lengths)
-    if len(tiles) > 0:
-        _prefill(num_threads, tiles, queries, keys, values, tables, lengths, starts, scale, out, channels, group)
+    _prefill(
+        queries, keys, values, block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), np.float32(scale),
+        use_threads_of_torch(), result.numpy(), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+    )  # fmt: skip
     return result.to(query.dtype)
 
 
-def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+@njit(error_model="numpy")
+def _order_tiles(starts, context_lens):
     """The query tiles of a prefill, those with the most work first: threads take one after the other, and the last are short.
 
     A tile's work is the context that it sees. Sequences of one token have none: they are decodes.
@@ -73,14 +64,16 @@ def _order_tiles(starts: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
     Returns:
         `[tiles, 2]`: the sequence of each tile, and its first row in it.
     """
-    tiles = [
-        (context_len - (end - start) + first, seq, first)
-        for seq, (start, end, context_len) in enumerate(zip(starts[:-1], starts[1:], context_lens, strict=True))
-        if end - start > 1
-        for first in range(0, end - start, QUERY_TILE)
-    ]
-    tiles.sort(reverse=True)
-    return np.array(tiles, dtype=np.int64).reshape(-1, 3)[:, 1:].copy()
+    tiles = np.empty((starts[-1] // QUERY_TILE + len(context_lens), 2), np.int64)
+    work, count = np.empty(len(tiles), np.int64), 0
+    for seq in range(len(context_lens)):
+        num_tokens = starts[seq + 1] - starts[seq]
+        if num_tokens > 1:
+            for first in range(0, num_tokens, QUERY_TILE):
+                tiles[count] = seq, first
+                work[count] = context_lens[seq] - num_tokens + first
+                count += 1
+    return tiles[:count][np.argsort(-work[:count])]
 
 
 def attend(*arguments):
@@ -109,7 +102,36 @@ def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, cont
     )  # fmt: skip
 
 
+@njit(error_model="numpy")
+def _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group):
+    """The sequences with a single new token."""
+    seqs = np.flatnonzero(starts[1:] - starts[:-1] == 1)
+    if len(seqs) > 0:
+        rows = starts[seqs]
+        attended = np.empty((len(rows), query.shape[1], query.shape[2]), np.float32)
+        _decode(
+            query[rows],
+            key_cache,
+            value_cache,
+            block_tables[seqs],
+            context_lens[seqs],
+            scale,
+            num_threads,
+            attended,
+            channels,
+            group,
+        )
+        for i in range(len(rows)):
+            out[rows[i]] = attended[i]
+
+
 @njit(error_model="numpy", cache=True)
-def _prefill(num_threads, tiles, query, key_cache, *arguments):
-    num_parts = len(tiles) * key_cache.shape[2]
-    parallel_for(num_threads, num_parts, _prefill_part, (tiles, query, key_cache, *arguments))
+def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group):
+    """All sequences; the rows after them become 0."""
+    out[starts[-1] :] = 0
+    _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group)
+    tiles = _order_tiles(starts, context_lens)
+    parallel_for(
+        num_threads, len(tiles) * key_cache.shape[2], _prefill_part,
+        (tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group),
+    )  # fmt: skip
