@@ -219,7 +219,7 @@ HADAMARD_BLOCK = 64
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Mix the numbers of a row: each becomes a sum of up to all of them, half of them with a minus.
+    """Mix the numbers of a row: each becomes a sum of up to all of them, half with the sign changed.
 
     A Hadamard matrix H is symmetric, of numbers 1 and -1, and `H @ H = order * I`. So `(x @ H) @ (W @ H).T / order = x @ W.T`: a linear layer
     whose input and weight are both transformed computes the same. But a single large number, an *outlier*, has become many of middling size,
@@ -236,8 +236,8 @@ def hadamard_transform(x: Tensor) -> Tensor:
     """
     x = F.pad(x, (0, -x.shape[1] % HADAMARD_BLOCK))
     num_rows, size = x.shape
-    half = 1
-    while size % (2 * half) == 0:
+    half, order = 1, hadamard_order(size)
+    while half < order:
         first, second = x.view(num_rows, size // (2 * half), 2, half).unbind(dim=2)
         x = torch.stack((first + second, first - second), dim=2).view(num_rows, size)
         half *= 2
@@ -270,14 +270,15 @@ def round_transformed_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restore_weight(rounded: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """About the weight that `round_weight` was given: `[out_features, in_features]`."""
-    return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features]
+    """Approximately the weight that `round_weight` was given: `[out_features, in_features]`."""
+    return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features].contiguous()
 
 
-DIGIT_BASE = 16
+DIGIT_BITS = 4
+DIGIT_BASE = 2**DIGIT_BITS
 """The base of the two digits of `split_digits`."""
 DIGIT_ZERO = 8
-"""Added to each digit to make it positive."""
+"""Added to each digit so that it is not negative."""
 
 
 @checks.SPLIT_DIGITS
@@ -288,7 +289,7 @@ def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
         x: `[num_tokens, size]`, float32.
 
     Returns:
-        `[2 * num_tokens, size, filled up]` uint8, the high digits of all rows, then the low ones, each plus 8 and thus in 0 .. 16; and
+        `[2 * num_tokens, size filled up]` uint8, the high digits of all rows, then the low ones, each plus 8 and thus in 0 .. 16; and
         `[num_tokens]`, the scale of each row: the transformed `x` is about `scale * (16 * high + low)`.
     """
     x = hadamard_transform(x)

@@ -43,7 +43,7 @@ class CompiledAttention:
 
         out, total = cpu.attention_block(
             self.weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
-            metadata.block_tables, metadata.context_lens, metadata.query_start_loc, metadata.is_decode, *self.settings,
+            metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode), *self.settings,
         )  # fmt: skip
         return self.group.all_reduce(out), total
 
@@ -119,7 +119,7 @@ class CompiledLayers:
             self._checked = caches
         return cpu.decoder_layers(
             self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64),
-            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, metadata.is_decode,
+            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode),
             *self.settings, self.norm.eps,
         )  # fmt: skip
 

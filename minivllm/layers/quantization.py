@@ -19,7 +19,7 @@ from minivllm.layers.linear import Linear, LinearMethod, take_weights
 class Int8LinearMethod(LinearMethod):
     """8-bit weights with one scale per output, and 8-bit inputs with one scale per token.
 
-    A few inputs are much larger than all others (outliers), beside which 8 bits leave little of those (Dettmers et al., 2022,
+    A few inputs are much larger than all others (outliers), so that 8 bits leave little of the others (Dettmers et al., 2022,
     arXiv:2208.07339). So inputs and weights are transformed first, which changes nothing in their product and spreads outliers evenly: see
     `reference.hadamard_transform`. Each row has its own scale, and sums of integers are exact; so a token's numbers do not depend on its batch.
 

@@ -209,8 +209,10 @@ def test_reshape_and_cache(kernels, device, heads, block_size, dtype, num_tokens
     num_blocks = 12 // block_size + 2
     slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
-    key, value = torch.randn(2, num_tokens, num_kv_heads + strided, head_dim, generator=generator).to(dtype).to(device)
-    key, value = key[:, :num_kv_heads], value[:, :num_kv_heads]
+    key, value = torch.randn(2, num_tokens, num_kv_heads + strided, head_dim + strided, generator=generator).to(dtype).to(device)
+    key, value = key[:, :num_kv_heads, :head_dim].contiguous(), value[:, :num_kv_heads, :head_dim]
+    if strided:  # keys lie between other heads, values have gaps between heads as well
+        key = torch.cat((key, key), dim=1)[:, num_kv_heads:]
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     caches = [Guarded(shape, dtype, device, gap=16 if strided else 0) for _ in range(2)]
     kernels.reshape_and_cache(key, value, caches[0].tensor, caches[1].tensor, slots.to(device))

@@ -24,7 +24,7 @@ def save_llama(folder, **options):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        eos_token_id=2, tie_word_embeddings=False, **options,
+        eos_token_id=2, **{"tie_word_embeddings": False, **options},
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -208,6 +208,17 @@ def test_chunks_of_prompts_beside_decodes(folder, options, calls, monkeypatch):
     for layer in layers_of(llm):
         layer.compiled_attention = layer.compiled_mlp = None
     assert answers() == compiled
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_a_tied_embedding_of_a_width_that_the_hadamard_transform_fills_up(options, tmp_path):
+    llm = load(save_llama(tmp_path, hidden_size=48, intermediate_size=80, tie_word_embeddings=True), **options)
+    if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:
+        pytest.skip("this processor lacks the instruction for 8-bit products")
+    compiled = outputs(llm)
+    for layer in layers_of(llm):
+        layer.compiled_attention = layer.compiled_mlp = None
+    assert outputs(llm) == compiled
 
 
 def test_caches_may_be_replaced(folder):

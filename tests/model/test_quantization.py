@@ -93,7 +93,12 @@ def test_a_row_does_not_depend_on_its_batch(rows, seed):
 
 @pytest.mark.skipif(not cpu.HAS_INT8_DOT, reason="needs AVX-512 VNNI")
 @pytest.mark.parametrize("bias", [True, False])
-@given(rows=st.integers(1, 60), in_features=st.integers(1, 150), out_features=st.integers(1, 100), seed=st.integers(0, 2**31))
+@given(
+    rows=st.integers(1, 60),
+    in_features=st.integers(1, 150) | st.sampled_from([576, 1536]),
+    out_features=st.integers(1, 100),
+    seed=st.integers(0, 2**31),
+)
 def test_packed_int8_weights_give_the_bits_of_the_torch_operator(bias, rows, in_features, out_features, seed):
     weight, b = random(out_features, in_features, seed=seed), random(out_features, seed=seed + 1) if bias else None
     layer = make_linear(weight, b, "int8")

@@ -16,7 +16,7 @@ from minivllm.kernels.cpu.panels import FEW_ROWS
 KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
 TOLERANCE, INT8_ERROR = 1e-6, 0.02
 BATCHES = (*FEW_ROWS, 17, FEW_ROWS[-1] + 1, 30)
-HEADS = [(80, 2, 1)]
+HEADS = [(80, 2, 1), (23, 2, 5)]
 """Channels, KV heads, and query heads that share one."""
 DECODE_HEADS = (23, 2, 5)
 """Channels that are no whole vectors, and more heads than are scored at a time."""

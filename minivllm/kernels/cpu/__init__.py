@@ -19,10 +19,11 @@ from tqdm import tqdm
 from minivllm.kernels.cpu.features import USED
 
 # Numba keeps compiled kernels on disk, and compiles anew when a kernel's own file has changed, but not when a function that it
-# calls has. So the folder is named after all sources of this package, and the instructions that they may use; the setting applies to
-# these imports alone.
+# calls has. So the folder is named after all sources of this package, after `reference`, whose constants they take, and after the
+# instructions that they may use; the setting applies to these imports alone.
 _folder = Path(__file__).parent
-_sources = b"".join(path.read_bytes() for path in sorted(_folder.glob("*.py"))) + repr(USED).encode()
+_files = [*sorted(_folder.glob("*.py")), _folder.parent / "reference.py"]
+_sources = b"".join(path.read_bytes() for path in _files) + repr(USED).encode()
 _cache_dir_before = numba.config.CACHE_DIR
 numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") / hashlib.sha256(_sources).hexdigest()[:16])
 

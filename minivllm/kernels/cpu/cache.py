@@ -18,7 +18,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     check_launch(key_cache)
     key, value = (x if has_whole_rows(x) else x.contiguous() for x in (key, value))
     _write(
-        as_numpy(key[:0].contiguous()), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        len(key), as_numpy(key[:0].contiguous()), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
     )  # fmt: skip
 
@@ -35,28 +35,19 @@ def _compile_row_like(x, address, row, stride, size):
 
 
 @njit(cache=True)
-def _write(like, key_address, key_stride, value_address, value_stride, key_cache, value_cache, slot_mapping):
+def _write(num_tokens, like, key_address, key_stride, value_address, value_stride, key_cache, value_cache, slot_mapping):
     """Rows come by their addresses, because those of values lie between queries and keys: copies of them would take longer than the rest.
 
     Args:
         like: An array of the dtype of keys and values.
     """
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    for token in range(len(slot_mapping)):
+    block_size, size = key_cache.shape[1], key_cache.shape[2] * key_cache.shape[3]
+    for token in range(num_tokens):
         slot = slot_mapping[token]
         if slot >= 0:
-            _write_row(
-                row_like(like, key_address, token, key_stride, num_kv_heads * head_dim),
-                key_cache,
-                slot // block_size,
-                slot % block_size,
-            )
-            _write_row(
-                row_like(like, value_address, token, value_stride, num_kv_heads * head_dim),
-                value_cache,
-                slot // block_size,
-                slot % block_size,
-            )
+            block, offset = slot // block_size, slot % block_size
+            _write_row(row_like(like, key_address, token, key_stride, size), key_cache, block, offset)
+            _write_row(row_like(like, value_address, token, value_stride, size), value_cache, block, offset)
 
 
 @njit

@@ -109,7 +109,7 @@ def attention_block(
     num_tokens, num_threads = len(x), use_threads_of_torch()
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
-        x.numpy(), residual.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
+        x.contiguous().numpy(), residual.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
         block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), is_decode, *weights, np.float32(scale), np.float32(eps),
         out.numpy(), total.numpy(), num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
         constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
@@ -132,7 +132,7 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
     num_tokens, num_threads = len(x), use_threads_of_torch()
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _mlp_block(
-        x.numpy(), residual.numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
+        x.contiguous().numpy(), residual.contiguous().numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
         num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
     )  # fmt: skip
     return out[:num_tokens], total
@@ -189,7 +189,7 @@ def decoder_layers(
     key_cache, value_cache = kv_cache
     attention, mlp = weights
     _decoder_layers(
-        x.numpy(), positions.numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
+        x.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
         context_lens.numpy(), query_start_loc.numpy(), is_decode, addresses, caches, last_norm, *attention, *mlp, np.float32(scale),
         np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)), num_threads,
         1 if len(x) < PARALLEL_ROWS else num_threads, constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
@@ -233,7 +233,17 @@ def _attention_block(
         row_threads, num_tokens, address(positions), half_head, address(cos), address(sin),
         address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
-    _write(key, address(key), kv_size, address(qkv) + 4 * (q_size + kv_size), stride, key_cache, value_cache, slot_mapping)
+    _write(
+        num_tokens,
+        key,
+        address(key),
+        kv_size,
+        address(qkv) + 4 * (q_size + kv_size),
+        stride,
+        key_cache,
+        value_cache,
+        slot_mapping,
+    )
     keep(qkv)
     attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
     if is_decode:

@@ -76,8 +76,8 @@ def transform(x):
     size = len(x)
     for start in range(0, size, HADAMARD_BLOCK):
         _transform_block(x, start)
-    half = HADAMARD_BLOCK
-    while size % (2 * half) == 0:
+    half, order = HADAMARD_BLOCK, size & -size
+    while half < order:
         for start in range(0, size, 2 * half):
             for i in range(start, start + half, _LANES):
                 _combine(x, i, half)

@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.amx import configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.features import HAS_INT8_AMX
 from minivllm.kernels.cpu.launch import address, keep
 from minivllm.kernels.cpu.linear import (
@@ -28,7 +28,7 @@ from minivllm.kernels.cpu.linear import (
     what_to_prefetch,
 )
 from minivllm.kernels.cpu.panels import PANEL
-from minivllm.kernels.cpu.rows import PARALLEL_ROWS, ZERO, _round, hadamard_transform, row_at
+from minivllm.kernels.cpu.rows import INPUT_ZERO, PARALLEL_ROWS, _round, hadamard_transform, row_at
 from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import HADAMARD_BLOCK, hadamard_order, round_transformed_weight
 
@@ -38,18 +38,18 @@ class PackedInt8Weight(Packed):
 
     number_dtype = torch.int8
     word_dtype = np.int32
-    words_multiple = HADAMARD_BLOCK // 4
+    words_multiple = max(HADAMARD_BLOCK // 4, TILE_WORDS)
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__(out_features, in_features)
         self.scales = np.zeros_like(self.bias)
-        # Inputs are stored plus `ZERO`, which adds that times the sum of an output's weights: the sums start at minus it.
+        # Inputs are stored plus `INPUT_ZERO`, which adds that times the sum of an output's weights: the sums start at minus it.
         self.corrections = np.zeros(len(self.bias), np.int32)
 
     def _round(self, first: int, rows: Tensor) -> Tensor:
         rounded, scales = round_transformed_weight(hadamard_transform(rows.float()).div_(hadamard_order(self.in_features)))
         self.scales[first : first + len(rows)] = scales.numpy()
-        self.corrections[first : first + len(rows)] = (-ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
+        self.corrections[first : first + len(rows)] = (-INPUT_ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
         return rounded
 
     @property
@@ -61,7 +61,7 @@ class PackedInt8Weight(Packed):
         """As they are multiplied: rounded."""
         rows = self._copy_rows(outputs, 4 * self.words.shape[1])
         rows.numpy()[:] *= self.scales[outputs.numpy(), None]
-        return hadamard_transform(rows)[:, : self.in_features]
+        return hadamard_transform(rows)[:, : self.in_features].contiguous()
 
     @property
     def multiply(self) -> Any:
@@ -84,7 +84,7 @@ def _round_rows(x, num_words, num_threads):
 def _scale_sums(sums, row, token, first_output, row_scales, scales, bias, out):
     """Writes a row of sums to a row of `out`, from `first_output` on. Rounds after each operation, like torch's operator and `join_digits`.
 
-    Rows come by their addresses: a slice of an array that threads share would count references, for which they wait for each other.
+    Rows come by their addresses: a slice of an array updates its reference count, for which threads that share the array contend.
     """
     size = sums.shape[1]
     place = row_at(address(out), token, out.shape[1], out.shape[1])[first_output : first_output + size]

@@ -28,7 +28,7 @@ FEW_ROWS = tuple(WIDTHS)
 TILE_ROWS = (8, 12) if HAS_AVX512 else (3, 3)
 """Batches that are larger than `FEW_ROWS` go in tiles of one of these numbers of rows."""
 ROWS = 8 if HAS_AVX512 else 4
-"""Rows that `multiply_rows` computes at a time."""
+"""Rows that `multiply_rows` computes at a time; the tiles of attention are multiples of it."""
 _WIDTH = WIDTHS[ROWS]
 ROW_PADDING = 2
 """Numbers that are left out after each column of `x`. Where columns were as long as the rows of a panel, 64 bytes, compilers would address

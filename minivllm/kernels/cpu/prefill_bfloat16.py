@@ -42,7 +42,7 @@ def _new_tiles(num_words, head_dim):
 
 
 @njit(error_model="numpy")
-def _load_tile_keys(key_cache, table, kv_head, start, end, keys, channels):
+def _load_tile_keys(key_cache, table, kv_head, start, end, rows, keys, channels):
     """Keys need not be transposed for AMX, as the rows of a tile are tokens."""
     _copy_tokens(key_cache, table, kv_head, start, end, keys.view(np.int16), channels)
 
@@ -72,13 +72,11 @@ def _new_columns(num_words, head_dim):
 
 
 @njit(error_model="numpy")
-def _load_column_keys(key_cache, table, kv_head, start, end, keys, channels):
-    num_words = keys.shape[1]
-    rows = np.zeros((TOKENS, 2 * num_words), np.int16)
-    _copy_tokens(key_cache, table, kv_head, start, end, rows, channels)
-    words = rows.view(np.uint32)
+def _load_column_keys(key_cache, table, kv_head, start, end, rows, keys, channels):
+    """By way of `rows`, `[TOKENS, words]`."""
+    _copy_tokens(key_cache, table, kv_head, start, end, rows.view(np.int16), channels)
     for i in range(len(keys)):
-        transpose(words, i * ROWS, keys, i, 0, ROWS, 0, num_words)
+        transpose(rows, i * ROWS, keys, i, 0, ROWS, 0, rows.shape[1])
 
 
 @njit(error_model="numpy")
@@ -125,6 +123,7 @@ def attend_bfloat16(query, key_cache, value_cache, table, kv_head, position, sca
     maxima = np.full((num_panels, PANEL), MINUS_INFINITY, np.float32)
     sums = np.zeros((num_panels, PANEL), np.float32)
     keys, values = _new_places(num_words, head_dim)
+    key_rows = np.zeros((TOKENS, num_words), np.uint32)
     nothing = np.zeros(num_panels * PANEL, np.float32)
     scores = np.empty((TOKENS, num_panels * PANEL), np.float32)
     weights = np.empty((num_panels, TOKENS // 2, PANEL), np.uint32)
@@ -132,7 +131,7 @@ def attend_bfloat16(query, key_cache, value_cache, table, kv_head, position, sca
     if HAS_BFLOAT16_AMX:
         configure_tiles(TILE_ROWS)
     for start in range(0, end, TOKENS):
-        _load_keys(key_cache, table, kv_head, start, end, keys, channels)
+        _load_keys(key_cache, table, kv_head, start, end, key_rows, keys, channels)
         _load_values(value_cache, table, kv_head, start, end, values, channels)
         first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
         _multiply(keys, queries, first_panel, nothing, scores)

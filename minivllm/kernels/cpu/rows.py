@@ -19,13 +19,13 @@ from minivllm.kernels import checks, reference
 from minivllm.kernels.cpu.hadamard import transform
 from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
 from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.reference import DIGIT_BASE, DIGIT_ZERO, HADAMARD_BLOCK
+from minivllm.kernels.reference import DIGIT_BASE, DIGIT_BITS, DIGIT_ZERO, HADAMARD_BLOCK
 
 PARALLEL_ROWS = 12
 """The fewest rows that are worth more than one thread."""
 ROWS_PER_PART = 4
 """Rows that a thread takes at a time."""
-ZERO = 128
+INPUT_ZERO = 128
 """Added to rounded inputs of 8-bit weights, as the instructions take them unsigned."""
 
 
@@ -278,7 +278,7 @@ def _transform(num_threads, num_rows, *arguments):
 
 @njit(error_model="numpy")
 def _round_part(part, num_rows, size, x_address, stride, numbers_address, scales_address):
-    """Rows of `x`, transformed and rounded to integers from -127 to 127, plus `ZERO`; and their scales."""
+    """Rows of `x`, transformed and rounded to integers from -127 to 127, plus `INPUT_ZERO`; and their scales."""
     scales = row_at(scales_address, 0, 0, num_rows)
     x = np.empty(stride, np.float32)
     for row in _rows_of(part, num_rows):
@@ -292,7 +292,7 @@ def _round_part(part, num_rows, size, x_address, stride, numbers_address, scales
         inverse = np.float32(1) / scale
         numbers = numba.carray(_bytes(numbers_address + row * stride), (stride,))
         for i in range(stride):
-            numbers[i] = np.uint8(np.int32(np.floor(x[i] * inverse + np.float32(0.5))) + np.int32(ZERO))
+            numbers[i] = np.uint8(np.int32(np.floor(x[i] * inverse + np.float32(0.5))) + np.int32(INPUT_ZERO))
 
 
 @njit(error_model="numpy", cache=True)
@@ -307,8 +307,8 @@ def _split_part(part, num_rows, size, x_address, stride, digits_address, scales_
         high = numba.carray(_bytes(digits_address + row * stride), (stride,))
         low = numba.carray(_bytes(digits_address + (num_rows + row) * stride), (stride,))
         for i in range(stride):
-            whole = np.int32(high[i]) - np.int32(ZERO)
-            upper = (whole + np.int32(DIGIT_BASE // 2)) >> np.int32(4)
+            whole = np.int32(high[i]) - np.int32(INPUT_ZERO)
+            upper = (whole + np.int32(DIGIT_BASE // 2)) >> np.int32(DIGIT_BITS)
             low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
             high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
 

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from minivllm.kernels.cpu.panels import PANEL
 
 MIN_ROWS = 8
-"""Tiles of fewer rows, as all are without AVX-512, go word by word."""
+"""Fewer rows go word by word."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _WORDS, _MASK = ir.VectorType(_INT32, PANEL), ir.VectorType(ir.IntType(1), PANEL)
