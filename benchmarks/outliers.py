@@ -36,7 +36,7 @@ def measure_inputs(llm: LLM, num_tokens: int) -> dict[str, dict[str, float]]:
     """For each kind of linear layer, medians and largest values over all layers and tokens."""
     engine = llm.llm_engine
     runner = engine.executor.worker.model_runner
-    runner.platform.runs_compiled_layers = False  # so that every layer is called, and its hook
+    engine.executor.worker.platform.runs_compiled_layers = False  # so that every layer is called, and its hook
     rows: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
 
     names = {module: name.rpartition(".")[2] for name, module in runner.model.named_modules() if isinstance(module, Linear)}
