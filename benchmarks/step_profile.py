@@ -275,13 +275,17 @@ def format_profile(profile: Profile) -> str:
     lines = [format_table(("mean of a step", *(cell for phase in phases for cell in (phase, ""))), rows)]
     lines.append(f"\nMeasuring added {profile.stopwatch:.1f} ms to a step, subtracted already.")
     if profile.decode_step is not None:
-        alone = profile.linear_alone + profile.attention_alone
+        rest = 1 - (profile.linear_alone + profile.attention_alone) / profile.decode_step
+        if rest >= 0:
+            ending = f"({profile.attention_alone:.1f} ms), that leaves {rest:.1%} of the step for everything else."
+        else:
+            ending = f"({profile.attention_alone:.1f} ms) that is more than the step: there, no Python comes between the layers."
         lines += [
             "",
             "Above, every kernel was called from Python. As the engine runs, with compiled layers where it has them, a decode step",
             f"of {profile.batch} sequences takes {profile.decode_step:.1f} ms: {profile.decode_step / profile.linear_alone:.2f} times "
             f"its linear layers alone ({profile.linear_alone:.1f} ms). With attention alone",
-            f"({profile.attention_alone:.1f} ms), that leaves {1 - alone / profile.decode_step:.1%} of the step for everything else.",
+            ending,
         ]
     if profile.prefill_gigaflops is not None:
         share = profile.prefill_gigaflops / profile.floor.gigaflops

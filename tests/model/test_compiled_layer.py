@@ -171,16 +171,25 @@ def test_a_norm_of_ones_own_is_called(folder):
     assert outputs(llm) == changed
 
 
-def test_many_sequences_at_once(folder, calls):
-    llm = load(folder, max_num_seqs=90, num_gpu_blocks_override=400)
+@pytest.mark.parametrize(
+    ("num_tokens", "options"),
+    [(270, {}), (505, {}), (1008, {}), (1010, {}), (1019, {"dtype": "bfloat16"}), (1010, {"quantization": "int8"})],
+    ids=str,
+)
+def test_many_sequences_at_once(folder, num_tokens, options, calls):
+    """Also more tokens than go through an MLP together."""
+    llm = load(folder, max_num_seqs=90, num_gpu_blocks_override=400, max_num_batched_tokens=2048, **options)
+    if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:
+        pytest.skip("this processor lacks the instruction for 8-bit products")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    lengths = [num_tokens // 90 + (i < num_tokens % 90) for i in range(90)]
 
     def answers():
-        prompts = [{"prompt_token_ids": [1 + i, 5, 2 + i % 7]} for i in range(90)]
+        prompts = [{"prompt_token_ids": [(1 + i + 5 * j) % 96 for j in range(length)]} for i, length in enumerate(lengths)]
         return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in llm.generate(prompts, params, use_tqdm=False)]
 
     compiled = answers()
-    assert calls[CompiledLayers] == [270, 90, 90, 90], "all prompts in one step, then three decode steps"
+    assert calls[CompiledLayers] == [num_tokens, 90, 90, 90], "all prompts in one step, then three decode steps"
     for layer in layers_of(llm):
         layer.compiled_attention = layer.compiled_mlp = None
     assert answers() == compiled

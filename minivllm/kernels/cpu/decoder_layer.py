@@ -28,6 +28,8 @@ from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.prefill_attention import _prefill
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
 
+TOKENS_AT_A_TIME = 504
+"""Tokens that go through an MLP together: a multiple of both numbers of `TILE_ROWS`."""
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""
 
@@ -255,19 +257,25 @@ def _attention_block(
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads):
+    """Of a long prompt some tokens at a time: what lies between the two products is large, and stays in the cache so."""
     num_tokens, hidden_size = x.shape
-    normed = np.empty((num_tokens, hidden_size), np.float32)
-    _norm(
-        row_threads, num_tokens, hidden_size, address(x), address(residual), address(norm), eps, address(normed),
-        address(total),
-    )  # fmt: skip
     intermediate_size = gate_up_weight[-1].shape[0] // 2
-    gate_up = np.empty((len(out), 2 * intermediate_size), np.float32)
-    multiply(normed, gate_up_weight, gate_up, num_threads)
-    gated = np.empty((num_tokens, intermediate_size), np.float32)
-    _gate(row_threads, num_tokens, intermediate_size, address(gate_up), address(gated))
+    most = min(len(out), TOKENS_AT_A_TIME)
+    normed, gated = np.empty((most, hidden_size), np.float32), np.empty((most, intermediate_size), np.float32)
+    gate_up = np.empty((most, 2 * intermediate_size), np.float32)
+    for start in range(0, num_tokens, TOKENS_AT_A_TIME):
+        count, skipped = min(num_tokens - start, TOKENS_AT_A_TIME), 4 * start * hidden_size
+        part = out[start : min(len(out), start + TOKENS_AT_A_TIME)]  # with the rows that fill up the last tile
+        _norm(
+            row_threads, count, hidden_size, address(x) + skipped, address(residual) + skipped, address(norm), eps, address(normed),
+            address(total) + skipped,
+        )  # fmt: skip
+        multiply(normed[:count], gate_up_weight, gate_up[: len(part)], num_threads)
+        _gate(row_threads, count, intermediate_size, address(gate_up), address(gated))
+        multiply(gated[:count], down_weight, part, num_threads)
+    keep(x)
+    keep(residual)
     keep(gate_up)
-    multiply(gated, down_weight, out, num_threads)
 
 
 def like(arrays, addresses, first):
