@@ -355,7 +355,7 @@ def test_the_compiled_hadamard_transform_has_the_bits_of_the_reference(rows, siz
 @pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 @given(rows=ROWS, size=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e20]), strided=st.booleans(), seed=SEEDS)
 def test_digits(kernels, rows, size, scale, strided, seed):
-    """They fit 7 bits, and together they are the transformed number, to half a step."""
+    """They fit 5 bits, and together they are the transformed number, to half a step."""
     x = random((rows, size), seed, strided=strided) * scale
     digits, scales = kernels.split_digits(x)
     transformed = reference.hadamard_transform(x.double())

@@ -111,8 +111,8 @@ def attention_block(
     num_tokens, num_threads = len(x), use_threads_of_torch()
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
-        x.contiguous().numpy(), residual.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
-        block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), is_decode, *weights, np.float32(scale), np.float32(eps),
+        x.contiguous().numpy(), residual.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache),
+        as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), is_decode, *weights, np.float32(scale), np.float32(eps),
         out.numpy(), total.numpy(), num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
         constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
     )  # fmt: skip

@@ -110,17 +110,8 @@ def _decode_some(query, key_cache, value_cache, block_tables, context_lens, star
         rows = starts[seqs]
         attended = np.empty((len(rows), query.shape[1], query.shape[2]), np.float32)
         _decode(
-            query[rows],
-            key_cache,
-            value_cache,
-            block_tables[seqs],
-            context_lens[seqs],
-            scale,
-            num_threads,
-            attended,
-            channels,
-            group,
-        )
+            query[rows], key_cache, value_cache, block_tables[seqs], context_lens[seqs], scale, num_threads, attended, channels, group
+        )  # fmt: skip
         for i in range(len(rows)):
             out[rows[i]] = attended[i]
 
