@@ -1,5 +1,5 @@
-"""Runs the default model once in each dtype and quantization that has CPU kernels, and a group of one rank, so that they are compiled before
-anybody waits for them."""
+"""Runs the default model in each dtype and quantization that has CPU kernels, and a group of one rank, so that all kernels are compiled
+before anybody waits for them."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ KINDS = (
 
 
 def main() -> None:
-    """Prompts, then decode steps, in all of them, and what ranks say to each other."""
+    """What ranks say to each other, then the model, in all three ways in which its layers are called."""
     with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
         from minivllm.distributed.shared_memory_group import SharedMemoryGroup
 
@@ -32,7 +32,18 @@ def main() -> None:
     for kind in KINDS:
         with contextlib.suppress(ConfigError):  # not available on this machine, as 8 bits are not everywhere
             llm = LLM("smollm2-135m", max_num_seqs=4, max_model_len=512, enable_prefix_caching=True, **kind)
-            llm.generate(["Hi " * 40] * 3, SamplingParams(max_tokens=3), use_tqdm=False)
+            run(llm)  # all layers are one call
+            model = llm.llm_engine.executor.worker.model_runner.model.model
+            hook = model.layers[0].register_forward_pre_hook(lambda *_: None)
+            run(llm)  # each half of a layer is one, as in a tensor-parallel group
+            hook.remove()
+            model.platform.runs_compiled_layers = False
+            run(llm)  # each operation is one, as with an attention backend of one's own
+
+
+def run(llm: LLM) -> None:
+    """Prompts, then decode steps."""
+    llm.generate(["Hi " * 40] * 3, SamplingParams(max_tokens=3), use_tqdm=False)
 
 
 if __name__ == "__main__":

@@ -124,8 +124,9 @@ def test_it_plays_and_pauses(page):
 
 
 def test_it_goes_one_step_back_and_forward(page):
+    still = picture(output(page, PLAYER))
     output(page, PLAYER).locator(".noUi-handle").press("ArrowRight")
-    old = wait_until_still(page, PLAYER)
+    old = wait_for_another(page, PLAYER, still)
     start = shown_step(page)
     output(page, PLAYER).locator("button[title='one step back']").click()
     before = wait_for_another(page, PLAYER, old)
@@ -181,6 +182,6 @@ def wait_until_still(page, cell):
         page.wait_for_timeout(50)
         if (new := picture(output(page, cell))) != old:
             old, since = new, time.monotonic()
-        elif time.monotonic() > since + 0.6:
+        elif time.monotonic() > since + 1.5:
             return old
     pytest.fail(f"The picture did not come to rest within {PATIENCE} s.")

@@ -32,7 +32,8 @@ from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
 
 pytestmark = pytest.mark.slow
-NOTICED_SECONDS = 2.0
+NOTICED_SECONDS = 30.0
+"""It takes a fraction of a second, but more on a busy machine; whoever only waited for the rank would wait for 300 s."""
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +271,9 @@ def test_workers_end_with_a_parent_that_is_killed(tiny, when):
     parent.kill()
     parent.wait()
     start = time.monotonic()
-    while not all_gone(workers) and time.monotonic() < start + 5:
+    while not all_gone(workers) and time.monotonic() < start + NOTICED_SECONDS:
         time.sleep(0.02)
     assert all_gone(workers)
-    assert time.monotonic() - start < NOTICED_SECONDS
 
 
 # -- starts that fail ------------------------------------------------------------------------------------------------
