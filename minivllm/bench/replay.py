@@ -92,7 +92,7 @@ def _order_free_blocks(allocator: BlockAllocator, blocks: list[int] | None) -> N
     if blocks is not None:
         for _ in blocks:
             allocator.allocate()
-        for block in blocks:
+        for block in reversed(blocks):  # the last one to be freed is handed out first
             allocator.release(block)
 
 

@@ -13,7 +13,8 @@ class BlockAllocator:
     """Hands out block numbers 0 .. num_blocks - 1 and counts references to them.
 
     A block is free as soon as its last reference is released, but its contents stay cached: with prefix caching, its hash stays
-    registered until the block is handed out again. Free blocks are handed out least recently used first.
+    registered until the block is handed out again. Free blocks whose contents nobody can find are handed out first, the last one freed before
+    the others: its memory is still in the processor's cache. Then come those with cached contents, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,7 +30,7 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take the least recently used free block; its old contents leave the prefix cache.
+        """Take the next free block; its old contents leave the prefix cache.
 
         Raises:
             IndexError: No block is free. Ask `num_free` first.
@@ -54,11 +55,8 @@ class BlockAllocator:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             self._free[block] = None
-
-    def take_back(self, block: int) -> None:
-        """Undo `allocate` for a block that was not needed: it is handed out next, before blocks with cached contents."""
-        self.release(block)
-        self._free.move_to_end(block, last=False)
+            if self._hash_of[block] is None:
+                self._free.move_to_end(block, last=False)
 
     # -- what the blocks hold (prefix caching) -------------------------------------------------------------------
 

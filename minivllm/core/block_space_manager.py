@@ -135,7 +135,7 @@ class BlockSpaceManager:
         """Free the blocks beyond the computed tokens: they hold only rejected drafts."""
         table = self.block_tables[seq.seq_id]
         while len(table) > self.num_blocks_for(seq.num_computed_tokens):
-            self.gpu_allocator.take_back(table.pop())
+            self.gpu_allocator.release(table.pop())
 
     def _must_copy(self, seq: Sequence) -> bool:
         block = self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size]
@@ -170,7 +170,7 @@ class BlockSpaceManager:
     def free(self, seq: Sequence) -> None:
         """Free all blocks of the sequence, on device and host. Does nothing if it has none.
 
-        The last block is freed first, so that it is reused first: later prompts are most likely to share the beginning of a text.
+        The last block is freed first, so that of cached ones it is evicted first: later prompts are most likely to share the beginning of a text.
         """
         for block in reversed(self.block_tables.pop(seq.seq_id, [])):
             self.gpu_allocator.release(block)

@@ -260,3 +260,26 @@ def test_no_salt_stands_for_a_block():
     salt = array("q", tokens[:4]).tobytes().decode()  # what the first block is hashed from
     plain, salted = make_salted(tokens, None), make_salted(tokens[4:], salt)
     assert not set(plain.extend_block_hashes(4)) & set(salted.extend_block_hashes(4))
+
+
+def test_blocks_that_nobody_can_find_are_handed_out_first_the_last_one_freed_before_the_others():
+    allocator = BlockAllocator(6)
+    blocks = [allocator.allocate() for _ in range(5)]
+    for block in (0, 1):
+        allocator.cache(block, bytes([block]))
+    for block in (3, 1, 4, 0, 2):
+        allocator.release(block)
+    order = [2, 4, 3, 5, 1, 0]  # block 5 was never used; 1 was freed before 0, and both can be found
+    assert allocator.get_free_blocks() == order
+    assert [allocator.allocate() for _ in order] == order
+    assert blocks == [0, 1, 2, 3, 4]
+
+
+def test_a_freed_table_is_handed_out_again_in_its_order():
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=10)
+    first, second = make_sequence(14), make_sequence(14)
+    manager.allocate(first)
+    table = list(manager.get_block_table(first))
+    manager.free(first)
+    manager.allocate(second)
+    assert manager.get_block_table(second) == table

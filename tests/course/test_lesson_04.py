@@ -37,8 +37,8 @@ _CAN_SWAP_OUT = "return self.cpu_pool.num_free >= len(self.get_block_table(seq))
 _CAN_SWAP_IN = "return self.gpu_pool.num_free - self.num_blocks_for(seq.num_tokens) >= watermark"
 
 WRONG = {
-    "the newest free block first": ("self.free_blocks.popleft()", "self.free_blocks.pop()", POOL, "free the longest"),
-    "freed blocks come first": ("self.free_blocks.append(block)", "self.free_blocks.appendleft(block)", POOL, "in the order"),
+    "the last in line first": ("self.free_blocks.popleft()", "self.free_blocks.pop()", POOL, "the first blocks in line"),
+    "freed blocks come last": ("self.free_blocks.appendleft(block)", "self.free_blocks.append(block)", POOL, "goes to the front"),
     "the first of a list is free first": ("for block in reversed(blocks):", "for block in blocks:", POOL, "the last of the list is free first"),
     "a fresh block has no reference": ("self.ref_counts[block] = 1", "pass", POOL, "ref_counts should be"),
     "a shared block is freed by the first to go": ("if self.ref_counts[block] == 0:\n                self.free_blocks", "if True:\n                self.free_blocks", POOL, "when its last reference is released"),
@@ -75,7 +75,7 @@ WRONG = {
     "a newcomer's blocks are taken while asking": (_CAN_ALLOCATE, f"self.gpu_pool.allocate(min(1, self.gpu_pool.num_free))\n        {_CAN_ALLOCATE}", ROOM, "Admitting.can_allocate only answers a question"),
     "a newcomer is tried and sent away": (
         _CAN_ALLOCATE,
-        f"if self.gpu_pool.num_free:\n            self.gpu_pool.release(self.gpu_pool.allocate(1))\n        {_CAN_ALLOCATE}",
+        f"if self.gpu_pool.num_free > 1:\n            self.gpu_pool.release(self.gpu_pool.allocate(2)[::-1])\n        {_CAN_ALLOCATE}",
         ROOM,
         "the order in which gpu_pool hands out its free blocks changed",
     ),
@@ -103,7 +103,7 @@ WRONG = {
     ),
     "a token is tried and taken back": (
         _CAN_GROW,
-        "if self.gpu_pool.num_free >= missing:\n            self.gpu_pool.release(self.gpu_pool.allocate(missing))\n            return True\n        return False\n",
+        "if self.gpu_pool.num_free >= missing:\n            self.gpu_pool.release(self.gpu_pool.allocate(missing)[::-1])\n            return True\n        return False\n",
         CAN_APPEND,
         "the order in which gpu_pool hands out its free blocks changed",
     ),
@@ -132,7 +132,7 @@ WRONG = {
     ),
     "a sibling is tried and sent away": (
         _CAN_COPY,
-        f"if self.gpu_pool.num_free:\n            self.gpu_pool.release(self.gpu_pool.allocate(1))\n        {_CAN_COPY}",
+        f"if self.gpu_pool.num_free > 1:\n            self.gpu_pool.release(self.gpu_pool.allocate(2)[::-1])\n        {_CAN_COPY}",
         COPY,
         "Sharing.can_append_slots only answers a question",
     ),
@@ -149,7 +149,7 @@ WRONG = {
     "shared device blocks stay taken": ("self.gpu_pool.release(table)\n", "self.gpu_pool.release([b for b in table if self.gpu_pool.ref_counts[b] == 1])\n", SWAP, "others name too"),
     "shared device blocks are freed under the siblings": (
         "self.gpu_pool.release(table)\n",
-        "for block in reversed(table):\n            self.gpu_pool.ref_counts[block] = 0\n            self.gpu_pool.free_blocks.append(block)\n",
+        "for block in reversed(table):\n            self.gpu_pool.ref_counts[block] = 0\n            self.gpu_pool.free_blocks.appendleft(block)\n",
         SWAP,
         "others name too",
     ),
@@ -277,11 +277,12 @@ class KeepsTheWatermark(BlockSpaceManager):
 
 
 class TakesWhileAsking(BlockSpaceManager):
-    """The question of a sibling takes a block, and gives it back."""
+    """A question takes two blocks, and gives them back in another order."""
 
     def can_append_slots(self, seq):
-        if self.gpu_allocator.num_free:
-            self.gpu_allocator.release(self.gpu_allocator.allocate())
+        if self.gpu_allocator.num_free > 1:
+            for block in [self.gpu_allocator.allocate(), self.gpu_allocator.allocate()]:
+                self.gpu_allocator.release(block)
         return super().can_append_slots(seq)
 
 

