@@ -1,4 +1,4 @@
-"""The linear layers of a model whose layers are one compiled call, as one call too, with nothing between them."""
+"""All linear layers of a model in one compiled call, with nothing between them, for models whose layers are one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _multiply_all(
 
 
 def compile_linear_layers(model: LlamaModel, rows: int) -> Callable[[], None] | None:
-    """What computes all linear layers of a model except the head, for so many random rows, each time it is called.
+    """A function that computes all linear layers of a model except the head, for this many random rows.
 
-    None if its layers are not one compiled call.
+    None if the engine does not run its layers in one compiled call.
     """
     layers = model._get_compiled_layers() if model.platform.runs_compiled_layers else None
     if layers is None:

@@ -250,7 +250,7 @@ def format_rank_profiles(profiles: dict[str, RankProfile]) -> str:
 
 @torch.inference_mode()
 def _time_linear(model: torch.nn.Module, rows: int, repeats: int = 9) -> float:
-    """Median milliseconds of all linear layers of a model, one after another; where the layers are one compiled call, in one too."""
+    """Median milliseconds of all linear layers of a model, in one compiled call if the engine runs the layers in one."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     calls: list[Callable[[], Any]] = []
     if has_cpu_kernels() and isinstance(getattr(model, "model", None), LlamaModel):

@@ -35,14 +35,15 @@ def main() -> None:
             run(llm)  # all layers are one call
             model = llm.llm_engine.executor.worker.model_runner.model.model
             hook = model.layers[0].register_forward_pre_hook(lambda *_: None)
-            run(llm)  # each half of a layer is one, as in a tensor-parallel group
+            run(llm)  # each half of a layer is a call of its own, as in a tensor-parallel group
             hook.remove()
             model.platform.runs_compiled_layers = False
-            run(llm)  # each operation is one, as with an attention backend of one's own
+            run(llm)  # each operation is a call of its own, as with an attention backend of one's own
 
 
 def run(llm: LLM) -> None:
     """Prompts, then decode steps."""
+    llm.llm_engine.block_manager.reset_prefix_cache()
     llm.generate(["Hi " * 40] * 3, SamplingParams(max_tokens=3), use_tqdm=False)
 
 

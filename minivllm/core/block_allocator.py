@@ -13,8 +13,8 @@ class BlockAllocator:
     """Hands out block numbers 0 .. num_blocks - 1 and counts references to them.
 
     A block is free as soon as its last reference is released, but its contents stay cached: with prefix caching, its hash stays
-    registered until the block is handed out again. Free blocks whose contents nobody can find are handed out first, the last one freed before
-    the others: its memory is still in the processor's cache. Then come those with cached contents, least recently used first.
+    registered until the block is handed out again. Free blocks that the prefix cache cannot find are handed out first, the most recently freed
+    before the others, because its memory is probably still in the processor's cache; then those that it can find, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -49,7 +49,7 @@ class BlockAllocator:
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Release a reference. The last one frees the block."""
+        """Release a reference. The last one frees the block: it goes to the end of the line, or to the front if it has no hash."""
         if self.ref_counts[block] == 0:
             raise ValueError(f"block {block} is released more often than it was taken")
         self.ref_counts[block] -= 1

@@ -170,7 +170,8 @@ class BlockSpaceManager:
     def free(self, seq: Sequence) -> None:
         """Free all blocks of the sequence, on device and host. Does nothing if it has none.
 
-        The last block is freed first, so that of cached ones it is evicted first: later prompts are most likely to share the beginning of a text.
+        The last block is freed first, so that among cached blocks it is evicted first: later prompts most likely share the beginning of a
+        text.
         """
         for block in reversed(self.block_tables.pop(seq.seq_id, [])):
             self.gpu_allocator.release(block)

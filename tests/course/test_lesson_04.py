@@ -39,7 +39,7 @@ _CAN_SWAP_IN = "return self.gpu_pool.num_free - self.num_blocks_for(seq.num_toke
 WRONG = {
     "the last in line first": ("self.free_blocks.popleft()", "self.free_blocks.pop()", POOL, "the first blocks in line"),
     "freed blocks come last": ("self.free_blocks.appendleft(block)", "self.free_blocks.append(block)", POOL, "goes to the front"),
-    "the first of a list is free first": ("for block in reversed(blocks):", "for block in blocks:", POOL, "the last of the list is free first"),
+    "the first of a list is free first": ("for block in reversed(blocks):", "for block in blocks:", POOL, "Of a list, the last block is released first"),
     "a fresh block has no reference": ("self.ref_counts[block] = 1", "pass", POOL, "ref_counts should be"),
     "a shared block is freed by the first to go": ("if self.ref_counts[block] == 0:\n                self.free_blocks", "if True:\n                self.free_blocks", POOL, "when its last reference is released"),
     "a block can be freed twice": ('raise ValueError(f"one of the blocks {blocks} to release is free")', "return", POOL, "release([0, 3]) must raise a ValueError"),

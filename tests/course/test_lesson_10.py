@@ -48,7 +48,7 @@ WRONG = {
     "Python's own hash as text": (HASH, "parent = hashlib.sha256(data).digest()", "parent = str(hash(data))"),
     "64 bits of a hash": (HASH, "hashlib.sha256(data).digest()", "hashlib.sha256(data).digest()[:8]"),
     "a few bits of a hash": (HASH, "hashlib.sha256(data).digest()", "hashlib.sha256(data).digest()[:1]"),
-    "the block that was freed last goes first": (POOL, "self.free.popitem(last=False)", "self.free.popitem()"),
+    "the last in line goes first": (POOL, "self.free.popitem(last=False)", "self.free.popitem()"),
     "what it held is still found": (POOL, "        if block in self.hash_of:\n            del self.block_of[self.hash_of.pop(block)]\n", ""),
     "forgotten when it is freed": (POOL, "            self.free[block] = None\n", "            self.free[block] = None\n            if block in self.hash_of:\n                del self.block_of[self.hash_of.pop(block)]\n"),
     "forgotten in one direction only": (POOL, "del self.block_of[self.hash_of.pop(block)]", "del self.block_of[self.hash_of[block]]"),

@@ -51,6 +51,31 @@ def test_python_runs(code, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.strip()
 
 
+SPEEDS = {
+    "the same 64 requests, on Intel's Emerald Rapids": "offline_bfloat16_2026-11-25",
+    "on AMD's Zen 4": "offline_zen4_2026-11-26",
+    "prompts of mixed lengths, on Zen 4": "mixed_prompts_zen4_2026-11-26",
+    "prompts of 508 tokens, on Emerald Rapids": "long_prompts_2026-11-25",
+    "on Zen 4": "long_prompts_zen4_2026-11-26",
+}
+"""For each line of the README's table of ratios, the measurement behind it."""
+
+
+@pytest.mark.parametrize("line", SPEEDS)
+def test_ratios_are_those_that_were_measured(line):
+    report = json.loads((ROOT / "benchmarks" / "results" / f"{SPEEDS[line]}.json").read_text(encoding="utf-8"))
+    speeds = {engine["name"]: engine["median"] for engine in report["comparison"]["engines"]}
+    int8 = "minivllm-int8-bfloat16" if "minivllm-int8-bfloat16" in speeds else "minivllm-int8"
+    pairs = (("minivllm", "vllm"), ("minivllm-bfloat16", "vllm-bfloat16"), (int8, "vllm-bfloat16"))
+    ratios = " | ".join(f"{speeds[ours] / speeds[theirs]:.2f}" for ours, theirs in pairs)
+    assert f"\n| {line} | {ratios} |\n" in TEXTS["README.md"]
+
+
+def test_every_ratio_has_its_measurement():
+    (table,) = re.findall(r"^\| two cores, without AMX .*\n\|-.*\n((?:\|.*\n)+)", TEXTS["README.md"], flags=re.MULTILINE)
+    assert [row.split("|")[1].strip() for row in table.splitlines()] == list(SPEEDS)
+
+
 @each_page
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", without_code(page.read_text(encoding="utf-8"))):

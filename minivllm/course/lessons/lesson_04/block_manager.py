@@ -74,7 +74,7 @@ def check_pool(pool_class: type) -> None:
         )
         assert next_blocks(pool) == free, (
             f"After {last_actions(actions)}: the free blocks should be handed out in the order {free}, but would be in the order "
-            f"{next_blocks(pool)}. A block that becomes free goes to the front. Of blocks released together, the last of the list is free first."
+            f"{next_blocks(pool)}. A block that becomes free goes to the front. Of a list, the last block is released first, so the first of them is handed out first."
         )
     _check_refusal(pool_class, "allocate", 3, "only 2 blocks are free")
     _check_refusal(pool_class, "share", [0, 3], "block 3 is free")

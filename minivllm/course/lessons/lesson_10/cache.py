@@ -169,7 +169,7 @@ _LOOK = {
     "blocks with contents": "hash_of and block_of, which must agree",
     "reference counts": "who is counted",
     "num_free": "when a block is free, and when it is no longer",
-    "free blocks, in order": "the order: one that was just freed goes to the end if its hash is known, and to the front if not",
+    "free blocks, in order": "the order: one that was just freed goes to the end if it has a hash, and to the front if not",
     "what is found": "when a hash is forgotten (only when its block is handed out), and which block is found if two hold the same (the first)",
 }
 

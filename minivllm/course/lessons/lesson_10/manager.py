@@ -168,7 +168,7 @@ def check_can_allocate(cls: Any) -> None:
 
 
 def check_allocate(cls: Any) -> None:
-    """Found blocks are shared first; then new ones, those that have been free the longest."""
+    """Found blocks are shared first; then new ones, the first in line."""
     count = 0
     for number in range(8 * _ROUNDS):
         scene = make_scene(cls, f"take {number}")
