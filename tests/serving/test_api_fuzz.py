@@ -199,12 +199,13 @@ def test_ten_megabytes_are_refused(server, path):
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_text_that_is_short_enough_to_send_and_too_long_to_fit_is_refused(server, path):
     text = "word " * 190_000
-    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-    body = {"tokens": [5] * 300_000} if path == "/detokenize" else body
+    messages = {"messages": [{"role": "user", "content": text}]}
+    bodies = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}, "/detokenize": {"tokens": [5] * 300_000}}
+    body = bodies.get(path, messages)
     response = server.client.post(path, json=body)
     assert is_refused(response)
     unit = "300000 tokens" if path == "/detokenize" else f"{len(text)} characters"
-    assert f"the prompt has {unit}: shorten it" in response.json()["error"]["message"], "it was refused before it was tokenized"
+    assert f"the prompt has {unit}: shorten it" in response.json()["error"]["message"], "it is refused before it is tokenized"
 
 
 def exchange(server, sent: bytes) -> bytes:
