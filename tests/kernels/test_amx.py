@@ -34,6 +34,7 @@ def test_linux_may_refuse_what_it_granted_before(tmp_path):
             assert ("'HAS_BFLOAT16_AMX': True" in run.stdout) is not bool(refuses)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file, names, at_least",

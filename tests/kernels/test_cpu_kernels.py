@@ -206,6 +206,8 @@ def test_a_bfloat16_weight_is_packed_as_it_is():
     )
 
 
+@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16", "-avx512bf16"])
 def test_kernels_on_other_processors(changes):
     """As far as this processor has their instructions: `kernels.cpu.features`."""
