@@ -27,10 +27,10 @@ def _multiply_all(
         multiply(gated, like(down, at, first + 3 + len(gate_up)), hidden_out, num_threads)
 
 
-def compile_linear_layers(model: LlamaModel, rows: int) -> Callable[[], None] | None:
+def compile_linear_layers(model: LlamaModel, rows: int) -> Callable[[], tuple[np.ndarray, ...]] | None:
     """A function that computes all linear layers of a model except the head, for this many random rows.
 
-    None if the engine does not run its layers in one compiled call.
+    It returns what the last layer's qkv, down, and gate and up gave. None if the engine does not run its layers in one compiled call.
     """
     layers = model._get_compiled_layers() if model.platform.runs_compiled_layers else None
     if layers is None:
@@ -44,10 +44,11 @@ def compile_linear_layers(model: LlamaModel, rows: int) -> Callable[[], None] | 
         for layer in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj)
     )
 
-    def call() -> None:
+    def call() -> tuple[np.ndarray, ...]:
         _multiply_all(
             layers.addresses, weights.attention.qkv, weights.attention.output, weights.mlp.gate_up, weights.mlp.down, hidden,
             attended, gated, qkv_out, hidden_out, gate_up_out, use_threads_of_torch(),
         )  # fmt: skip
+        return qkv_out[:rows], hidden_out[:rows], gate_up_out[:rows]
 
     return call

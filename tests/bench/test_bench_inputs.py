@@ -39,7 +39,6 @@ def test_the_transform_makes_the_default_models_inputs_easier_to_round():
 
 
 def test_prefill_attention_is_timed_in_three_ways():
-    pytest.importorskip("numba")
     results = {length: prefill_attention.measure(length) for length in (1, 20)}
     assert all(set(times) == {"torch", "float32", "bfloat16"} and min(times.values()) > 0 for times in results.values())
     assert prefill_attention.format_times(results).count(" ms") == 6
