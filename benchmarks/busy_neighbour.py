@@ -1,10 +1,10 @@
-"""What one busy process beside the engine costs: decode speed alone, beside a loop, and beside another engine, against another version, in
+"""What one busy process beside the engine costs: speed alone, beside a loop, and beside another engine; against another version and vLLM, in
 turns.
 
-    python benchmarks/busy_neighbour.py --against ../old-checkout --json busy_neighbour.json
+    python benchmarks/busy_neighbour.py --vllm-python .venv-vllm/bin/python --json busy_neighbour.json
+    python benchmarks/busy_neighbour.py --against ../old-checkout
 
-Each variant is a process of its own, because OpenMP reads its settings when it is loaded. A sample during which something
-else computes is taken again.
+Each engine is a process of its own. A sample during which something else computes is taken again.
 """
 
 from __future__ import annotations
@@ -18,46 +18,61 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:  # the process of another version runs this file, too
+    from engine_process import EngineProcess
 
 ROOT = Path(__file__).parents[1]
 BATCHES = {1: 48, 16: 32}
 """Sequences at once, and the tokens that each of them generates."""
 PROMPT_LEN = 16
-LEAST_KEPT, LEAST_ALONE = 0.5, 0.97
-"""The project's bars: speed beside the loop relative to this version's own alone, and alone relative to the other version."""
+FEW = 4
+"""Tokens that others generate beside the loop: each may take seconds."""
+LEAST_KEPT, LEAST_ALONE, LEAST_TOGETHER = 0.7, 0.97, 0.8
+"""The project's bars: speed beside the loop relative to that alone, alone relative to the other version, and of two engines together relative
+to one."""
 MOST_DISTURBANCE, ATTEMPTS = 0.2, 3
 """How many cores other processes may use during a sample, and how often a sample is taken before a disturbed one counts."""
 LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ in range(100_000): pass"
 
 
-def serve() -> None:
-    """The engine's process: reads numbers of sequences and tokens, and answers with decoded tokens per second."""
+def serve(dtype: str) -> None:
+    """The engine's process: reads numbers of sequences and tokens, and answers with the seconds that they take."""
     from minivllm import EngineArgs, LLMEngine, SamplingParams
 
-    engine = LLMEngine.from_engine_args(EngineArgs("smollm2-135m", max_num_seqs=16, max_model_len=1024, dtype="float32"))
+    engine = LLMEngine.from_engine_args(EngineArgs("smollm2-135m", max_num_seqs=16, max_model_len=1024, dtype=dtype))
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
         num_seqs, output_len = map(int, line.split())
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-        for i in range(num_seqs):
-            engine.add_request(f"{number}-{i}", [1000 * number + 20 * i + j for j in range(PROMPT_LEN)], params)
-        engine.step()  # the prompts
         start = time.perf_counter()
+        for i, prompt in enumerate(make_prompts(number, num_seqs)):
+            engine.add_request(f"{number}-{i}", prompt, params)
         while engine.has_unfinished_requests():
             engine.step()
-        print(num_seqs * (output_len - 1) / (time.perf_counter() - start), flush=True)
+        print(time.perf_counter() - start, flush=True)
+
+
+def make_prompts(number: int, num_seqs: int) -> list[list[int]]:
+    """Prompts of `PROMPT_LEN` tokens that differ from those of any other sample."""
+    return [[1000 * number + 20 * i + j for j in range(PROMPT_LEN)] for i in range(num_seqs)]
 
 
 class Variant:
-    """An engine in a process of its own, with some version of the package and some environment."""
+    """This engine in a process of its own, in some version of the package."""
 
-    def __init__(self, root: Path, environment: dict[str, str]) -> None:
+    def __init__(self, root: Path, dtype: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=inherited | {"PYTHONPATH": str(root)} | environment,
+            [sys.executable, __file__, "--serve", dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=inherited | {"PYTHONPATH": str(root)},
         )  # fmt: skip
+        self.pid = self.process.pid
         if self._read() != "ready":
             raise SystemExit(f"The engine of {root} did not start.")
 
@@ -66,31 +81,49 @@ class Variant:
         return self.process.stdout.readline().strip()
 
     def measure(self, num_seqs: int, output_len: int) -> float:
-        """Decoded tokens per second."""
+        """Tokens per second, prompts included."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{num_seqs} {output_len}\n")
         self.process.stdin.flush()
-        return float(self._read())
-
-    def measure_undisturbed(self, num_seqs: int, output_len: int, loops: list[subprocess.Popen]) -> float:
-        """The first sample during which other processes do next to nothing, or else the last."""
-        speed = 0.0
-        for _ in range(ATTEMPTS):
-            others, start = _cpu_seconds(self.process, *loops), time.perf_counter()
-            speed = self.measure(num_seqs, output_len)
-            if _cpu_seconds(self.process, *loops) - others <= MOST_DISTURBANCE * (time.perf_counter() - start):
-                break
-        return speed
+        return num_seqs * output_len / float(self._read())
 
 
-def _cpu_seconds(*ours: subprocess.Popen) -> float:
+class Peer:
+    """vLLM, which is stopped while it is not its turn: its threads would spin."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine, self.pid = engine, engine.pid
+        self.number = 0
+        engine.load()
+
+    def measure(self, num_seqs: int, output_len: int) -> float:
+        """Tokens per second, prompts included."""
+        from minivllm.bench.workloads import WorkloadRequest
+
+        self.number += 1
+        requests = [WorkloadRequest(prompt, output_len) for prompt in make_prompts(self.number, num_seqs)]
+        return num_seqs * output_len / self.engine.run(requests).seconds
+
+
+def measure_undisturbed(variant: Variant | Peer, num_seqs: int, output_len: int, loops: list[subprocess.Popen]) -> float:
+    """The first sample during which other processes do next to nothing, or else the last."""
+    speed, pids = 0.0, [variant.pid, *(loop.pid for loop in loops)]
+    for _ in range(ATTEMPTS):
+        others, start = _cpu_seconds(pids), time.perf_counter()
+        speed = variant.measure(num_seqs, output_len)
+        if _cpu_seconds(pids) - others <= MOST_DISTURBANCE * (time.perf_counter() - start):
+            break
+    return speed
+
+
+def _cpu_seconds(ours: list[int]) -> float:
     """What all processes but ours have computed since the machine started; 0 where there is no /proc."""
     if not Path("/proc/stat").exists():
         return 0.0
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     total = sum(ticks) - ticks[3] - ticks[4]  # idle, and waiting for a disk
-    for process in ours:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    for pid in ours:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         total -= int(fields[11]) + int(fields[12])
     return total / os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +141,7 @@ def busy_loops(count: int) -> Iterator[list[subprocess.Popen]]:
             loop.wait()
 
 
-def measure(variants: dict[str, Variant], twins: dict[str, Variant], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(variants: dict[str, Variant | Peer], twins: dict[str, Variant], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Tokens per second of each variant and situation, a round after the other, every second one backwards.
 
     Those of two engines at once are added up.
@@ -117,13 +150,13 @@ def measure(variants: dict[str, Variant], twins: dict[str, Variant], rounds: int
     for variant in (*variants.values(), *twins.values()):
         for num_seqs in BATCHES:
             variant.measure(num_seqs, 4)
-    for number in range(rounds):
+    for number in tqdm(range(rounds), "Rounds"):
         for num_seqs, output_len in BATCHES.items():
             for situation, count in (("alone", 0), ("beside", 1)):
                 with busy_loops(count) as loops:
                     for name in list(variants)[:: 1 if number % 2 == 0 else -1]:
-                        length = 4 if count and name == "before" else output_len  # which may take seconds for a token
-                        speed = variants[name].measure_undisturbed(num_seqs, length, loops)
+                        may_crawl = count > 0 and (isinstance(variants[name], Peer) or name == "before")
+                        speed = measure_undisturbed(variants[name], num_seqs, FEW if may_crawl else output_len, loops)
                         speeds[name].setdefault(f"{num_seqs} {situation}", []).append(speed)
             for name, twin in twins.items():
                 with ThreadPoolExecutor(2) as pool:
@@ -132,23 +165,8 @@ def measure(variants: dict[str, Variant], twins: dict[str, Variant], rounds: int
     return speeds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version to compare with")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return 0
-    from minivllm.bench.report import format_table, report
-
-    started = {"before": (arguments.against, {})} if arguments.against else {}
-    started |= {"now": (ROOT, {}), "now, passive": (ROOT, {"OMP_WAIT_POLICY": "passive"})}
-    variants = {name: Variant(*what) for name, what in started.items()}
-    twins = {"now": Variant(*started["now"])}
-    speeds = measure(variants, twins, arguments.rounds)
+def compare(speeds: dict[str, dict[str, list[float]]]) -> tuple[list[tuple], bool]:
+    """The rows of the table, and whether this version meets its bars. Another version comes before it."""
     medians = {name: {what: statistics.median(of) for what, of in situations.items()} for name, situations in speeds.items()}
     base = medians[next(iter(medians))]
     rows, good = [], True
@@ -159,7 +177,45 @@ def main() -> int:
             two = median.get(f"{num_seqs} two engines")
             together = ("", "") if two is None else (f"{two:.1f}", f"{two / alone:.2f}")
             rows.append((name, num_seqs, f"{alone:.1f}", f"{beside:.1f}", f"{kept:.2f}", f"{relative:.3f}", *together))
-            good &= name != "now" or (kept >= LEAST_KEPT and relative >= LEAST_ALONE)
+            if two is not None:
+                good &= kept >= LEAST_KEPT and relative >= LEAST_ALONE and two >= LEAST_TOGETHER * alone
+    return rows, good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version to compare with")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM, to compare with it")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--serve", metavar="DTYPE", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return 0
+    from engine_comparison import make_specs
+    from engine_process import find_versions, start_all
+
+    from minivllm.bench.report import format_table, report
+    from minivllm.bench.workloads import WorkloadRequest
+    from minivllm.models.hub import resolve_model
+    from minivllm.models.registry import load_model_config
+
+    specs = []
+    if arguments.vllm_python:
+        longest = [WorkloadRequest([0] * PROMPT_LEN, max(BATCHES.values()))]
+        config = load_model_config("smollm2-135m", resolve_model("smollm2-135m"))
+        specs = make_specs(["vllm", "vllm-bfloat16"], config, {"max_num_seqs": 16}, longest, vllm_python=arguments.vllm_python)
+        find_versions(specs[0])
+        specs += [replace(spec, name=f"{spec.name}-passive", environment={"OMP_WAIT_POLICY": "passive"}) for spec in specs]
+    with start_all(specs) as peers:
+        started = {"before": (arguments.against, "float32")} if arguments.against else {}
+        started |= {"now": (ROOT, "float32"), "now, bfloat16": (ROOT, "bfloat16")}
+        variants: dict[str, Variant | Peer] = {name: Variant(*what) for name, what in started.items()}
+        variants |= {spec.name.replace("-", ", "): Peer(peer) for spec, peer in zip(specs, peers, strict=True)}
+        twins = {name: Variant(*started[name]) for name in ("now", "now, bfloat16")}
+        speeds = measure(variants, twins, arguments.rounds)
+    rows, good = compare(speeds)
     table = format_table(("variant", "sequences", "alone", "beside", "kept", "x first, alone", "two engines", "x alone"), rows)
     title = f"Tokens per second beside one busy process; medians of {arguments.rounds} rounds in turns"
     report(title, table, {"tokens_per_second": speeds}, file=arguments.json)

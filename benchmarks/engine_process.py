@@ -40,6 +40,7 @@ class EngineSpec:
         settings: Arguments of the script's class.
         install: How to install the engine: ends the sentence that says it is missing.
         script: The script to run.
+        environment: Variables to set for it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class EngineSpec:
     settings: dict[str, Any]
     install: str
     script: Path = SCRIPT
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class EngineProcess:
     Attributes:
         load_seconds: How long imports, loading and compiling took, without the start of the interpreter.
         how: How the engine runs requests, in words.
+        pid: Of the process.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -103,9 +106,10 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=_environment(spec.python),
+            env=_environment(spec.python) | spec.environment,
             start_new_session=True,  # its children can be stopped with it, and Ctrl-C is this process's to handle
         )
+        self.pid = self._process.pid
         os.close(log)
         self._failed = False
 

@@ -35,6 +35,7 @@ LONG = (
 """Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting."""
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("short", max_examples=40, **_common)
 settings.register_profile("default", max_examples=100, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
 settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
@@ -45,8 +46,19 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--long` runs all tests."""
-    parser.addoption("--long", action="store_true", default=NIGHTLY, help="run the tests that are marked long, too")
+    """`--long` runs all tests, with all examples."""
+    parser.addoption(
+        "--long",
+        action="store_true",
+        default=NIGHTLY,
+        help="run the tests that are marked long, too, and property tests with all examples",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fewer examples for who waits for the result, unless HYPOTHESIS_PROFILE says how many."""
+    if "HYPOTHESIS_PROFILE" not in os.environ and not config.getoption("--long"):
+        settings.load_profile("short")
 
 
 @pytest.hookimpl(tryfirst=True)
