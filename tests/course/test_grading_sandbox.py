@@ -241,6 +241,7 @@ def test_the_model_is_converted_before_it_can_only_be_read(tmp_path, monkeypatch
     assert happened == ["smollm2-135m", "graded"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_grader_loses_no_grade_and_makes_none_twice(tmp_path):
     (tmp_path / "solutions").mkdir()

@@ -563,6 +563,7 @@ def test_no_trick_earns_a_point(graded):
     assert float(graded.rows["worked"]["score"]) == 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_some_tricks_fool_the_check_and_only_the_witness_finds_them(graded):
     """Otherwise the test above would show nothing about the witness."""

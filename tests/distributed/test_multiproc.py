@@ -67,7 +67,7 @@ def all_gone(processes):
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_tokens_of_the_default_model_are_those_of_one_worker(llm, world_size):
     words = [
         "The",

@@ -84,6 +84,7 @@ def test_a_tied_embedding_of_the_wrong_shape_is_told():
         load_weights(Tied(Platform(CPU, torch.float32)), iter([("embed_tokens.weight", weight)]), "model")
 
 
+@pytest.mark.long
 @pytest.mark.skipif("avx512vnni" in os.environ.get("MINIVLLM_CPU_FEATURES", ""), reason="is in such a process already")
 def test_the_same_without_the_instruction_for_8_bits():
     environment = os.environ | {"MINIVLLM_CPU_FEATURES": "-avx512vnni"}

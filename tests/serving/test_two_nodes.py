@@ -68,6 +68,7 @@ def wait_for(log, words, process, seconds=120):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_replicas_on_two_nodes_answer_like_one_engine(llm, tmp_path):
     prompts, params = workload()
     expected = [
