@@ -59,8 +59,9 @@ def serve(dtype: str) -> None:
 
 
 def make_prompts(number: int, num_seqs: int) -> list[list[int]]:
-    """Prompts of `PROMPT_LEN` tokens that differ from those of any other sample."""
-    return [[1000 * number + 20 * i + j for j in range(PROMPT_LEN)] for i in range(num_seqs)]
+    """Prompts of `PROMPT_LEN` tokens that differ from those of the samples before."""
+    first = 1000 * (number % 48)  # there are 49,152 tokens
+    return [[first + 20 * i + j for j in range(PROMPT_LEN)] for i in range(num_seqs)]
 
 
 class Variant:
