@@ -4,7 +4,8 @@ turns.
     python benchmarks/busy_neighbour.py --vllm-python .venv-vllm/bin/python --json busy_neighbour.json
     python benchmarks/busy_neighbour.py --against ../old-checkout
 
-Each engine is a process of its own. A sample during which something else computes is taken again.
+Each engine is a process of its own. A sample during which something else computes is taken again. With vLLM a round takes some seven
+minutes: beside the loop, it generates a few tokens in a second.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ ROOT = Path(__file__).parents[1]
 BATCHES = {1: 48, 16: 32}
 """Sequences at once, and the tokens that each of them generates."""
 PROMPT_LEN = 16
-FEW = 4
-"""Tokens that others generate beside the loop: each may take seconds."""
 LEAST_KEPT, LEAST_ALONE, LEAST_TOGETHER = 0.7, 0.97, 0.8
 """The project's bars: speed beside the loop relative to that alone, alone relative to the other version, and of two engines together relative
 to one."""
@@ -156,8 +155,7 @@ def measure(variants: dict[str, Variant | Peer], twins: dict[str, Variant], roun
             for situation, count in (("alone", 0), ("beside", 1)):
                 with busy_loops(count) as loops:
                     for name in list(variants)[:: 1 if number % 2 == 0 else -1]:
-                        may_crawl = count > 0 and (isinstance(variants[name], Peer) or name == "before")
-                        speed = measure_undisturbed(variants[name], num_seqs, FEW if may_crawl else output_len, loops)
+                        speed = measure_undisturbed(variants[name], num_seqs, output_len, loops)
                         speeds[name].setdefault(f"{num_seqs} {situation}", []).append(speed)
             for name, twin in twins.items():
                 with ThreadPoolExecutor(2) as pool:

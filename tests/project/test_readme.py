@@ -75,12 +75,13 @@ def test_ratios_are_those_that_were_measured(line):
 def test_speeds_beside_a_busy_process_are_those_that_were_measured():
     path = ROOT / "benchmarks" / "results" / "busy_neighbour_zen4_2026-11-26.json"
     speeds = json.loads(path.read_text(encoding="utf-8"))["tokens_per_second"]
-    ours, theirs, passive = (
-        f"{statistics.median(speeds[name]['16 beside']) / statistics.median(speeds[name]['16 alone']):.0%}".replace("%", " %")
-        for name in ("now, bfloat16", "vllm, bfloat16", "vllm, bfloat16, passive")
+    ours, theirs = (
+        statistics.median(speeds[name]["16 beside"]) / statistics.median(speeds[name]["16 alone"])
+        for name in ("now, bfloat16", "vllm, bfloat16")
     )
     text = " ".join(TEXTS["README.md"].split())
-    assert f"keeps {ours} of its speed with 16 sequences, and vLLM {theirs}, or {passive} of a speed that is lower" in text
+    assert f"keeps {100 * ours:.0f} % of its speed with 16 sequences, and vLLM, as it is by default, less than 5 %" in text
+    assert theirs < 0.05 / 2  # its samples beside the loop had fewer tokens, in which prompts weigh up to twice as much
 
 
 def test_every_ratio_has_its_measurement():
