@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks exercises lint check-vllm-links gpu-check clean
+.PHONY: help setup demo test lab notebooks exercises lint check-vllm-links gpu-check cpu-check clean
 
 help: ## Say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ check-vllm-links: ## Check what lessons and docs say about vLLM's source: VLLM=a
 
 gpu-check: ## On a machine with a GPU: kernels compiled, engine, CUDA graphs, benchmark; installs nothing
 	@"$(PYTHON)" tools/gpu_check.py $(ARGS)
+
+cpu-check: setup ## Test the CPU kernels and take all measurements of this machine, in an hour or two; stores them in benchmarks/results
+	@"$(VENV)/bin/python" tools/cpu_check.py $(ARGS)
 
 clean: ## Remove the virtual environment
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; else echo "There is no virtual environment in $(VENV)."; fi

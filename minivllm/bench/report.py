@@ -64,10 +64,13 @@ def report(title: str, table: str, results: dict[str, Any], *, file: Path | None
 
 def find_origin(command: str | None = None) -> dict[str, Any]:
     """What it takes to repeat a measurement: machine, time, command line (that of the running script if None) and versions."""
+    command = command or shlex.join(["python", f"{Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    if features := os.environ.get("MINIVLLM_CPU_FEATURES"):  # some of what the processor has was refused
+        command = f"MINIVLLM_CPU_FEATURES={features} {command}"
     return {
         "machine": describe_machine(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command or shlex.join(["python", f"{Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command,
         "versions": find_versions(),
     }
 

@@ -38,3 +38,11 @@ def test_a_report_is_printed_and_saved_with_what_it_takes_to_repeat_it(capsys, t
     assert saved["command"] == "minivllm bench offline" and saved["results"] == [1, 2]
     assert saved["versions"]["minivllm"] == minivllm.__version__ and saved["versions"]["torch"]
     assert saved["time"].endswith("+00:00")
+
+
+def test_a_report_says_what_was_refused_to_the_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINIVLLM_CPU_FEATURES", "-amx-tile")
+    report("A run", "the table", {}, file=tmp_path / "report.json", command="minivllm bench latency")
+    assert (
+        json.loads((tmp_path / "report.json").read_text())["command"] == "MINIVLLM_CPU_FEATURES=-amx-tile minivllm bench latency"
+    )

@@ -254,8 +254,13 @@ def test_every_solution_is_marked_as_an_exercise_needs_it():
         assert any(map(is_check, notebook.cells)), path.name
 
 
+SOLUTIONS = sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb")))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name[:2] in ("02", "08") else pytest.mark.long) for name in SOLUTIONS]
+)
 def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
     exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)
     client = nbclient.NotebookClient(

@@ -7,7 +7,6 @@ Skipped where there is no Chromium. Screenshots are left in `out/browser/`.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 
@@ -24,8 +23,8 @@ from minivllm.course.pages import export_pages
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-IN_JUPYTERLAB = LESSONS if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else LESSONS[::4]
-"""Those that are opened in JupyterLab, which takes seconds; all in a nightly run, `HYPOTHESIS_PROFILE=nightly`."""
+IN_JUPYTERLAB = [pytest.param(name, marks=() if name == LESSONS[0] else pytest.mark.long) for name in LESSONS]
+"""To open one in JupyterLab takes seconds."""
 
 
 def exercise():

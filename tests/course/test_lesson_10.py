@@ -204,7 +204,9 @@ ALSO_RIGHT = combine(RIGHT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ALSO_RIGHT)
+@pytest.mark.parametrize(
+    "names", [pytest.param(name, marks=() if place == 0 else pytest.mark.long) for place, name in enumerate(ALSO_RIGHT)]
+)
 def test_other_right_answers_pass(names):
     outcome = run_cells(ALSO_RIGHT[names])
     assert outcome.failed == [] and outcome.broken == {}

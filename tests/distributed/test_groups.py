@@ -51,7 +51,7 @@ def run_shared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_random_operations_in_shared_memory(run_shared, world_size):
     results = run_shared("random_operations", world_size)
     assert [wrong for wrong, _ in results] == [[]] * world_size
@@ -59,7 +59,7 @@ def test_random_operations_in_shared_memory(run_shared, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_random_operations_over_gloo(tmp_path, world_size):
     results = run_ranks("torch", "random_operations", world_size, f"file://{tmp_path}/meet")
     assert [wrong for wrong, _ in results] == [[]] * world_size

@@ -124,7 +124,7 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ("few blocks", "speculative") else ()) for name in ENGINES]
+    "name", [pytest.param(name, marks=() if name == "chunked prefill, prefix cache" else pytest.mark.long) for name in ENGINES]
 )
 def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name, request):
     """The second engine has other options than the first: where a request goes on, it has other neighbours and other chunks.

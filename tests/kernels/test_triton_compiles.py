@@ -15,6 +15,7 @@ SUPPORT = ROOT / "tests" / "support"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this system")
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """Attention on the matrix units (wgmma) of a Hopper GPU, nothing beyond its shared memory; and the kernels of lesson 06."""

@@ -219,7 +219,9 @@ def test_chunks_of_prompts_beside_decodes(folder, options, calls, monkeypatch):
     assert answers() == compiled
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long), {"quantization": "int8"}], ids=str
+)
 def test_a_tied_embedding_of_a_width_that_the_hadamard_transform_fills_up(options, tmp_path):
     llm = load(save_llama(tmp_path, hidden_size=48, intermediate_size=80, tie_word_embeddings=True), **options)
     if "quantization" in options and layers_of(llm)[0].compiled_mlp is None:

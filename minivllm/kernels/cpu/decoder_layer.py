@@ -29,7 +29,7 @@ from minivllm.kernels.cpu.prefill_attention import _prefill
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
 
 TOKENS_AT_A_TIME = 504
-"""Tokens that go through an MLP together: a multiple of both numbers of `TILE_ROWS`."""
+"""Tokens that go through an MLP together: a multiple of `SMALL_TILE` and of `LARGE_TILE`."""
 PackedArrays = tuple[np.ndarray, ...]
 """The `arrays` of a packed weight whose number of outputs is a multiple of `PANEL`."""
 
@@ -257,7 +257,7 @@ def _attention_block(
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _mlp_block(x, residual, norm, gate_up_weight, down_weight, eps, out, total, num_threads, row_threads):
-    """Of a long prompt some tokens at a time: what lies between the two products is large, and stays in the cache so."""
+    """Takes `TOKENS_AT_A_TIME` tokens at a time, so that what lies between the two products stays in the cache."""
     num_tokens, hidden_size = x.shape
     intermediate_size = gate_up_weight[-1].shape[0] // 2
     most = min(len(out), TOKENS_AT_A_TIME)

@@ -31,11 +31,12 @@ from minivllm.errors import KernelError
 from minivllm.kernels.cpu.launch import DTYPES, as_numpy, load, use_threads_of_torch
 from minivllm.kernels.cpu.panels import (
     FEW_ROWS,
+    LARGE_TILE,
     PANEL,
     PLACE_BITS,
     PREFETCH_DISTANCE,
     ROW_PADDING,
-    TILE_ROWS,
+    SMALL_TILE,
     WIDTHS,
     multiply_panels,
 )
@@ -194,7 +195,7 @@ def padded_rows(num_rows: int) -> int:
     """
     if num_rows <= FEW_ROWS[-1]:
         return next(rows for rows in FEW_ROWS if rows >= num_rows)
-    small, large = (-(-num_rows // rows) * rows for rows in TILE_ROWS)
+    small, large = (-(-num_rows // rows) * rows for rows in (SMALL_TILE, LARGE_TILE))
     return small if small + small // 16 < large else large
 
 
@@ -219,7 +220,7 @@ def _copy_rows(numbers, outputs, rows, num_threads):
 @njit(error_model="numpy")
 def tile_of(out_rows):
     """The rows and panels of a tile for a batch that is padded to so many rows."""
-    rows = TILE_ROWS[1] if out_rows % TILE_ROWS[1] == 0 else TILE_ROWS[0]
+    rows = LARGE_TILE if out_rows % LARGE_TILE == 0 else SMALL_TILE
     if out_rows <= FEW_ROWS[-1]:
         rows = out_rows
     return rows, _WIDTHS[rows]

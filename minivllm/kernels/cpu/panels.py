@@ -25,11 +25,11 @@ WIDTHS = {1: 4, 2: 4, 4: 2, 8: 2, 12: 2, 16: 1, 20: 1, 24: 1} if HAS_AVX512 else
 AVX-512 has 32, AVX2 has 16 of half the size. Several are needed, because an addition takes four cycles, and the next one to the same sum
 waits for it."""
 FEW_ROWS = tuple(WIDTHS)
-TILE_ROWS = (8, 12) if HAS_AVX512 else (3, 3)
+SMALL_TILE, LARGE_TILE = (8, 12) if HAS_AVX512 else (3, 3)
 """Batches that are larger than `FEW_ROWS` go in tiles of one of these numbers of rows."""
-ROWS = 8 if HAS_AVX512 else 4
+ATTENTION_ROWS = 8 if HAS_AVX512 else 4
 """Rows that `multiply_rows` computes at a time; the tiles of attention are multiples of it."""
-_WIDTH = WIDTHS[ROWS]
+_WIDTH = WIDTHS[ATTENTION_ROWS]
 ROW_PADDING = 2
 """Numbers that are left out after each column of `x`. Where columns were as long as the rows of a panel, 64 bytes, compilers would address
 both with one counter, which takes the processor twice as many steps."""
@@ -92,7 +92,7 @@ def multiply_panels(
         out: `[num_rows, outputs]`.
         num_rows, num_panels: Of `WIDTHS`, or 1 panel. If `num_rows` is a literal, only its loops are compiled.
         place, pace: What to prefetch meanwhile: where to begin, from the start of `panels`, and how much further with each vector, both
-            in units of 2**-PLACE_BITS bytes. With fewer rows than the first of `TILE_ROWS` they do not count: what is read soon is prefetched.
+            in units of 2**-PLACE_BITS bytes. With fewer rows than `SMALL_TILE` they do not count: what is read soon is prefetched.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
@@ -137,7 +137,7 @@ def multiply_panels(
                 for panel in range(num_panels):
                     offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
                     words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
-                    if num_rows < TILE_ROWS[0]:
+                    if num_rows < SMALL_TILE:
                         _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
                     else:
                         vector = builder.add(builder.mul(num_words, _INT64(panel)), loop.index)
@@ -218,10 +218,10 @@ def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
 
 @njit(error_model="numpy")
 def multiply_rows(x, panels, first_panel, start, out):
-    """`out` = `start` + `x` times the panels from `first_panel` on, all of it in the cache; `x` is `[tiles, words, ROWS + ROW_PADDING]`."""
+    """`out` = `start` + `x` times the panels from `first_panel` on, all of it in the cache; `x` is `[tiles, words, ATTENTION_ROWS + ROW_PADDING]`."""
     for i in range(len(x)):
         panel = first_panel
         while panel < len(panels):
             count = _WIDTH if len(panels) - panel >= _WIDTH else 1
-            multiply_panels(x[i], panels, panel, start, out, i * ROWS, ROWS, count, 0, 0)
+            multiply_panels(x[i], panels, panel, start, out, i * ATTENTION_ROWS, ATTENTION_ROWS, count, 0, 0)
             panel += count

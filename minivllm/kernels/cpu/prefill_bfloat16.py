@@ -12,7 +12,7 @@ from numba import njit
 from minivllm.kernels.cpu.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
 from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, round_bfloat16
-from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, ROWS, multiply_rows
+from minivllm.kernels.cpu.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
 from minivllm.kernels.cpu.softmax import finish, weigh
 from minivllm.kernels.cpu.transpose import transpose
 
@@ -66,9 +66,9 @@ def _multiply_tokens(x, panels, first_panel, start, out):
 
 @njit(error_model="numpy")
 def _new_columns(num_words, head_dim):
-    """The same places for VDPBF16PS, as `multiply_rows` takes them: `[tiles of rows, words, ROWS + ROW_PADDING]`."""
-    keys = np.zeros((TOKENS // ROWS, num_words, ROWS + ROW_PADDING), np.uint32)
-    return keys, np.zeros((-(-head_dim // ROWS), TOKENS // 2, ROWS + ROW_PADDING), np.uint32)
+    """The same places for VDPBF16PS, as `multiply_rows` takes them: `[tiles of rows, words, ATTENTION_ROWS + ROW_PADDING]`."""
+    keys = np.zeros((TOKENS // ATTENTION_ROWS, num_words, ATTENTION_ROWS + ROW_PADDING), np.uint32)
+    return keys, np.zeros((-(-head_dim // ATTENTION_ROWS), TOKENS // 2, ATTENTION_ROWS + ROW_PADDING), np.uint32)
 
 
 @njit(error_model="numpy")
@@ -76,7 +76,7 @@ def _load_column_keys(key_cache, table, kv_head, start, end, rows, keys, channel
     """By way of `rows`, `[TOKENS, words]`."""
     _copy_tokens(key_cache, table, kv_head, start, end, rows.view(np.int16), channels)
     for i in range(len(keys)):
-        transpose(rows, i * ROWS, keys, i, 0, ROWS, 0, rows.shape[1])
+        transpose(rows, i * ATTENTION_ROWS, keys, i, 0, ATTENTION_ROWS, 0, rows.shape[1])
 
 
 @njit(error_model="numpy")
@@ -92,7 +92,7 @@ def _load_column_values(value_cache, table, kv_head, start, end, values, channel
             second = value_cache[table[(start + t + 1) // block_size], (start + t + 1) % block_size, kv_head]
         for d in range(head_dim):
             low, high = np.uint32(np.uint16(first[d])), np.uint32(np.uint16(second[d]))
-            values[d // ROWS, t // 2, d % ROWS] = np.uint32(low | np.uint32(high << np.uint32(16)))
+            values[d // ATTENTION_ROWS, t // 2, d % ATTENTION_ROWS] = np.uint32(low | np.uint32(high << np.uint32(16)))
 
 
 if HAS_BFLOAT16_AMX:

@@ -6,14 +6,14 @@ import numpy as np
 from numba import njit
 
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, TILE, ZERO, load
-from minivllm.kernels.cpu.panels import PANEL, ROW_PADDING, ROWS, multiply_rows
+from minivllm.kernels.cpu.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
 from minivllm.kernels.cpu.softmax import finish, weigh
 from minivllm.kernels.cpu.transpose import transpose
 
 
 @njit(error_model="numpy")
 def _load_keys(key_cache, table, kv_head, start, end, rows, keys, channels):
-    """A tile of keys as `x` of the scores: `[TILE / ROWS, channels, ROWS + ROW_PADDING]`, by way of `rows`; zero beyond the end."""
+    """A tile of keys as `x` of the scores: `[TILE / ATTENTION_ROWS, channels, ATTENTION_ROWS + ROW_PADDING]`, by way of `rows`; zero beyond the end."""
     block_size, head_dim = key_cache.shape[1], len(channels)
     for t in range(TILE):
         if start + t < end:
@@ -24,24 +24,24 @@ def _load_keys(key_cache, table, kv_head, start, end, rows, keys, channels):
             for d in range(head_dim):
                 rows[t, d] = ZERO
     for i in range(len(keys)):
-        transpose(rows, i * ROWS, keys, i, 0, ROWS, 0, head_dim)
+        transpose(rows, i * ATTENTION_ROWS, keys, i, 0, ATTENTION_ROWS, 0, head_dim)
 
 
 @njit(error_model="numpy")
 def _load_values(value_cache, table, kv_head, start, end, values, channels):
-    """A tile of values as `x` of the output: `[channels / ROWS, TILE, ROWS + ROW_PADDING]`; zero beyond the end."""
+    """A tile of values as `x` of the output: `[channels / ATTENTION_ROWS, TILE, ATTENTION_ROWS + ROW_PADDING]`; zero beyond the end."""
     block_size, head_dim = value_cache.shape[1], len(channels)
     for t in range(TILE):
         if start + t < end:
             value = value_cache[table[(start + t) // block_size], (start + t) % block_size, kv_head]
-            for i in range(head_dim // ROWS):
-                for d in range(ROWS):
-                    values[i, t, d] = load(value[i * ROWS + d])
-            for d in range(head_dim // ROWS * ROWS, head_dim):
-                values[d // ROWS, t, d % ROWS] = load(value[d])
+            for i in range(head_dim // ATTENTION_ROWS):
+                for d in range(ATTENTION_ROWS):
+                    values[i, t, d] = load(value[i * ATTENTION_ROWS + d])
+            for d in range(head_dim // ATTENTION_ROWS * ATTENTION_ROWS, head_dim):
+                values[d // ATTENTION_ROWS, t, d % ATTENTION_ROWS] = load(value[d])
         else:
             for i in range(len(values)):
-                for d in range(ROWS):
+                for d in range(ATTENTION_ROWS):
                     values[i, t, d] = ZERO
 
 
@@ -63,12 +63,12 @@ def attend_float32(query, key_cache, value_cache, table, kv_head, position, scal
         transpose(rows, panel * PANEL, queries, panel, 0, PANEL, 0, head_dim)
     maxima = np.full((num_panels, PANEL), MINUS_INFINITY, np.float32)
     sums = np.zeros((num_panels, PANEL), np.float32)
-    keys = np.empty((TILE // ROWS, head_dim, ROWS + ROW_PADDING), np.float32)
-    values = np.zeros((-(-head_dim // ROWS), TILE, ROWS + ROW_PADDING), np.float32)
+    keys = np.empty((TILE // ATTENTION_ROWS, head_dim, ATTENTION_ROWS + ROW_PADDING), np.float32)
+    values = np.zeros((-(-head_dim // ATTENTION_ROWS), TILE, ATTENTION_ROWS + ROW_PADDING), np.float32)
     nothing = np.zeros(num_panels * PANEL, np.float32)
     scores = np.empty((TILE, num_panels * PANEL), np.float32)
     weights = np.empty((num_panels, TILE, PANEL), np.float32)
-    output = np.zeros((len(values) * ROWS, num_panels * PANEL), np.float32)
+    output = np.zeros((len(values) * ATTENTION_ROWS, num_panels * PANEL), np.float32)
     for start in range(0, end, TILE):
         _load_keys(key_cache, table, kv_head, start, end, rows, keys, channels)
         _load_values(value_cache, table, kv_head, start, end, values, channels)
