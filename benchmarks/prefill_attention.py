@@ -23,6 +23,8 @@ from minivllm.kernels import cpu, reference
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 LENGTHS = (32, 104, 508, 1000, 2000)
 WARM_UP, REPEATS = 2, 15
+PAUSE_SECONDS = 0.02
+"""After each call: torch's threads spin for milliseconds once they have done their work, and would be in the way of the next."""
 
 
 @torch.inference_mode()
@@ -46,6 +48,7 @@ def measure(length: int) -> dict[str, float]:
             # Unchecked, as queries are float32 even where the cache is bfloat16.
             kernels.paged_prefill_attention.unchecked(query, key_cache, value_cache, tables, lengths, starts, HEAD_DIM**-0.5)
             times[name].append((time.perf_counter() - start) * 1e3)
+            time.sleep(PAUSE_SECONDS)
     return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
 
 
