@@ -159,30 +159,73 @@ class VllmEngine:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python: the GGUF file itself, one request at a time."""
+    """llama.cpp through llama-cpp-python's low-level interface: the GGUF file itself, in batches as llama.cpp's own server makes them.
 
-    how = "the GGUF file's own quantization, one request at a time"
+    Each request that runs has a slot. In a step, the last tokens of those that generate come first, then as much of the prompts as there is
+    room for.
+    """
+
+    how = "the GGUF file's own quantization, continuous batching"
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from llama_cpp import Llama
+        import llama_cpp
 
-        threads = settings["num_threads"]
-        self.llama = Llama(
-            settings["gguf"], n_ctx=settings["max_model_len"], n_threads=threads, n_threads_batch=threads, verbose=False
-        )
+        self.api = llama_cpp
+        self.api.llama_backend_init()
+        self.model = self.api.llama_model_load_from_file(settings["gguf"].encode(), self.api.llama_model_default_params())
+        params = self.api.llama_context_default_params()
+        self.num_slots = params.n_seq_max = settings["max_num_seqs"]
+        params.n_ctx = settings["max_num_seqs"] * settings["max_model_len"]
+        params.kv_unified = False  # faster for sequences that share nothing
+        params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # some 5 % faster on a CPU
+        params.n_threads = params.n_threads_batch = settings["num_threads"]
+        self.room = params.n_batch
+        self.context = self.api.llama_init_from_model(self.model, params)
+        self.memory = self.api.llama_get_memory(self.context)
+        self.batch = self.api.llama_batch_init(self.room, 0, 1)
+        self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
 
     def run(self, requests: Requests) -> list[Tokens]:
-        """Generate for all requests, one after another. Returns the tokens of each."""
-        all_tokens = []
-        for prompt, output_len in requests:
-            self.llama.reset()
-            tokens: Tokens = []
-            for token in self.llama.generate(prompt, temp=0, top_k=1, repeat_penalty=1.0):  # never stops
-                tokens.append(token)
-                if len(tokens) == output_len:
-                    break
-            all_tokens.append(tokens)
-        return all_tokens
+        """Generate for all requests. Returns the tokens of each."""
+        tokens: list[Tokens] = [[] for _ in requests]
+        waiting = list(range(len(requests)))[::-1]
+        running: dict[int, tuple[int, Tokens, int]] = {}  # slot: request, tokens to compute, position of the first of them
+        while waiting or running:
+            for slot in range(self.num_slots):
+                if waiting and slot not in running:
+                    request = waiting.pop()
+                    running[slot] = request, requests[request][0], 0
+            for slot, token in self._step(running).items():
+                request, _, position = running[slot]
+                tokens[request].append(token)
+                if len(tokens[request]) < requests[request][1]:
+                    running[slot] = request, [token], position
+                else:
+                    del running[slot]
+                    self.api.llama_memory_seq_rm(self.memory, slot, -1, -1)
+        return tokens
+
+    def _step(self, running: dict[int, tuple[int, Tokens, int]]) -> dict[int, int]:
+        """One step. Returns the next token of each slot that has one."""
+        import numpy as np
+
+        batch, last_rows = self.batch, {}
+        batch.n_tokens = 0
+        for slot, (request, tokens, position) in sorted(running.items(), key=lambda item: len(item[1][1])):
+            now = tokens[: self.room - batch.n_tokens]
+            for i, token in enumerate(now):
+                row = batch.n_tokens
+                batch.token[row], batch.pos[row] = token, position + i
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, slot
+                batch.logits[row] = i == len(tokens) - 1
+                batch.n_tokens += 1
+            running[slot] = request, tokens[len(now) :], position + len(now)
+            if len(now) == len(tokens):
+                last_rows[slot] = batch.n_tokens - 1
+        if status := self.api.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode returned {status}")
+        logits = {slot: self.api.llama_get_logits_ith(self.context, row) for slot, row in last_rows.items()}
+        return {slot: int(np.ctypeslib.as_array(row, (self.vocab_size,)).argmax()) for slot, row in logits.items()}
 
 
 def load_transformers(folder: str) -> Any:
