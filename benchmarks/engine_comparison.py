@@ -33,7 +33,7 @@ ENGINE_NAMES = (
     "vllm-bfloat16", "vllm-eager", "llama.cpp",
 )  # fmt: skip
 TOKEN_REFERENCE = "transformers-static"
-SPEED_REFERENCE = "vllm"
+SPEED_REFERENCES = ("vllm", "vllm-bfloat16")
 
 
 @dataclass
@@ -65,19 +65,20 @@ class EngineResult:
 
 @dataclass
 class Comparison:
-    """All engines on one workload. `speed_reference` is the engine with speed 1, `token_reference` the one with the right tokens."""
+    """All engines on one workload. Speeds are relative to each of `speed_references`; `token_reference` is the engine with the right tokens."""
 
     workload: str
     num_requests: int
     prompt_tokens: int
     output_tokens: int
-    speed_reference: str
+    speed_references: list[str]
     token_reference: str
     engines: list[EngineResult]
 
-    def ratio(self, engine: EngineResult) -> float:
-        """Median speed of an engine relative to the reference."""
-        return engine.median / next(other.median for other in self.engines if other.name == self.speed_reference)
+    def ratios(self, engine: EngineResult) -> dict[str, float]:
+        """Median speed of an engine relative to each reference."""
+        medians = {other.name: other.median for other in self.engines}
+        return {name: engine.median / medians[name] for name in self.speed_references}
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the ratios and extremes of the table."""
@@ -85,7 +86,7 @@ class Comparison:
             "engines": [
                 asdict(engine)
                 | {"min": min(engine.output_tokens_per_second), "max": max(engine.output_tokens_per_second)}
-                | {"ratio": self.ratio(engine)}
+                | {"ratios": self.ratios(engine)}
                 for engine in self.engines
             ]
         }
@@ -221,7 +222,7 @@ def compare(
         num_requests=len(requests),
         prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
         output_tokens=sum(request.output_len for request in requests),
-        speed_reference=SPEED_REFERENCE if SPEED_REFERENCE in names else names[0],
+        speed_references=[name for name in SPEED_REFERENCES if name in names] or names[:1],
         token_reference=token_reference,
         engines=[
             summarize(engine, version, peak, done, right)
@@ -263,15 +264,15 @@ def count_equal(ours: list[int], theirs: list[int]) -> int:
 
 def format_comparison(comparison: Comparison) -> str:
     """The engines as a table of text."""
-    reference = comparison.speed_reference
-    headers = ("engine", "tokens/s", "min", "max", f"x {reference}", "load", "memory", "same requests", "same tokens")
+    references = [f"x {name}" for name in comparison.speed_references]
+    headers = ("engine", "tokens/s", "min", "max", *references, "load", "memory", "same requests", "same tokens")
     rows = [
         (
             engine.name,
             f"{engine.median:.1f}",
             f"{min(engine.output_tokens_per_second):.1f}",
             f"{max(engine.output_tokens_per_second):.1f}",
-            f"{comparison.ratio(engine):.2f}",
+            *(f"{ratio:.2f}" for ratio in comparison.ratios(engine).values()),
             f"{engine.load_seconds:.1f} s",
             f"{engine.peak_memory_mb:.0f} MB",
             f"{engine.equal_requests}/{comparison.num_requests}",

@@ -173,6 +173,8 @@ class LlamaCpp:
         self.api = llama_cpp
         self.api.llama_backend_init()
         self.model = self.api.llama_model_load_from_file(settings["gguf"].encode(), self.api.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot read {settings['gguf']}")
         params = self.api.llama_context_default_params()
         self.num_slots = params.n_seq_max = settings["max_num_seqs"]
         params.n_ctx = settings["max_num_seqs"] * settings["max_model_len"]
@@ -181,6 +183,8 @@ class LlamaCpp:
         params.n_threads = params.n_threads_batch = settings["num_threads"]
         self.room = params.n_batch
         self.context = self.api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context: there may be too little memory")
         self.memory = self.api.llama_get_memory(self.context)
         self.batch = self.api.llama_batch_init(self.room, 0, 1)
         self.vocab_size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))

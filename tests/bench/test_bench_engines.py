@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import engine_comparison
 import engine_script
@@ -16,6 +19,8 @@ import psutil
 import pytest
 from engine_comparison import ENGINE_NAMES, Comparison, EngineResult, compare, count_equal, format_comparison, make_specs
 from engine_process import SCRIPT, EngineProcess, EngineSpec, find_versions, start_all
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.errors import ConfigError
@@ -203,24 +208,35 @@ def make_comparison() -> Comparison:
     def engine(name, speeds, repeatable=True):
         return EngineResult(name, "", {}, {}, 2.5, 1234.5, [1.0] * 3, speeds, 2, 15, {2: 4}, repeatable)
 
-    engines = [engine("minivllm", [90.0, 150.0, 120.0]), engine("vllm", [60.0, 61.0, 50.0], repeatable=False)]
-    return Comparison("w", 3, 40, 16, "vllm", "minivllm", engines)
+    engines = [
+        engine("minivllm", [90.0, 150.0, 120.0]),
+        engine("vllm", [60.0, 61.0, 50.0], repeatable=False),
+        engine("vllm-bfloat16", [100.0] * 3),
+    ]
+    return Comparison("w", 3, 40, 16, ["vllm", "vllm-bfloat16"], "minivllm", engines)
 
 
 def test_the_table_shows_medians_extremes_and_ratios():
     header, _, first, second, *_, note = format_comparison(make_comparison()).split("\n")
-    assert header.split()[:6] == ["engine", "tokens/s", "min", "max", "x", "vllm"]
-    assert first.split() == ["minivllm", "120.0", "90.0", "150.0", "2.00", "2.5", "s", "1234", "MB", "2/3", "15/16"]
-    assert second.split()[1:5] == ["60.0", "50.0", "61.0", "1.00"]
+    assert header.split()[:8] == ["engine", "tokens/s", "min", "max", "x", "vllm", "x", "vllm-bfloat16"]
+    assert first.split() == ["minivllm", "120.0", "90.0", "150.0", "2.00", "1.20", "2.5", "s", "1234", "MB", "2/3", "15/16"]
+    assert second.split()[1:6] == ["60.0", "50.0", "61.0", "1.00", "0.60"]
     assert note == "vllm gave other tokens in another round."
     assert len(header) == len(first)
 
 
-def test_json_has_every_round_and_the_ratio():
+def test_speeds_are_relative_to_vllm_or_else_to_the_first_engine(make_spec):
+    engines = [make_spec("minivllm"), make_spec("vllm-bfloat16")]
+    assert compare(engines, "w", REQUESTS, rounds=1, use_tqdm=False).speed_references == ["vllm-bfloat16"]
+    assert compare(engines[:1], "w", REQUESTS, rounds=1, use_tqdm=False).speed_references == ["minivllm"]
+
+
+def test_json_has_every_round_and_the_ratios():
     report = json.loads(json.dumps(make_comparison().to_json()))
     first = report["engines"][0]
     assert first["output_tokens_per_second"] == [90.0, 150.0, 120.0]
-    assert [first[name] for name in ("median", "min", "max", "ratio")] == [120.0, 90.0, 150.0, 2.0]
+    assert [first[name] for name in ("median", "min", "max")] == [120.0, 90.0, 150.0]
+    assert first["ratios"] == {"vllm": 2.0, "vllm-bfloat16": 1.2}
 
 
 def test_every_engine_gets_the_same_limits_and_the_kind_that_the_script_knows(smollm2_path, monkeypatch):
@@ -305,3 +321,65 @@ def test_minivllm_and_transformers_agree_through_their_processes(capsys, tmp_pat
         assert engine["versions"]["torch"]
         assert "max_num_seqs" in json.dumps(engine["settings"])
         assert str(Path.home()) not in json.dumps(engine)
+
+
+class FakeLlamaCpp:
+    """What `engine_script.LlamaCpp` needs of llama_cpp. A sequence's next token is the sum of all before, modulo `VOCAB`."""
+
+    VOCAB, ROOM = 97, 8
+    LLAMA_FLASH_ATTN_TYPE_DISABLED = 0
+
+    def __init__(self):
+        self.slots, self.rows, self.sizes = {}, {}, []
+
+    def __getattr__(self, name):  # what makes or frees something
+        return lambda *arguments: SimpleNamespace(n_batch=self.ROOM, n_seq_max=1, n_ctx=0)
+
+    def llama_batch_init(self, size, embedding_size, num_seqs):
+        seq_ids = [[None] * num_seqs for _ in range(size)]
+        return SimpleNamespace(
+            n_tokens=0, token=[0] * size, pos=[0] * size, n_seq_id=[0] * size, seq_id=seq_ids, logits=[False] * size
+        )
+
+    def llama_vocab_n_tokens(self, vocab):
+        return self.VOCAB
+
+    def llama_decode(self, context, batch):
+        self.rows = {}
+        self.sizes.append(batch.n_tokens)
+        for row in range(batch.n_tokens):
+            assert batch.n_seq_id[row] == 1
+            tokens = self.slots.setdefault(batch.seq_id[row][0], [])
+            assert batch.pos[row] == len(tokens), "a position is left out or filled twice"
+            tokens.append(batch.token[row])
+            if batch.logits[row]:
+                self.rows[row] = sum(tokens) % self.VOCAB
+        return 0
+
+    def llama_get_logits_ith(self, context, row):
+        return (ctypes.c_float * self.VOCAB)(*(float(token == self.rows[row]) for token in range(self.VOCAB)))
+
+    def llama_memory_seq_rm(self, memory, slot, first, last):
+        assert (first, last) == (-1, -1)
+        del self.slots[slot]
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 96), min_size=1, max_size=30), st.integers(1, 6)), min_size=1, max_size=7
+    ),
+    num_slots=st.integers(1, 8),
+)
+def test_llama_cpp_gets_batches_of_all_that_run(requests, num_slots):
+    api = FakeLlamaCpp()
+    with mock.patch.dict(sys.modules, {"llama_cpp": api}):
+        engine = engine_script.LlamaCpp({"gguf": "m.gguf", "max_num_seqs": num_slots, "max_model_len": 64, "num_threads": 2})
+    expected = []
+    for prompt, output_len in requests:
+        tokens = list(prompt)
+        for _ in range(output_len):
+            tokens.append(sum(tokens) % api.VOCAB)
+        expected.append(tokens[len(prompt) :])
+    assert engine.run(requests) == expected
+    assert api.slots == {}, "all is free again"
+    assert max(api.sizes) <= api.ROOM and min(api.sizes) > 0
