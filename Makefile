@@ -49,7 +49,7 @@ check-vllm-links: ## Check what lessons and docs say about vLLM's source: VLLM=a
 gpu-check: ## On a machine with a GPU: kernels compiled, engine, CUDA graphs, benchmark; installs nothing
 	@"$(PYTHON)" tools/gpu_check.py $(ARGS)
 
-cpu-check: setup ## Test the CPU kernels and take all measurements of this machine, in an hour or two; stores them in benchmarks/results
+cpu-check: setup ## Test the CPU kernels and take the main measurements of this machine, in an hour or two; stores them in benchmarks/results
 	@"$(VENV)/bin/python" tools/cpu_check.py $(ARGS)
 
 clean: ## Remove the virtual environment

@@ -215,7 +215,7 @@ class LlamaCpp:
 
         batch, last_rows = self.batch, {}
         batch.n_tokens = 0
-        for slot, (request, tokens, position) in sorted(running.items(), key=lambda item: len(item[1][1])):
+        for slot, (request, tokens, position) in sorted(running.items(), key=lambda item: len(item[1][1]) > 1):
             now = tokens[: self.room - batch.n_tokens]
             for i, token in enumerate(now):
                 row = batch.n_tokens

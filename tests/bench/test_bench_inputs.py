@@ -52,13 +52,15 @@ def test_an_engine_beside_a_busy_process_is_held_to_its_bars(beside, together, g
                 (("alone", 100.0), ("beside", float(beside)), ("two engines", float(together)))},
         "vllm": {f"{n} {what}": [speed] for n in (1, 16) for what, speed in (("alone", 200.0), ("beside", 2.0))},
     }  # fmt: skip
-    rows, meets_bars = busy_neighbour.compare(speeds)
-    assert meets_bars == good
+    rows, missed = busy_neighbour.compare(speeds)
+    assert (not missed) == good
     assert rows[1] == ("now", 16, "100.0", f"{beside}.0", f"0.{beside}", "1.000", f"{together}.0", f"0.{together}")
     assert rows[3] == ("vllm", 16, "200.0", "2.0", "0.01", "2.000", "", "")
 
 
 def test_an_engine_that_is_slower_than_before_misses_its_bar():
     now = {f"{n} {what}": [100.0] for n in (1, 16) for what in ("alone", "beside", "two engines")}
-    assert busy_neighbour.compare({"before": {name: [104.0] for name in now}, "now": now})[1] is False
-    assert busy_neighbour.compare({"before": {name: [103.0] for name in now}, "now": now})[1] is True
+    assert busy_neighbour.compare({"before": {name: [104.0] for name in now}, "now": now})[1] == [
+        f"now, {n}: x first, alone 0.96 of 0.97" for n in (1, 16)
+    ]
+    assert busy_neighbour.compare({"before": {name: [103.0] for name in now}, "now": now})[1] == []

@@ -126,10 +126,10 @@ def assert_same(got, expected):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "chunked prefill, prefix cache" else pytest.mark.long) for name in ENGINES]
 )
-def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name, request):
+def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name):
     """The second engine has other options than the first: where a request goes on, it has other neighbours and other chunks.
 
-    After each token with `--long`, else after every fourth.
+    With the same options after each token, else after every seventh.
     """
     other = (
         llm if name == "default" else LLM("smollm2-135m", **{"max_num_seqs": 32, "kv_cache_memory_bytes": 2**28} | ENGINES[name])
@@ -145,7 +145,7 @@ def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, par
                 interrupted.append(state)
                 expected.append((outputs, num_given, whole))
     assert len(interrupted) > 180
-    step = 7 if name != "default" else 1 if request.config.getoption("--long") else 4
+    step = 1 if name == "default" else 7
     interrupted, expected = interrupted[::step], expected[::step]
     for outputs, (before, num_given, whole) in zip(go_on(other.llm_engine, interrupted), expected, strict=True):
         assert_same(joined(before[:num_given] + outputs, len(whole)), whole)

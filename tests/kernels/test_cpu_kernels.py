@@ -118,7 +118,7 @@ def test_decode_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_th
     assert torch.equal(together, torch.stack(alone))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 @given(
     chunks=st.lists(st.one_of(st.integers(2, 5), st.integers(30, 35), st.integers(60, 130)), min_size=1, max_size=4),
     mates=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 70)), max_size=4),
