@@ -65,16 +65,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests, unless with `--long`. With several processes, long files come first.
 
-    Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out.
+    Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions are long ones.
     """
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("slow")
+            if item.path.parent.name == "solutions":  # the tests of lessons run their code, too
+                item.add_marker("long")
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in set(left_out)]
-    for item in items:
-        if item.path.suffix == ".ipynb":
-            item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" in os.environ:
         order = {name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))

@@ -15,6 +15,8 @@ from minivllm.course.grading.untrusted_text import csv_text
 from minivllm.course.results import count_points
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pytest
 
     from minivllm.course.exercise_cells import GradedCell
@@ -68,6 +70,7 @@ class PointCounter:
         self._checks: dict[str, dict[str, GradedCell]] = {}
         """By notebook and test id."""
         self._passed: set[str] = set()
+        self._deselected: set[str] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Record a check; nbval turns each code cell into a test."""
@@ -81,6 +84,11 @@ class PointCounter:
             self._checks.setdefault(Path(name).as_posix(), {})[item.nodeid] = graded_cell(cell)
             # An exercise's checks are tagged `raises-exception`, so that Jupyter goes on after one; here a failed check is a failed test.
             item.options["check_exception"] = False  # type: ignore[attr-defined]
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Forget notebooks none of whose checks run."""
+        self._deselected.update(item.nodeid for item in items)
+        self._checks = {name: checks for name, checks in self._checks.items() if not self._deselected.issuperset(checks)}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record a cell that ran to its end."""

@@ -320,7 +320,7 @@ def test_other_right_solutions_say_the_same(number):
 @pytest.mark.parametrize(
     ("lesson", "old", "new", "check_id"),
     [
-        pytest.param(n, *case, marks=pytest.mark.long if place % 4 else ())
+        pytest.param(n, *case, marks=pytest.mark.long if place % 8 else ())
         for n, cases in WRONG.items()
         for place, case in enumerate(cases)
     ],

@@ -91,6 +91,15 @@ def test_each_notebook_with_checks_gets_a_line_with_its_points(graded):
 
 
 @pytest.mark.slow
+def test_a_notebook_that_is_not_run_gets_no_line(tmp_path):
+    for name in ("half", "untouched"):
+        nbformat.write(NOTEBOOKS[name](), tmp_path / f"{name}.ipynb")
+    result = run_pytest(tmp_path, "-p", "nbval.plugin", "--nbval", "-k", "half")
+    assert f"half.ipynb: 2 of 5 points; failed: {CHECKS[1]}" in result.stdout
+    assert "untouched.ipynb:" not in result.stdout
+
+
+@pytest.mark.slow
 def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(graded):
     result, _ = graded
     failed = [line.split(" - ")[0] for line in result.stdout.split("\n") if line.startswith("FAILED exercises/untouched")]

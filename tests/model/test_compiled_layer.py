@@ -220,7 +220,9 @@ def test_chunks_of_prompts_beside_decodes(folder, options, calls, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long), {"quantization": "int8"}], ids=str
+    "options",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ({}, {"dtype": "bfloat16"})), {"quantization": "int8"}],
+    ids=str,
 )
 def test_a_tied_embedding_of_a_width_that_the_hadamard_transform_fills_up(options, tmp_path):
     llm = load(save_llama(tmp_path, hidden_size=48, intermediate_size=80, tie_word_embeddings=True), **options)
