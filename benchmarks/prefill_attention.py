@@ -22,9 +22,9 @@ from minivllm.kernels import cpu, reference
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 LENGTHS = (32, 104, 508, 1000, 2000)
-WARM_UP, REPEATS = 2, 15
-PAUSE_SECONDS = 0.02
-"""After each call: torch's threads spin for milliseconds once they have done their work, and would be in the way of the next."""
+REPEATS = 15
+SETTLING_SECONDS = 0.01
+"""How long a way runs before a call of it counts: torch's threads spin for milliseconds once they have done their work, in the way of others."""
 
 
 @torch.inference_mode()
@@ -42,14 +42,16 @@ def measure(length: int) -> dict[str, float]:
         "bfloat16": (cpu, keys.bfloat16(), values.bfloat16()),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(REPEATS):
         for name, (kernels, key_cache, value_cache) in ways.items():
-            start = time.perf_counter()
-            # Unchecked, as queries are float32 even where the cache is bfloat16.
-            kernels.paged_prefill_attention.unchecked(query, key_cache, value_cache, tables, lengths, starts, HEAD_DIM**-0.5)
+            settled = time.perf_counter() + SETTLING_SECONDS
+            start = 0.0
+            while start < settled:
+                start = time.perf_counter()
+                # Unchecked, as queries are float32 even where the cache is bfloat16.
+                kernels.paged_prefill_attention.unchecked(query, key_cache, value_cache, tables, lengths, starts, HEAD_DIM**-0.5)
             times[name].append((time.perf_counter() - start) * 1e3)
-            time.sleep(PAUSE_SECONDS)
-    return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def format_times(results: dict[int, dict[str, float]]) -> str:
