@@ -99,7 +99,7 @@ def test_speeds_beside_a_busy_process_are_those_that_were_measured():
     )
     text = " ".join(TEXTS["README.md"].split())
     assert f"makes {beside:.0f} tokens/s with 16 sequences, {100 * beside / alone:.0f} % of what it makes alone." in text
-    assert f"vLLM makes {theirs:.0f}, or {passive:.0f} if its threads are told to sleep" in text
+    assert f"vLLM in bfloat16 makes {theirs:.0f}, or {passive:.0f} if its threads are told to sleep" in text
 
 
 def test_every_ratio_has_its_measurement():
