@@ -77,17 +77,16 @@ def main() -> int:
     only = parser.parse_args().only
     if os.environ.get("MINIVLLM_CPU_FEATURES"):
         parser.error("MINIVLLM_CPU_FEATURES is set, and would change what is measured. Unset it first.")
-    has_vllm = (ROOT / VLLM_PYTHON).exists()
-    if not has_vllm:
-        print("vLLM is not there, so nothing is compared with it. `python tools/setup_vllm.py` makes an environment for it.")
     outcomes: dict[str, str] = {}
+    if not (ROOT / VLLM_PYTHON).exists():
+        outcomes = {name: "not run: vLLM is not there" for name, (command, _) in MEASUREMENTS.items() if VLLM_PYTHON in command}
+    if outcomes.keys() & set(only):
+        print("vLLM is not there, so nothing is compared with it. `python tools/setup_vllm.py` makes an environment for it.")
     try:
         if "tests" in only:
             outcomes["tests"] = run(TESTS)
         for name, (command, features) in MEASUREMENTS.items():
-            if name in only and not has_vllm and VLLM_PYTHON in command:
-                outcomes[name] = "not run: vLLM is not there"
-            elif name in only:
+            if name in only and name not in outcomes:
                 outcomes[name] = run(f"{command} --json {find_free_name(name)}", features)
     except KeyboardInterrupt:
         print("\nStopped.")

@@ -80,6 +80,8 @@ def test_what_needs_vllm_is_not_run_without_it(cpu_check, capsys):
     printed = capsys.readouterr().out
     assert "tools/setup_vllm.py" in printed
     assert re.search(r"offline +not run: vLLM is not there\n", printed) and re.search(r"products +good\n", printed)
+    assert cpu_check.run_with("--only", "products") == 0
+    assert "vLLM" not in capsys.readouterr().out
 
 
 def test_a_failure_is_named_and_the_others_still_run(cpu_check, capsys):
