@@ -19,7 +19,7 @@ import llvmlite.binding
 import numpy as np
 
 from minivllm.bench.report import format_table, report
-from minivllm.entrypoints.options import check_writable
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.errors import ConfigError
 from minivllm.kernels.ops import has_cpu_kernels
 

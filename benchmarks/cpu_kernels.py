@@ -18,7 +18,7 @@ from decode_attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS
 from linear_layers import SHAPES
 
 from minivllm.bench.report import describe_machine, report
-from minivllm.entrypoints.options import check_writable, picture
+from minivllm.entrypoints.cli.options import check_writable, picture
 from minivllm.errors import ConfigError
 from minivllm.viz.roofline import RooflinePoint, draw_roofline
 

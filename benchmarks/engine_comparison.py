@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 from minivllm.bench.report import format_table, report
 from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.config import EngineArgs, ModelConfig
-from minivllm.entrypoints.bench_cli import add_workload_options, find_model_config, one_workload
-from minivllm.entrypoints.options import add_engine_options, check_writable, engine_args
+from minivllm.entrypoints.cli.bench import add_workload_options, find_model_config, one_workload
+from minivllm.entrypoints.cli.options import add_engine_options, check_writable, engine_args
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 

@@ -25,8 +25,8 @@ from tqdm.auto import tqdm
 from minivllm.bench.report import format_table, report
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.server import ApiServer, bind, freeze_heap
-from minivllm.entrypoints.server_state import ServerSettings, ServerState
+from minivllm.entrypoints.server.launcher import ApiServer, bind, freeze_heap
+from minivllm.entrypoints.server.state import ServerSettings, ServerState
 
 SIZE = 2**20 - 1000
 MOST_MS = 20.0

@@ -33,7 +33,7 @@ def hand_in(folder: Path, learners: int) -> None:
 
 def grade(handed_in: Path, output: Path, jobs: int) -> tuple[float, list[tuple[str, float, float, str]]]:
     """Seconds of a run, and each learner's points, the points available and the reason."""
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "grade", str(handed_in), "--output", str(output)]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "grade", str(handed_in), "--output", str(output)]
     start = time.perf_counter()
     subprocess.run([*command, "--jobs", str(jobs)], check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - start

@@ -26,7 +26,7 @@ from minivllm.bench.serve import measure_serving
 from minivllm.bench.served_request import summarize
 from minivllm.bench.summary import Goals, percentile
 from minivllm.bench.workloads import WorkloadRequest, load_workload, warm_up_requests
-from minivllm.entrypoints.options import check_writable
+from minivllm.entrypoints.cli.options import check_writable
 
 WORKLOAD = Path(__file__).parent / "workloads" / "offline_64.json"
 MODEL = "smollm2-135m"

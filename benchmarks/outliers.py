@@ -17,8 +17,8 @@ from torch import Tensor
 
 from minivllm.bench.report import format_table, report
 from minivllm.config import EngineArgs
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.entrypoints.llm import LLM
-from minivllm.entrypoints.options import check_writable
 from minivllm.kernels.reference import hadamard_transform
 from minivllm.layers.linear import Linear
 

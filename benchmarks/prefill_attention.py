@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from minivllm.bench.report import format_table, report
-from minivllm.entrypoints.options import check_writable
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.kernels import cpu, reference
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16

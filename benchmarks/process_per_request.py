@@ -35,7 +35,8 @@ from minivllm.engine.core_messages import (
     ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.entrypoints import cli, serve_cli
+from minivllm.entrypoints.cli import main as cli
+from minivllm.entrypoints.cli import serve as serve_cli
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from minivllm.bench.report import format_table, report
 from minivllm.config import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.entrypoints.llm import LLM
-from minivllm.entrypoints.options import check_writable
 from minivllm.errors import ConfigError
 from minivllm.request import Request, Sequence
 from minivllm.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from minivllm.errors import ConfigError
 
 START_SECONDS = 180.0
 END_SECONDS = 60.0
-PROGRAM = ("-m", "minivllm.entrypoints.cli")
+PROGRAM = ("-m", "minivllm.entrypoints.cli.main")
 """The arguments of Python that run `minivllm`."""
 
 

@@ -23,7 +23,7 @@ from minivllm.bench.serve import measure_serving
 from minivllm.bench.served_request import ServedRequest, ServingResult, format_serving, summarize
 from minivllm.bench.summary import Distribution, Goals
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
-from minivllm.entrypoints.options import check_writable, picture
+from minivllm.entrypoints.cli.options import check_writable, picture
 
 PROCESSES = (str(Path(__file__).with_name("process_per_request.py")),)
 MODES = {

@@ -34,7 +34,7 @@ from server_process import HealthProbe, ServerProcess, start_server
 
 from minivllm.bench.openai_client import WORDS, read_events
 from minivllm.bench.report import format_table, report
-from minivllm.entrypoints.options import check_writable
+from minivllm.entrypoints.cli.options import check_writable
 
 MODEL = "smollm2-135m"
 MAX_NUM_SEQS, NUM_BLOCKS = 16, 96  # few blocks: some requests are preempted, and all blocks are soon touched
@@ -54,7 +54,7 @@ WARM_UP_SHARE, WINDOW_SHARE = 1 / 3, 1 / 5
 
 SERVER = """
 import asyncio, pathlib, signal, sys
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path({file!r}).write_text(str(len(asyncio.all_tasks()))))
 sys.exit(main())
 """
@@ -352,7 +352,7 @@ def format_checks(checks: list[Check], tally: Tally) -> str:
     return "\n".join([*lines, "", *tally.surprises] if tally.surprises else lines)
 
 
-MODULES = {"api_server_proc": "API server", "dp_coordinator": "coordinator", "engine_core_proc": "engine"}
+MODULES = {"api_server_proc": "API server", "coordinator": "coordinator", "engine_core_proc": "engine"}
 """What the processes of the server run, and what they are called here."""
 
 

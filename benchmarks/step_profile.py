@@ -27,8 +27,8 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.trace import EngineTrace
-from minivllm.entrypoints.bench_cli import add_workload_options, make_engine, one_workload, report_engine
-from minivllm.entrypoints.options import add_engine_options, check_writable
+from minivllm.entrypoints.cli.bench import add_workload_options, make_engine, one_workload, report_engine
+from minivllm.entrypoints.cli.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
 from minivllm.kernels.ops import has_cpu_kernels
 from minivllm.layers.attention import AttentionMetadata

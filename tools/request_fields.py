@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
-from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest
+from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 PAGE = Path(__file__).parent.parent / "docs" / "request_fields.md"
 BODIES: dict[str, type[SamplingBody]] = {

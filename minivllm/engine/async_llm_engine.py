@@ -19,18 +19,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
+from minivllm.data_parallel.client import DPLBAsyncMPClient
+from minivllm.data_parallel.failover import Failover, give_up_error
+from minivllm.data_parallel.launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
 from minivllm.engine.core_client import AsyncMPClient
 from minivllm.engine.core_handle import CoreProcess, CoreThread
 from minivllm.engine.core_messages import CoreLost, EngineCoreOutputs, SchedulerStats, SetTracing, ToFrontend
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.dp_client import DPLBAsyncMPClient
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.failover import Failover, give_up_error
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import Metrics, TokenRate
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.replica_launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
 from minivllm.engine.request_stream import RequestStream, StepQueue
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord

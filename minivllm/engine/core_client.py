@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakMethod
 
+from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.engine.core_handle import CoreHandle
 from minivllm.engine.core_messages import (
     AbortRequests,
@@ -32,7 +33,6 @@ from minivllm.engine.core_messages import (
     ToFrontend,
 )
 from minivllm.engine.engine_core import EngineCore
-from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.errors import EngineDeadError
 from minivllm.request import EngineCoreRequest
 

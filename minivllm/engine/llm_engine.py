@@ -28,8 +28,8 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine.dp_client import DPLBSyncMPClient
-    from minivllm.engine.failover import Failover
+    from minivllm.data_parallel.client import DPLBSyncMPClient
+    from minivllm.data_parallel.failover import Failover
 
 
 class LLMEngine:
@@ -92,7 +92,7 @@ class LLMEngine:
         if config.parallel_config.has_replicas:
             if args.trace:
                 raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
-            from minivllm.engine.dp_client import DPLBSyncMPClient
+            from minivllm.data_parallel.client import DPLBSyncMPClient
 
             tokenizer = config.load_tokenizer()
             client = DPLBSyncMPClient(config)

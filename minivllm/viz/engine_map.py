@@ -35,7 +35,7 @@ class Part:
 
 PARTS = (
     Part("LLM", "entrypoints/llm.py", "talks to you", 3.8, 9.9, (0, 8), "takes prompts, returns their completions"),
-    Part("API server", "entrypoints/api_server.py", "talks to you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
+    Part("API server", "entrypoints/server/api_server.py", "talks to you", 8.2, 9.9, (11,), "OpenAI's protocol over HTTP"),
     Part("LLMEngine", "engine/llm_engine.py", "talks to you", 3.8, 8.5, (8,), "takes requests, steps the core"),
     Part("AsyncLLMEngine", "engine/async_llm_engine.py", "talks to you", 8.2, 8.5, (11,), "a stream for each request"),
     Part(

@@ -10,7 +10,7 @@ from minivllm.bench import latency, sweep
 from minivllm.bench.simulation import make_simulated_engine
 from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel
 from minivllm.viz.sweep import draw_sweep

@@ -28,7 +28,7 @@ from minivllm.bench.openai_client import OpenAIClient, read_events
 from minivllm.bench.served_request import ServedRequest, format_serving, peak_concurrency, summarize
 from minivllm.bench.summary import Distribution, Goals
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 from minivllm.errors import ConfigError
 
 SMALL = ["--num-requests", "4", "--mean-prompt-len", "5", "--mean-output-len", "3"]
@@ -486,7 +486,7 @@ def test_ctrl_c_prints_what_there_is(server):
         return await (steady() if len(server.bodies) <= 2 else steady(60))(request, body)
 
     server.handler = first_quickly_then_never
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "bench", "serve", "--base-url", server.base_url, *SMALL]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "bench", "serve", "--base-url", server.base_url, *SMALL]
     environment = {**os.environ, "PYTHONPATH": str(Path(minivllm.__file__).parents[1])}
     process = subprocess.Popen(
         [*command, "--concurrency", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment

@@ -12,7 +12,7 @@ from minivllm.bench.simulation import simulate
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.core.routing import ROUTERS
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
 
 ENGINE = {"max_num_seqs": 4, "num_gpu_blocks": 64, "max_model_len": 512}

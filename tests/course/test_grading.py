@@ -15,7 +15,7 @@ import pytest
 from course_notebooks import solved_notebook
 from submissions import cases
 
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

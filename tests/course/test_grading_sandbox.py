@@ -24,7 +24,7 @@ from minivllm.course.grading import bubblewrap, grader
 from minivllm.course.grading.limits import CellRun, Limits
 from minivllm.course.grading.progress import Progress
 from minivllm.course.grading.submissions import Lesson, Submission
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 from minivllm.models import hub
 
 PACKAGE = Path(minivllm.__file__).parent
@@ -251,7 +251,7 @@ def test_a_killed_grader_loses_no_grade_and_makes_none_twice(tmp_path):
         (tmp_path / "in" / learner).mkdir(parents=True)
         (tmp_path / "in" / learner / "99_adding.ipynb").write_text(case(5).content)
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "grade", str(tmp_path / "in"), "--output", str(output)]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "grade", str(tmp_path / "in"), "--output", str(output)]
     command += ["--solutions", str(tmp_path / "solutions")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ from minivllm.course.grading.limits import Limits
 from minivllm.course.grading.progress import Progress
 from minivllm.course.grading.submissions import Cell
 from minivllm.course.grading.witness import NoSuchClass, Witness, find_difference, find_witness
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 
 ROOT = Path(minivllm.__file__).parents[1]
 LESSONS = {

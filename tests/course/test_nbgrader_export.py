@@ -18,7 +18,7 @@ from minivllm.course.exercise_cells import read_notebook
 from minivllm.course.exercises import generate_exercises
 from minivllm.course.first_cells import renew_first_cells
 from minivllm.course.nbgrader_export import export_course
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 from minivllm.errors import CourseError
 
 pytestmark = pytest.mark.slow

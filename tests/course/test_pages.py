@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 
 pytestmark = pytest.mark.slow
 FOLD = r'<details class="folded-output">.*?</details>'

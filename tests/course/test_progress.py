@@ -9,7 +9,7 @@ from course_notebooks import solved_notebook
 
 from minivllm.course.exercises import make_exercise
 from minivllm.course.progress import find_progress, format_progress
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 from minivllm.errors import CourseError
 
 HALF = "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return a + 1\n"

@@ -18,7 +18,7 @@ from minivllm.course.grading.submissions import (
     load_lessons,
     restore,
 )
-from minivllm.entrypoints.cli import main
+from minivllm.entrypoints.cli.main import main
 from minivllm.errors import CourseError
 
 

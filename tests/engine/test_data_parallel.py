@@ -26,9 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
+from minivllm.data_parallel.engine_core_proc import message_header
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import AddRequest, EngineCoreOutputs, Heartbeat, SchedulerStats, encode
-from minivllm.engine.dp_engine_core_proc import message_header
 from minivllm.entrypoints.openai.errors import as_api_error
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 

@@ -11,9 +11,9 @@ import zmq
 
 from minivllm.config import EngineArgs, ParallelConfig
 from minivllm.core.routing import ReplicaLoad
-from minivllm.engine import dp_messages
-from minivllm.engine.dp_coordinator import HELD_SECONDS, CoordinatorSetup, RankHolders
-from minivllm.engine.dp_messages import (
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.coordinator import HELD_SECONDS, CoordinatorSetup, RankHolders
+from minivllm.data_parallel.messages import (
     VERSION,
     CoordinatorLog,
     FrontendWelcome,
@@ -26,8 +26,8 @@ from minivllm.engine.dp_messages import (
     Refused,
     ReplicaDied,
 )
-from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
-from minivllm.engine.replica_processes import DPCoordinator
+from minivllm.data_parallel.processes import DPCoordinator
+from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.errors import ConfigError
 
 
@@ -57,8 +57,8 @@ class Coordinator:
     def ask(self, message, key=None, seconds=10):
         sockets = self.sockets if key is None else Sockets(key)
         with sockets.connect(zmq.DEALER, self.address, LINGER=0) as handshake:
-            handshake.send(message if isinstance(message, bytes) else dp_messages.encode(message))
-            answer = dp_messages.decode_from_handshake(handshake.recv()) if handshake.poll(1000 * seconds) else None
+            handshake.send(message if isinstance(message, bytes) else messages.encode(message))
+            answer = messages.decode_from_handshake(handshake.recv()) if handshake.poll(1000 * seconds) else None
         if key is not None:
             sockets.close()
         return answer
@@ -70,7 +70,7 @@ class Coordinator:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.loads.poll(100):
-                message = dp_messages.decode_published(self.loads.recv())
+                message = messages.decode_published(self.loads.recv())
                 if isinstance(message, kind):
                     return message
         raise AssertionError("nothing was published")
@@ -99,11 +99,11 @@ def test_loads_are_published_and_what_is_no_load_is_dropped(coordinator):
     welcome = coordinator.node(2)
     reports = coordinator.sockets.connect(zmq.PUSH, welcome.report_address)
     reports.send(b"garbage")
-    reports.send(dp_messages.encode(LoadReport(2, ReplicaLoad(3, 4, 0.5))))
-    reports.send(dp_messages.encode(LoadReport(77, ReplicaLoad(3, 4, 0.5))))
+    reports.send(messages.encode(LoadReport(2, ReplicaLoad(3, 4, 0.5))))
+    reports.send(messages.encode(LoadReport(77, ReplicaLoad(3, 4, 0.5))))
     assert coordinator.published(Loads).loads == {2: ReplicaLoad(3, 4, 0.5)}
     died = ReplicaDied(2, 5, "its process ended", True, False, 1, "gone")
-    reports.send(dp_messages.encode(died))
+    reports.send(messages.encode(died))
     assert coordinator.published(ReplicaDied) == died
 
 
@@ -114,8 +114,8 @@ def test_a_rank_belongs_to_its_node_for_as_long_as_that_is_alive(coordinator):
 
     def live():
         while not is_over.wait(0.1):
-            reports.send(dp_messages.encode(NodeAlive("first", [1, 2])))
-        reports.send(dp_messages.encode(NodeAlive("first", [])))
+            reports.send(messages.encode(NodeAlive("first", [1, 2])))
+        reports.send(messages.encode(NodeAlive("first", [])))
 
     alive = threading.Thread(target=live)
     alive.start()
@@ -149,7 +149,7 @@ def test_who_may_have_a_rank(others, since, may_have):
 
 
 def test_what_is_no_message_is_refused_and_does_no_harm(coordinator):
-    for data in (b"", b"\xc1", b"\x80", dp_messages.encode(LoadReport(0, None)), bytes(10_000)):
+    for data in (b"", b"\xc1", b"\x80", messages.encode(LoadReport(0, None)), bytes(10_000)):
         assert isinstance(coordinator.ask(data), Refused)
     assert "cannot be decoded" in coordinator.published(CoordinatorLog).text
     assert isinstance(coordinator.node(0), NodeWelcome)
@@ -162,7 +162,7 @@ def test_without_the_key_nobody_gets_in(coordinator):
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.setsockopt(zmq.LINGER, 0)
         plain.connect(coordinator.address)
-        plain.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
+        plain.send(messages.encode(HelloNode(VERSION, "right", [0], "node")))
         assert not plain.poll(500)
     # who has found out the public half still lacks the secret one
     with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
@@ -171,7 +171,7 @@ def test_without_the_key_nobody_gets_in(coordinator):
         thief.setsockopt(zmq.CURVE_PUBLICKEY, public.encode())
         thief.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
         thief.connect(coordinator.address)
-        thief.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
+        thief.send(messages.encode(HelloNode(VERSION, "right", [0], "node")))
         assert not thief.poll(500)
     assert isinstance(coordinator.node(0), NodeWelcome)
 
@@ -198,7 +198,7 @@ def test_a_handshake_that_was_overheard_is_of_no_use(coordinator):
 
         threading.Thread(target=overhear, daemon=True).start()
         with coordinator.sockets.connect(zmq.DEALER, f"tcp://127.0.0.1:{listener.getsockname()[1]}", LINGER=0) as node:
-            node.send(dp_messages.encode(HelloNode(VERSION, "right", [0], "node")))
+            node.send(messages.encode(HelloNode(VERSION, "right", [0], "node")))
             assert node.poll(10_000)
             first = len(node.recv())
     assert len(heard) > 300

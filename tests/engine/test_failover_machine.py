@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.core.routing import make_router
+from minivllm.data_parallel.failover import MAX_DEATHS, MAX_KILLS, Failover, give_up_error
+from minivllm.data_parallel.replica_table import ReplicaTable
 from minivllm.engine.core_messages import CoreLost, EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats
-from minivllm.engine.failover import MAX_DEATHS, MAX_KILLS, Failover, give_up_error
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.replica_table import ReplicaTable
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from minivllm.engine import dp_messages, replica_processes
-from minivllm.engine.dp_messages import NodeAlive, NodeWelcome, ReplicaDied
-from minivllm.engine.dp_sockets import Sockets
+from minivllm.data_parallel import messages, processes
+from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied
+from minivllm.data_parallel.processes import LocalReplicas
+from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.engine.replica_processes import LocalReplicas
-from minivllm.engine.restart_policy import RestartPolicy
 
 
 class FakeProcess:
@@ -47,9 +47,9 @@ class Node:
     def __init__(self, monkeypatch, tmp_path, **options):
         self.now = 100.0
         monkeypatch.setattr(FakeProcess, "started", [])
-        monkeypatch.setattr(replica_processes, "ReplicaProcess", FakeProcess)
-        monkeypatch.setattr(replica_processes, "LAST_WORDS_SECONDS", 0.0)
-        monkeypatch.setattr(replica_processes, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(processes, "ReplicaProcess", FakeProcess)
+        monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.0)
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
         parallel = SimpleNamespace(local_ranks=range(2, 4), max_replica_deaths=3, tensor_parallel_size=1)
         config = SimpleNamespace(parallel_config=parallel, worker_config=SimpleNamespace(device="cpu"), to_bytes=lambda: b"")
         self.sockets = Sockets()
@@ -71,10 +71,10 @@ class Node:
         return died
 
     def heard(self):
-        messages = []
+        heard = []
         while self.reports.poll(100):
-            messages.append(dp_messages.decode_report(self.reports.recv()))
-        return messages
+            heard.append(messages.decode_report(self.reports.recv()))
+        return heard
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.data_parallel.liveness import MAX_DEAD, Join, Lose, PeerState, ReplicaLiveness, Withdraw
 from minivllm.engine.core_messages import CoreFailed, CoreLeaving, CoreReady, EngineCoreOutputs, Heartbeat, SchedulerStats
-from minivllm.engine.replica_liveness import MAX_DEAD, Join, Lose, PeerState, ReplicaLiveness, Withdraw
 
 OUTPUTS = EngineCoreOutputs([], 0.0, SchedulerStats())
 READY = CoreReady(100, process_id=7)

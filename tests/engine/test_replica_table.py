@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minivllm import SamplingParams
 from minivllm.core.routing import ROUTERS, LoadPublisher, ReplicaLoad, make_router
+from minivllm.data_parallel.processes import divide_gpus
+from minivllm.data_parallel.replica_table import ReplicaTable
 from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, StoppedSequence
-from minivllm.engine.replica_processes import divide_gpus
-from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import EngineDeadError
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest

@@ -24,11 +24,12 @@ BELOW = {
     "models": {"layers", "kernels"},
     "worker": {"models", "layers", "kernels", "distributed"},
     "executor": {"worker", "distributed"},
-    "engine": {"core", "executor", "models"},
-    "bench": {"engine", "core", "executor", "worker", "layers", "kernels"},
+    "engine": {"core", "executor", "models", "data_parallel"},
+    "data_parallel": {"core", "engine", "executor"},
+    "bench": {"data_parallel", "engine", "core", "executor", "worker", "layers", "kernels"},
     "viz": {"distributed.partition", "kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
     "course": {"viz", "bench", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
-    "entrypoints": {"engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
+    "entrypoints": {"data_parallel", "engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
 }
 """Folder to the folders (or modules) that it may import, besides itself and the vocabulary."""
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -113,7 +114,7 @@ def test_a_prompt_passes_through_the_files_that_the_documentation_names(llm):
 
 
 def test_openais_protocol_knows_nothing_of_the_server():
-    for path in sorted((ROOT / "entrypoints/openai").glob("*.py")):
+    for path in sorted((ROOT / "entrypoints/openai").rglob("*.py")):
         for module in imported_modules(path):
             assert not module.startswith("entrypoints.") or module.startswith("entrypoints.openai"), (
                 f"{path.name} imports minivllm.{module}"

@@ -11,7 +11,8 @@ from dataclasses import fields
 import pytest
 
 from minivllm.config import EngineArgs
-from minivllm.entrypoints import cli, demo
+from minivllm.entrypoints.cli import demo
+from minivllm.entrypoints.cli import main as cli
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 
@@ -37,7 +38,7 @@ def test_every_engine_option_has_help(capsys):
 
 
 def test_commands_start_without_docstrings_and_assertions():
-    command = [sys.executable, "-OO", "-m", "minivllm.entrypoints.cli", "generate", "--help"]
+    command = [sys.executable, "-OO", "-m", "minivllm.entrypoints.cli.main", "generate", "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert "Maximum number of sequences per step" in result.stdout
@@ -111,7 +112,7 @@ def test_doctor_finds_the_model(capsys):
 
 
 def test_doctor_names_a_library_that_is_not_installed(capsys, monkeypatch):
-    from minivllm.entrypoints import doctor
+    from minivllm.entrypoints.cli import doctor
 
     def version(package):
         if package == "numba":

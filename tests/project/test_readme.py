@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from minivllm.config import EngineArgs
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 from minivllm.models import registry
 
 ROOT = Path(__file__).parents[2]

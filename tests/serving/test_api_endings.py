@@ -28,11 +28,11 @@ from scripted_server import (
 )
 from starlette.responses import StreamingResponse
 
+from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.engine.core_client import AsyncMPClient
 from minivllm.engine.core_messages import Shutdown
-from minivllm.engine.restart_policy import RestartPolicy
-from minivllm.entrypoints.server import ApiServer
-from minivllm.entrypoints.server_state import ServerSettings, ServerState
+from minivllm.entrypoints.server.launcher import ApiServer
+from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ def slow(server):
 
 @pytest.mark.parametrize("said", [[b""], [b"GET /health HT"], [b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"]])
 def test_a_client_that_does_not_say_what_it_wants_is_given_up(server, monkeypatch, said):
-    monkeypatch.setattr("minivllm.entrypoints.connection.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("minivllm.entrypoints.server.connection.HEAD_SECONDS", 0.3)
     with connect(server) as connection:
         for part in said[:-1]:
             connection.sendall(part)
@@ -75,7 +75,7 @@ def test_a_million_prompts_are_counted_before_they_are_looked_at(server):
 
 
 def test_a_client_that_waits_for_its_answer_is_not_given_up(slow, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.connection.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("minivllm.entrypoints.server.connection.HEAD_SECONDS", 0.3)
     assert slow.complete(prompt="a", max_tokens=8).status_code == 200
 
 
@@ -128,7 +128,7 @@ def client_that_does_not_read(server, **body):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_does_not_read_is_given_up(server, monkeypatch, stream):
     """It would hold its places for ever; and the connection, which waits to be emptied."""
-    monkeypatch.setattr("minivllm.entrypoints.connection.TAKE_SECONDS", 0.3)
+    monkeypatch.setattr("minivllm.entrypoints.server.connection.TAKE_SECONDS", 0.3)
     num_connections = len(server.server.server_state.connections)
     with client_that_does_not_read(server, stream=stream):
         wait_until(lambda: len(server.server.server_state.connections) > num_connections)
@@ -184,7 +184,7 @@ def test_what_does_not_end_in_time_or_after_a_second_signal_is_ended_clearly(smo
 
 
 def test_a_second_signal_ends_who_has_not_sent_its_body_too(smollm2_path, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.server_state.LAST_WORD_SECONDS", 0.2)
+    monkeypatch.setattr("minivllm.entrypoints.server.state.LAST_WORD_SECONDS", 0.2)
     with (
         running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=60)) as server,
         connect(server) as connection,
@@ -200,7 +200,7 @@ def test_a_second_signal_ends_who_has_not_sent_its_body_too(smollm2_path, monkey
 
 
 def test_the_end_does_not_wait_for_a_client_that_does_not_read(smollm2_path, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.connection.LAST_WORD_SECONDS", 0.2)
+    monkeypatch.setattr("minivllm.entrypoints.server.connection.LAST_WORD_SECONDS", 0.2)
     with (
         running_server(lambda: scripted_engine(smollm2_path), ServerSettings(shutdown_timeout=0)) as server,
         client_that_does_not_read(server, stream=True),
@@ -214,7 +214,7 @@ def test_the_end_does_not_wait_for_a_client_that_does_not_read(smollm2_path, mon
 
 def test_a_third_signal_waits_for_nothing(server, monkeypatch):
     statuses = []
-    monkeypatch.setattr("minivllm.entrypoints.server.os._exit", statuses.append)
+    monkeypatch.setattr("minivllm.entrypoints.server.launcher.os._exit", statuses.append)
     not_running = ApiServer(ServerState(server.engine, ServerSettings()), ("127.0.0.1", 1))
     for _ in range(3):
         assert statuses == []

@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_server import MAX_NUM_SEQS, running_server, scripted_engine, wait_until
 
 from minivllm.entrypoints.openai.protocol import UNSERVED, ChatCompletionRequest, CompletionRequest
-from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest
-from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from minivllm.entrypoints.server.state import ServerSettings
 
 MAX_BYTES = 8 * 2**20  # more than the longest body that schemathesis makes: 413 is not among the answers that it expects
 GENERATING = {

@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from test_serving import KEY, MODEL, ServeProcess
 
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,17 @@ def test_bench_serve_measures_all_of_it(served, tmp_path, monkeypatch):
         "--json",
         str(report),
     ]
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "bench", "serve", "--base-url", served.url, "--model", MODEL]
+    command = [
+        sys.executable,
+        "-m",
+        "minivllm.entrypoints.cli.main",
+        "bench",
+        "serve",
+        "--base-url",
+        served.url,
+        "--model",
+        MODEL,
+    ]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"completed": 40' in report.read_text()

@@ -12,7 +12,7 @@ from test_two_nodes import running, wait_for
 from two_networks import two_nodes, why_not
 
 from minivllm import SamplingParams
-from minivllm.engine.dp_sockets import make_key_file
+from minivllm.data_parallel.sockets import make_key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -61,7 +61,7 @@ def test_the_link_is_cut_and_healed(llm, tmp_path, replica_timeout, cut_seconds,
 
     def serve(node, *more):
         return node.command(
-            sys.executable, "-m", "minivllm.entrypoints.cli", "serve", "smollm2-135m", "--data-parallel-size", "2",
+            sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", "smollm2-135m", "--data-parallel-size", "2",
             "--data-parallel-size-local", "1", "--data-parallel-address", "10.77.0.1", "--data-parallel-key-file", str(key),
             "--num-gpu-blocks-override", "256", "--replica-timeout", str(replica_timeout), *more,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from scripted_server import wait_until
 
-from minivllm.entrypoints.request_log import JsonFormatter, QueuedLog, say
+from minivllm.entrypoints.server.request_log import JsonFormatter, QueuedLog, say
 
 LINE = "x" * 1000
 
@@ -149,7 +149,7 @@ def end(server):
 @contextlib.contextmanager
 def serve(smollm2_path, port, stderr):
     options = ["--port", str(port), "--log-level", "debug", "--num-gpu-blocks-override", "64", "--served-model-name", "fox"]
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", str(smollm2_path), *options]
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", str(smollm2_path), *options]
     with subprocess.Popen(command, stderr=stderr, text=True) as server:
         try:
             yield server

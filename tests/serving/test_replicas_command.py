@@ -15,7 +15,7 @@ import pytest
 from test_serving import KEY, MODEL, ServeProcess
 
 from minivllm import SamplingParams
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--data-parallel-size", "2", "--allow-kill", "--replica-timeout", "2", "--max-replica-deaths", "2"]
@@ -150,7 +150,7 @@ def test_restarted_one_after_another_under_load(served, expected, capsys):
 def test_a_coordinator_that_is_killed_is_started_again(served, expected):
     def coordinators():
         children = psutil.Process(served.process.pid).children()
-        return [child for child in children if any("dp_coordinator" in part for part in child.cmdline())]
+        return [child for child in children if any("data_parallel.coordinator" in part for part in child.cmdline())]
 
     (old,) = coordinators()
     with streams(served, expected):

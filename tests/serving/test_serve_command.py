@@ -11,9 +11,9 @@ from scripted_server import running_server, scripted_engine
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.entrypoints import cli
-from minivllm.entrypoints.server import bind, run_server, warn_of_chat_template
-from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.entrypoints.cli import main as cli
+from minivllm.entrypoints.server.launcher import bind, run_server, warn_of_chat_template
+from minivllm.entrypoints.server.state import ServerSettings
 from minivllm.errors import ConfigError, ModelLoadError
 
 
@@ -61,7 +61,9 @@ def test_who_lets_everybody_in_is_warned(told_where):
 def test_long_prompts_are_computed_in_chunks_unless_told_otherwise(monkeypatch, options, has_gpu, is_chunked, budget):
     started = []
     monkeypatch.setattr(AsyncLLMEngine, "from_engine_args", lambda args, restart, others: started.append(args))
-    monkeypatch.setattr("minivllm.entrypoints.server.run_server", lambda start_engine, settings, **where: start_engine(None))
+    monkeypatch.setattr(
+        "minivllm.entrypoints.server.launcher.run_server", lambda start_engine, settings, **where: start_engine(None)
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     cli.main(["serve", *options])
     (args,) = started

@@ -19,7 +19,7 @@ import psutil
 import pydantic
 import pytest
 
-from minivllm.entrypoints import cli
+from minivllm.entrypoints.cli import main as cli
 from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ class ServeProcess:
         self.log = log
         environment = os.environ | {"MINIVLLM_API_KEY": KEY}
         with log.open("w") as file:
-            command = [sys.executable, "-m", "minivllm.entrypoints.cli", "serve", MODEL, "--port", "0", *SMALL, *options]
+            command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", MODEL, "--port", "0", *SMALL, *options]
             self.process = subprocess.Popen(command, stderr=file, env=environment)
         self.url = self._wait_for_url()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)

@@ -16,7 +16,7 @@ import pytest
 from two_networks import two_nodes, why_not
 
 from minivllm import SamplingParams
-from minivllm.engine.dp_sockets import make_key_file
+from minivllm.data_parallel.sockets import make_key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -80,7 +80,7 @@ def test_replicas_on_two_nodes_answer_like_one_engine(llm, tmp_path):
 
     def serve(node, *more, key=key, num_seqs=8):
         return node.command(
-            sys.executable, "-m", "minivllm.entrypoints.cli", "serve", "smollm2-135m", "--data-parallel-size", "4",
+            sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", "smollm2-135m", "--data-parallel-size", "4",
             "--data-parallel-size-local", "2", "--data-parallel-address", "10.77.0.1", "--data-parallel-key-file", str(key),
             "--num-gpu-blocks-override", "256", "--max-num-seqs", str(num_seqs), *more,
         )  # fmt: skip

@@ -11,8 +11,8 @@ from shadow import set_clock, shadow_engine
 from minivllm.bench.summary import percentile
 from minivllm.bench.trace_summary import count_output_tokens
 from minivllm.engine.trace import EngineTrace
-from minivllm.entrypoints import cli
-from minivllm.entrypoints.trace_cli import format_summary, with_trace_command
+from minivllm.entrypoints.cli import main as cli
+from minivllm.entrypoints.cli.trace import format_summary, with_trace_command
 from minivllm.sampling_params import SamplingParams
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]

@@ -11,7 +11,7 @@ from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Message
-from minivllm.entrypoints.openai.responses import ChatLogprobs, Json, ToolCallDelta
+from minivllm.entrypoints.openai.response_bodies import ChatLogprobs, Json, ToolCallDelta
 from minivllm.entrypoints.openai.tools import NamedCall, ToolCallParser, make_parser, schema_of_calls
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams

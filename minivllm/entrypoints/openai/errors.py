@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from minivllm.entrypoints.openai.responses import ErrorResponse
+from minivllm.entrypoints.openai.response_bodies import ErrorResponse
 from minivllm.errors import ContextLengthError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
 logger = logging.getLogger(__name__)

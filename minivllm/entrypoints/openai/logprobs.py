@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minivllm.engine.detokenizer import DecodeStream
 from minivllm.engine.tokenizer import REPLACEMENT, Tokenizer
-from minivllm.entrypoints.openai.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob
+from minivllm.entrypoints.openai.response_bodies import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob
 from minivllm.outputs import Logprob
 
 LEAST = -9999.0

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice, Tool
-from minivllm.entrypoints.openai.responses import ToolCallDelta
+from minivllm.entrypoints.openai.response_bodies import ToolCallDelta
 
 _Decoded = TypeVar("_Decoded")
 BEGIN, END = "<tool_call>", "</tool_call>"

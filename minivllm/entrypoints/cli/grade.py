@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from minivllm.entrypoints.options import add_command, add_option
+from minivllm.entrypoints.cli.options import add_command, add_option
 from minivllm.errors import CourseError, MinivllmError
 
 _DESCRIPTION = """Grade submissions: restore the original checks, run each notebook in a fresh kernel with limits, and write

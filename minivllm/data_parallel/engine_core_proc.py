@@ -20,10 +20,11 @@ import time
 import zmq
 
 from minivllm.core.routing import ReplicaLoad
-from minivllm.engine import core_messages, dp_messages
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.messages import LoadReport, NodeWelcome
+from minivllm.data_parallel.sockets import KeyPair, Sockets
+from minivllm.engine import core_messages
 from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore, Heartbeat, Leave
-from minivllm.engine.dp_messages import LoadReport, NodeWelcome
-from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup, run_core
@@ -127,14 +128,14 @@ class DPEngineCoreProc(EngineCoreProc):
     def _report(self, load: ReplicaLoad) -> None:
         """Tell the coordinator."""
         self._load = load
-        self._reports.send(dp_messages.encode(LoadReport(self._engine_index, load)))
+        self._reports.send(messages.encode(LoadReport(self._engine_index, load)))
 
     def _close_input(self) -> None:
         for socket in self._inputs:
             socket.close(linger=0)
 
     def _close_output(self) -> None:
-        self._reports.send(dp_messages.encode(LoadReport(self._engine_index, None)))
+        self._reports.send(messages.encode(LoadReport(self._engine_index, None)))
         for socket in (*self._outputs, self._reports):
             socket.close(linger=1000)
 

@@ -17,16 +17,16 @@ from starlette.responses import Response
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
-from minivllm.entrypoints.openai import responses as shapes
+from minivllm.entrypoints.openai import response_bodies as bodies
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.server_state import ServerState
+from minivllm.entrypoints.server.state import ServerState
 
 router = APIRouter()
 
 
-def describe_replicas(engine: AsyncLLMEngine) -> list[shapes.ReplicaHealth]:
+def describe_replicas(engine: AsyncLLMEngine) -> list[bodies.ReplicaHealth]:
     """Each replica in order: its state, its queues, its blocks, its rate, and how often it has died."""
-    replicas: list[shapes.ReplicaHealth] = []
+    replicas: list[bodies.ReplicaHealth] = []
     for status in engine.replicas.statuses():
         stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
         replicas.append(
@@ -44,7 +44,7 @@ def describe_replicas(engine: AsyncLLMEngine) -> list[shapes.ReplicaHealth]:
     return replicas
 
 
-@router.get("/replicas", responses={200: {"model": shapes.ReplicasResponse}})
+@router.get("/replicas", responses={200: {"model": bodies.ReplicasResponse}})
 async def list_replicas(request: Request) -> Response:
     """All replicas."""
     engine = _state(request).engine
@@ -52,7 +52,7 @@ async def list_replicas(request: Request) -> Response:
     return _json({"replicas": describe_replicas(engine)} | {name: engine.metrics.count(count) for name, count in counts.items()})
 
 
-@router.post("/replicas/{rank}/restart", responses={202: {"model": shapes.AcceptedResponse}})
+@router.post("/replicas/{rank}/restart", responses={202: {"model": bodies.AcceptedResponse}})
 async def restart_replica(rank: int, request: Request) -> Response:
     """Let a replica finish what it has, and start another in its place."""
     state = _checked(request, rank)
@@ -67,7 +67,7 @@ async def restart_replica(rank: int, request: Request) -> Response:
     return _json({"status": "restarting"}, 202)
 
 
-@router.post("/replicas/{rank}/kill", responses={202: {"model": shapes.AcceptedResponse}})
+@router.post("/replicas/{rank}/kill", responses={202: {"model": bodies.AcceptedResponse}})
 async def kill_replica(rank: int, request: Request) -> Response:
     """Kill a replica's process."""
     state = _checked(request, rank)

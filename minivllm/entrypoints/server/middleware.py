@@ -15,10 +15,10 @@ import uuid
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.entrypoints.connection import last_word
 from minivllm.entrypoints.openai.errors import ApiError, as_api_error
-from minivllm.entrypoints.request_log import RequestRecord
-from minivllm.entrypoints.server_state import Closing
+from minivllm.entrypoints.server.connection import last_word
+from minivllm.entrypoints.server.request_log import RequestRecord
+from minivllm.entrypoints.server.state import Closing
 
 MAX_REQUEST_ID = 128
 OPEN_PATHS = ("/health", "/ping")

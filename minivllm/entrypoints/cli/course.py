@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from minivllm.entrypoints.options import add_command, add_option
+from minivllm.entrypoints.cli.options import add_command, add_option
 
 
 def add_course_command(commands) -> None:  # noqa: ANN001

@@ -1,6 +1,6 @@
 """API servers beside the first, each in a process of its own: they serve the same port with the same replicas, and exit when the first does.
 
-The first starts them as `python -m minivllm.entrypoints.api_server_proc`, writes one line of JSON to their standard input (`ApiServerSetup`),
+The first starts them as `python -m minivllm.entrypoints.server.api_server_proc`, writes one line of JSON to their standard input (`ApiServerSetup`),
 and keeps that pipe open: when it closes, the first is gone, and the others exit. Mirrors `run_multi_api_server` in
 `vllm/entrypoints/cli/serve.py`, where the first process serves nobody itself.
 """
@@ -14,11 +14,11 @@ import time
 
 import msgspec
 
+from minivllm.data_parallel.launcher import FrontendPlace
+from minivllm.data_parallel.processes import ChildProcess
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_launcher import FrontendPlace
-from minivllm.engine.replica_processes import ChildProcess
-from minivllm.entrypoints.server_state import ServerSettings
+from minivllm.entrypoints.server.state import ServerSettings
 
 END_NOW = signal.SIGUSR1
 """To an API server beside the first. A second SIGTERM may have been for all processes of a service, as systemd sends it."""
@@ -50,7 +50,7 @@ class _ApiServerProcess(ChildProcess):
     """One of them."""
 
     def __init__(self, setup: ApiServerSetup) -> None:
-        super().__init__("minivllm.entrypoints.api_server_proc", 1, setup, (setup.listener,))
+        super().__init__("minivllm.entrypoints.server.api_server_proc", 1, setup, (setup.listener,))
 
     def finish(self) -> None:
         """Tell it to finish what it has, and end."""

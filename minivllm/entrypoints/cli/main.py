@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from minivllm import __version__
-from minivllm.entrypoints.bench_cli import add_benchmarks
-from minivllm.entrypoints.bench_serve_cli import add_bench_serve
-from minivllm.entrypoints.course_cli import add_course_command
-from minivllm.entrypoints.grade_cli import add_grade_command
-from minivllm.entrypoints.options import (
+from minivllm.entrypoints.cli.bench import add_benchmarks
+from minivllm.entrypoints.cli.bench_serve import add_bench_serve
+from minivllm.entrypoints.cli.course import add_course_command
+from minivllm.entrypoints.cli.grade import add_grade_command
+from minivllm.entrypoints.cli.options import (
     add_command,
     add_engine_options,
     add_option,
@@ -21,10 +21,10 @@ from minivllm.entrypoints.options import (
     check_writable,
     engine_args,
 )
-from minivllm.entrypoints.replicas_cli import add_replicas_command
-from minivllm.entrypoints.serve_cli import add_make_key_command, add_serve_command
-from minivllm.entrypoints.simulate_cli import add_calibrate, add_simulate
-from minivllm.entrypoints.trace_cli import add_trace_commands, with_trace_command
+from minivllm.entrypoints.cli.replicas import add_replicas_command
+from minivllm.entrypoints.cli.serve import add_make_key_command, add_serve_command
+from minivllm.entrypoints.cli.simulate import add_calibrate, add_simulate
+from minivllm.entrypoints.cli.trace import add_trace_commands, with_trace_command
 from minivllm.errors import MinivllmError, RequestError
 from minivllm.sampling_params import SamplingParams
 
@@ -157,7 +157,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     params = _sampling_params(arguments)
     if sys.stdin is None:
         raise RequestError("There is no standard input to read messages from.")
-    from minivllm.entrypoints.chat import chat_loop
+    from minivllm.entrypoints.cli.chat import chat_loop
     from minivllm.entrypoints.llm import LLM
 
     print(f"Loading {arguments.model} ...", file=sys.stderr)
@@ -168,7 +168,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Report what this machine can do."""
-    from minivllm.entrypoints.doctor import examine
+    from minivllm.entrypoints.cli.doctor import examine
 
     return examine()
 
@@ -176,10 +176,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Show what the engine does."""
     if arguments.topic == "failover":
-        from minivllm.entrypoints.demo_failover import demo_failover
+        from minivllm.entrypoints.cli.demo_failover import demo_failover
 
         return demo_failover()
-    from minivllm.entrypoints.demo import demo
+    from minivllm.entrypoints.cli.demo import demo
 
     demo(arguments.output)
     return 0

@@ -14,11 +14,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minivllm.entrypoints.connection import last_word
 from minivllm.entrypoints.openai.answer import Answer
 from minivllm.entrypoints.openai.errors import ApiError, as_api_error
-from minivllm.entrypoints.request_log import RequestRecord
-from minivllm.entrypoints.server_state import ServerState
+from minivllm.entrypoints.server.connection import last_word
+from minivllm.entrypoints.server.request_log import RequestRecord
+from minivllm.entrypoints.server.state import ServerState
 
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 

@@ -17,6 +17,9 @@ import weakref
 from collections.abc import Collection
 from weakref import WeakMethod
 
+from minivllm.data_parallel.failover import Failover, give_up_error
+from minivllm.data_parallel.launcher import FrontendPlace, ReplicaLauncher
+from minivllm.data_parallel.replicas import Replicas
 from minivllm.engine.core_client import MPClient, OnMessage
 from minivllm.engine.core_messages import (
     CoreLost,
@@ -29,10 +32,7 @@ from minivllm.engine.core_messages import (
     ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.failover import Failover, give_up_error
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.replica_launcher import FrontendPlace, ReplicaLauncher
-from minivllm.engine.replicas import Replicas
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 

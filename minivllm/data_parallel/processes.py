@@ -17,14 +17,14 @@ import msgspec
 import torch
 import zmq
 
+from minivllm.data_parallel.coordinator import CoordinatorSetup
+from minivllm.data_parallel.engine_core_proc import ReplicaSetup
+from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode
+from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.sockets import KeyPair, Sockets
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
-from minivllm.engine.dp_coordinator import CoordinatorSetup
-from minivllm.engine.dp_engine_core_proc import ReplicaSetup
-from minivllm.engine.dp_messages import NodeAlive, NodeWelcome, ReplicaDied, encode
-from minivllm.engine.dp_sockets import KeyPair, Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.executor.processes import describe_exit, start_python
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ReplicaProcess(ChildProcess):
             clock_offset=clock_offset, socket_folder=socket_folder, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
         )  # fmt: skip
         try:
-            super().__init__("minivllm.engine.dp_engine_core_proc", num_threads, setup, (theirs,), gpus)
+            super().__init__("minivllm.data_parallel.engine_core_proc", num_threads, setup, (theirs,), gpus)
         finally:
             os.close(theirs)
         os.set_blocking(self._ready_pipe, False)
@@ -169,7 +169,7 @@ class DPCoordinator(ChildProcess):
     """
 
     def __init__(self, setup: CoordinatorSetup) -> None:
-        super().__init__("minivllm.engine.dp_coordinator", 1, setup)
+        super().__init__("minivllm.data_parallel.coordinator", 1, setup)
 
     def shutdown(self) -> None:
         """End it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from minivllm.bench.report import describe_machine
 from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.demo import PROMPTS
+from minivllm.entrypoints.cli.demo import PROMPTS
 from minivllm.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=48, seed=0, ignore_eos=True)

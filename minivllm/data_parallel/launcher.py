@@ -13,10 +13,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from minivllm.engine import dp_messages
-from minivllm.engine.core_handle import make_socket_folder
-from minivllm.engine.dp_coordinator import CoordinatorSetup
-from minivllm.engine.dp_messages import (
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.coordinator import CoordinatorSetup
+from minivllm.data_parallel.messages import (
     VERSION,
     FromHandshake,
     HelloFrontend,
@@ -25,10 +24,11 @@ from minivllm.engine.dp_messages import (
     Refused,
     hash_config,
 )
-from minivllm.engine.dp_sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
+from minivllm.data_parallel.processes import DPCoordinator, LocalReplicas
+from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
+from minivllm.engine.core_handle import make_socket_folder
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_processes import DPCoordinator, LocalReplicas
-from minivllm.engine.restart_policy import RestartPolicy
 from minivllm.errors import ConfigError, EngineDeadError
 
 POLL_MS = 20
@@ -164,7 +164,7 @@ class ReplicaLauncher:
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
         """The coordinator's answer, while all processes run."""
-        handshake.send(dp_messages.encode(message))
+        handshake.send(messages.encode(message))
         while not handshake.poll(POLL_MS):
             self.check_others()
             if end := self.coordinator.poll():
@@ -175,7 +175,7 @@ class ReplicaLauncher:
                 raise ConfigError(
                     f"The coordinator of the replicas {end}: perhaps data_parallel_rpc_port {port} is in use; choose another."
                 )
-        return dp_messages.decode_from_handshake(handshake.recv())
+        return messages.decode_from_handshake(handshake.recv())
 
     def check_others(self) -> None:
         """Raise an EngineDeadError if another frontend has ended."""

@@ -17,12 +17,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from minivllm.config import EngineArgs
-from minivllm.engine import dp_messages
-from minivllm.engine.dp_messages import VERSION, HelloNode, NodeWelcome, Refused, hash_config
-from minivllm.engine.dp_sockets import Sockets, load_key_file, tcp_address
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.messages import VERSION, HelloNode, NodeWelcome, Refused, hash_config
+from minivllm.data_parallel.processes import LocalReplicas
+from minivllm.data_parallel.sockets import Sockets, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_processes import LocalReplicas
-from minivllm.entrypoints.request_log import say
+from minivllm.entrypoints.server.request_log import say
 from minivllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class _Connection:
 
     def introduce(self, hello: HelloNode, stop: _Signals) -> NodeWelcome | None:
         """Wait until the API server is there and welcomes the replicas. None after a signal."""
-        self._socket.send(dp_messages.encode(hello))
+        self._socket.send(messages.encode(hello))
         notice = time.monotonic() + NOTICE_SECONDS
         while not self._socket.poll(POLL_MS):
             if stop.count:
@@ -108,7 +108,7 @@ class _Connection:
                 say(
                     f"minivllm: waiting for the API server at {self._address}. If it runs, check the address, the port and the key."
                 )
-        answer = dp_messages.decode_from_handshake(self._socket.recv())
+        answer = messages.decode_from_handshake(self._socket.recv())
         if isinstance(answer, Refused):
             raise ConfigError(f"The API server at {self._address} refuses the replicas of this machine. {answer.message}")
         assert isinstance(answer, NodeWelcome)

@@ -16,7 +16,13 @@ import msgspec
 import zmq
 
 from minivllm.core.routing import LoadPublisher, make_router
-from minivllm.engine import dp_messages
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.engine_core_proc import identity_of, index_of, read_header
+from minivllm.data_parallel.launcher import POLL_MS, FrontendPlace, ReplicaLauncher
+from minivllm.data_parallel.liveness import Decision, Join, Lose, PeerState, ReplicaLiveness, Withdraw
+from minivllm.data_parallel.messages import FrontendWelcome, HelloFrontend, Loads, Refused, ReplicaDied
+from minivllm.data_parallel.replica_table import ReplicaTable
+from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.core_client import OnMessage, ReplicaStatus
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import (
@@ -41,13 +47,7 @@ from minivllm.engine.core_messages import (
     decode_from_core,
     encode,
 )
-from minivllm.engine.dp_engine_core_proc import identity_of, index_of, read_header
-from minivllm.engine.dp_messages import FrontendWelcome, HelloFrontend, Loads, Refused, ReplicaDied
-from minivllm.engine.dp_sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.engine.replica_launcher import POLL_MS, FrontendPlace, ReplicaLauncher
-from minivllm.engine.replica_liveness import Decision, Join, Lose, PeerState, ReplicaLiveness, Withdraw
-from minivllm.engine.replica_table import ReplicaTable
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.request import EngineCoreRequest
 
@@ -114,8 +114,8 @@ class Replicas:
             if self._launcher is not None:
                 welcome = self._launcher.ask(handshake, hello)
             else:
-                handshake.send(dp_messages.encode(hello))
-                welcome = dp_messages.decode_from_handshake(handshake.recv())
+                handshake.send(messages.encode(hello))
+                welcome = messages.decode_from_handshake(handshake.recv())
             if isinstance(welcome, Refused):
                 raise EngineDeadError(welcome.message)
             assert isinstance(welcome, FrontendWelcome)
@@ -311,7 +311,7 @@ class Replicas:
         self._coordinator_heard = time.monotonic()
         if self._launcher is None:
             self._has_coordinator = True  # it was only silent
-        message = dp_messages.decode_published(data)
+        message = messages.decode_published(data)
         if isinstance(message, ReplicaDied):
             return self._take_deaths([message])
         if isinstance(message, Loads):

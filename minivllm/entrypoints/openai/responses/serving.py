@@ -16,8 +16,8 @@ import msgspec
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.chat import ChatAnswer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.responses import Json, OutputMessage, OutputText, ResponsesResponse, ResponsesUsage
-from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest
+from minivllm.entrypoints.openai.response_bodies import Json, OutputMessage, OutputText, ResponsesResponse, ResponsesUsage
+from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}

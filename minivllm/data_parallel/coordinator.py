@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from minivllm.core.routing import LoadPublisher
-from minivllm.engine.dp_messages import (
+from minivllm.data_parallel.messages import (
     VERSION,
     CoordinatorLog,
     FromHandshake,
@@ -36,11 +36,11 @@ from minivllm.engine.dp_messages import (
     decode_to_handshake,
     encode,
 )
-from minivllm.engine.dp_sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
+from minivllm.data_parallel.sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.executor.processes import ForwardLog
 
-logger = logging.getLogger("minivllm.engine.dp_coordinator")  # also as the main module of its process
+logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
 
 HELD_SECONDS = 5.0
 """A node from which nothing was heard for so long has lost its ranks."""

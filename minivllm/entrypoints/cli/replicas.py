@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
-from minivllm.entrypoints.options import add_command, add_option
-from minivllm.entrypoints.serve_cli import API_KEY_VARIABLE
+from minivllm.entrypoints.cli.options import add_command, add_option
+from minivllm.entrypoints.cli.serve import API_KEY_VARIABLE
 from minivllm.errors import ConfigError
 
 POLL_SECONDS = 0.2

@@ -13,10 +13,10 @@ import msgspec
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.engine.metrics import SHARED_METRICS
-from minivllm.entrypoints.api_server_processes import ApiServerSetup
-from minivllm.entrypoints.request_log import configure_logging
-from minivllm.entrypoints.server import ApiServer, freeze_heap
-from minivllm.entrypoints.server_state import ServerState
+from minivllm.entrypoints.server.api_server_processes import ApiServerSetup
+from minivllm.entrypoints.server.launcher import ApiServer, freeze_heap
+from minivllm.entrypoints.server.request_log import configure_logging
+from minivllm.entrypoints.server.state import ServerState
 from minivllm.errors import MinivllmError
 
 

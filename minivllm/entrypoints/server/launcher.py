@@ -23,11 +23,11 @@ from types import FrameType
 import uvicorn
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.api_server import make_app
-from minivllm.entrypoints.api_server_processes import END_NOW, ApiServerProcesses
-from minivllm.entrypoints.connection import Connection
-from minivllm.entrypoints.request_log import say
-from minivllm.entrypoints.server_state import ServerSettings, ServerState
+from minivllm.entrypoints.server.api_server import make_app
+from minivllm.entrypoints.server.api_server_processes import END_NOW, ApiServerProcesses
+from minivllm.entrypoints.server.connection import Connection
+from minivllm.entrypoints.server.request_log import say
+from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.errors import ConfigError, MinivllmError
 
 logger = logging.getLogger(__name__)

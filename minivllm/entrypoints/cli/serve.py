@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
-from minivllm.entrypoints.options import add_command, add_engine_options, add_option, engine_args
-from minivllm.entrypoints.request_log import LOG_LEVELS
+from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, engine_args
+from minivllm.entrypoints.server.request_log import LOG_LEVELS
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
-    from minivllm.entrypoints.api_server_processes import ApiServerProcesses
+    from minivllm.entrypoints.server.api_server_processes import ApiServerProcesses
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128
@@ -87,7 +87,7 @@ def add_make_key_command(commands) -> None:  # noqa: ANN001
 
 def run_make_key(arguments: argparse.Namespace) -> int:
     """Write the file."""
-    from minivllm.engine.dp_sockets import make_key_file
+    from minivllm.data_parallel.sockets import make_key_file
 
     make_key_file(arguments.file)
     print(f"{arguments.file} has a new key. Copy it to all machines, readable for their user alone.")
@@ -140,9 +140,9 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
     """
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
-    from minivllm.entrypoints.request_log import configure_logging
-    from minivllm.entrypoints.server import run_server
-    from minivllm.entrypoints.server_state import ServerSettings
+    from minivllm.entrypoints.server.launcher import run_server
+    from minivllm.entrypoints.server.request_log import configure_logging
+    from minivllm.entrypoints.server.state import ServerSettings
 
     args = EngineArgs(**engine_args(arguments))
     restart = args.parallel_config().has_replicas if arguments.restart_engine is None else arguments.restart_engine
@@ -176,7 +176,7 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
     if arguments.headless:
-        from minivllm.entrypoints.headless import run_headless
+        from minivllm.entrypoints.cli.headless import run_headless
 
         if arguments.api_server_count != 1:
             raise ConfigError("With --headless there is no API server here: leave out --api-server-count.")

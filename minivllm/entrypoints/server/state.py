@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.connection import LAST_WORD_SECONDS
 from minivllm.entrypoints.openai.answer import tokenizer_of
 from minivllm.entrypoints.openai.errors import ApiError
+from minivllm.entrypoints.server.connection import LAST_WORD_SECONDS
 from minivllm.errors import ConfigError
 
 MAX_API_SERVERS = 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import DISTRIBUTIONS, WorkloadRequest, load_workload, make_workload
 from minivllm.config import ModelConfig
-from minivllm.entrypoints.options import (
+from minivllm.entrypoints.cli.options import (
     add_command,
     add_engine_options,
     add_option,

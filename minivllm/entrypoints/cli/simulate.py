@@ -13,8 +13,8 @@ from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS, WorkloadRequest
 from minivllm.config import PREEMPTION_MODES
 from minivllm.core.routing import ROUTERS
-from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_engine_options, add_option, check_writable, picture
+from minivllm.entrypoints.cli import bench
+from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, check_writable, picture
 from minivllm.errors import ConfigError
 
 MOST_TRACED = 2_000
@@ -210,7 +210,7 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     from minivllm.bench.calibrate import calibrate, format_report
 
     print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
-    calibration = calibrate(bench_cli.make_engine(arguments), arguments.rounds)
+    calibration = calibrate(bench.make_engine(arguments), arguments.rounds)
     what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"
-    bench_cli.report_engine(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
+    bench.report_engine(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
     return 0

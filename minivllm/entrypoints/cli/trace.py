@@ -10,7 +10,7 @@ from pathlib import Path
 from minivllm.bench.report import quantity
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
-from minivllm.entrypoints.options import add_command, add_option, check_writable
+from minivllm.entrypoints.cli.options import add_command, add_option, check_writable
 from minivllm.errors import ConfigError
 
 _COMMANDS = ("show", "export")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import WorkloadRequest, generate_requests, load_workload, make_workload, warm_up_requests
-from minivllm.entrypoints import bench_cli
-from minivllm.entrypoints.options import add_command, add_option, picture
+from minivllm.entrypoints.cli import bench
+from minivllm.entrypoints.cli.options import add_command, add_option, picture
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
     add_option(group, "--seed", 0, "seed of the arrivals")
     add_option(group, "--warmup N", 0, "send N short requests first, unmeasured")
 
-    bench_cli.add_workload_options(
+    bench.add_workload_options(
         parser, f"requests to send (default: all of the file, or {NUM_REQUESTS}; with --duration, as many as it takes)"
     )
     group = parser.add_argument_group("results")
@@ -132,7 +132,7 @@ def _make_requests(arguments: argparse.Namespace, load: Load, max_len: int) -> t
     if count is not None and count < 1:
         raise ConfigError(f"--num-requests is {count}, but must be at least 1.")
     if len(arguments.distribution) > 1 and not arguments.workload:
-        raise ConfigError(bench_cli.ONE_WORKLOAD)
+        raise ConfigError(bench.ONE_WORKLOAD)
     endless = count is None and load.duration is not None
     if endless and not load.is_open and load.concurrency is None:
         raise ConfigError("An endless workload cannot be sent all at once: give --num-requests, --request-rate or --concurrency.")

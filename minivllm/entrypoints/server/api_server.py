@@ -24,10 +24,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.answer_response import AnswerResponse
 from minivllm.entrypoints.dashboard import add_dashboard
-from minivllm.entrypoints.middleware import OPEN_PATHS, KeyMiddleware, RequestMiddleware
-from minivllm.entrypoints.openai import responses as shapes
+from minivllm.entrypoints.openai import response_bodies as bodies
 from minivllm.entrypoints.openai.answer import Answer, check_length, tokenizer_of
 from minivllm.entrypoints.openai.chat import ChatAnswer, encode_chat
 from minivllm.entrypoints.openai.completions import CompletionAnswer
@@ -39,11 +37,13 @@ from minivllm.entrypoints.openai.protocol import (
     SamplingBody,
     TokenizeRequest,
 )
-from minivllm.entrypoints.openai.responses_answer import ResponsesAnswer
-from minivllm.entrypoints.openai.responses_protocol import ResponsesRequest
-from minivllm.entrypoints.replicas_api import describe_replicas
-from minivllm.entrypoints.replicas_api import router as replicas_router
-from minivllm.entrypoints.server_state import ServerState
+from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from minivllm.entrypoints.openai.responses.serving import ResponsesAnswer
+from minivllm.entrypoints.server.answer_response import AnswerResponse
+from minivllm.entrypoints.server.middleware import OPEN_PATHS, KeyMiddleware, RequestMiddleware
+from minivllm.entrypoints.server.replicas_api import describe_replicas
+from minivllm.entrypoints.server.replicas_api import router as replicas_router
+from minivllm.entrypoints.server.state import ServerState
 from minivllm.errors import EngineDeadError, RequestError
 
 BODY_SECONDS = 60.0
@@ -60,10 +60,10 @@ RANK_HEADER = "X-data-parallel-rank"
 """The replica that a request is to go to, as in vLLM; if that takes no requests, it goes to another."""
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
-        "model": shapes.ErrorResponse,
+        "model": bodies.ErrorResponse,
         "description": "The request is invalid, too large, unauthorized, or over capacity (429).",
     },
-    "5XX": {"model": shapes.ErrorResponse, "description": "The engine is unavailable (503), failed (500) or timed out (504)."},
+    "5XX": {"model": bodies.ErrorResponse, "description": "The engine is unavailable (503), failed (500) or timed out (504)."},
 }
 _EVENTS = {
     "text/event-stream": {
@@ -252,19 +252,19 @@ def _json(body: Any) -> Response:
 # -- generating ----------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/completions", responses={200: {"model": shapes.CompletionResponse, "content": _EVENTS}})
+@router.post("/v1/completions", responses={200: {"model": bodies.CompletionResponse, "content": _EVENTS}})
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete prompts."""
     return _answer(request, body, CompletionAnswer)
 
 
-@router.post("/v1/chat/completions", responses={200: {"model": shapes.ChatCompletionResponse, "content": _EVENTS}})
+@router.post("/v1/chat/completions", responses={200: {"model": bodies.ChatCompletionResponse, "content": _EVENTS}})
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Generate the next message of a conversation."""
     return _answer(request, body, ChatAnswer)
 
 
-@router.post("/v1/responses", responses={200: {"model": shapes.ResponsesResponse, "content": _EVENTS}})
+@router.post("/v1/responses", responses={200: {"model": bodies.ResponsesResponse, "content": _EVENTS}})
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Generate the next message of a conversation, in the form of OpenAI's Responses API."""
     return _answer(request, body, ResponsesAnswer)
@@ -273,7 +273,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 # -- tokens --------------------------------------------------------------------------------------------------------
 
 
-@router.post("/tokenize", responses={200: {"model": shapes.TokenizeResponse}})
+@router.post("/tokenize", responses={200: {"model": bodies.TokenizeResponse}})
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a text, or a conversation with the chat template applied."""
     _check_model(request, body.model)
@@ -295,7 +295,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     )
 
 
-@router.post("/detokenize", responses={200: {"model": shapes.DetokenizeResponse}})
+@router.post("/detokenize", responses={200: {"model": bodies.DetokenizeResponse}})
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Decode tokens, special ones included."""
     _check_model(request, body.model)
@@ -310,20 +310,20 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 # -- the server and its model --------------------------------------------------------------------------------------
 
 
-@router.get("/v1/models", responses={200: {"model": shapes.ModelList}})
+@router.get("/v1/models", responses={200: {"model": bodies.ModelList}})
 async def list_models(request: Request) -> Response:
     """List the one model that is served."""
     return _json({"object": "list", "data": [_model_card(_state(request))]})
 
 
-@router.get("/v1/models/{model:path}", responses={200: {"model": shapes.ModelCard}})
+@router.get("/v1/models/{model:path}", responses={200: {"model": bodies.ModelCard}})
 async def retrieve_model(model: str, request: Request) -> Response:
     """Describe a model."""
     _check_model(request, model)
     return _json(_model_card(_state(request)))
 
 
-def _model_card(state: ServerState) -> shapes.ModelCard:
+def _model_card(state: ServerState) -> bodies.ModelCard:
     name = state.engine.model_config.name
     return {
         "id": name,
@@ -337,9 +337,9 @@ def _model_card(state: ServerState) -> shapes.ModelCard:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/ping", responses={200: {"model": shapes.HealthResponse}})
+@router.get("/ping", responses={200: {"model": bodies.HealthResponse}})
 @router.post("/ping", include_in_schema=False)
-@router.get("/health", responses={200: {"model": shapes.HealthResponse}})
+@router.get("/health", responses={200: {"model": bodies.HealthResponse}})
 async def health(request: Request) -> Response:
     """Whether requests can be served; 503 with the reason if not."""
     state = _state(request)
@@ -352,13 +352,13 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok", "replicas": describe_replicas(engine)})
 
 
-@router.get("/load", responses={200: {"model": shapes.LoadResponse}})
+@router.get("/load", responses={200: {"model": bodies.LoadResponse}})
 async def load(request: Request) -> Response:
     """How many requests are being answered, by this API server."""
     return _json({"server_load": _state(request).admission.num_requests})
 
 
-@router.get("/version", responses={200: {"model": shapes.VersionResponse}})
+@router.get("/version", responses={200: {"model": bodies.VersionResponse}})
 async def version() -> Response:
     """The version of minivllm."""
     return _json({"version": __version__})
