@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minivllm.bench.report import format_table, report
 from minivllm.bench.summary import percentile
-from minivllm.bench.what_if import what_if
+from minivllm.simulation.what_if import what_if
 from minivllm.viz.knobs import CHOICES, START, knobs
 from minivllm.viz.player import play
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.bench.production import load_trace, stream_trace
-from minivllm.bench.replicas import ReplicaRun, format_replicas, simulate_replicas
 from minivllm.bench.report import report
 from minivllm.bench.summary import Goals
 from minivllm.core.routing import ROUTERS
+from minivllm.simulation.replicas import ReplicaRun, format_replicas, simulate_replicas
 
 NUM_REPLICAS, LOAD = 8, 0.8
 ENGINE: dict[str, Any] = {

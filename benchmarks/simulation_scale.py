@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from minivllm.bench.report import format_table, report
-from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
+from minivllm.simulation.engine import simulate
 
 RUNNING = 64
 

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 
 from minivllm.bench.served_request import ServedRequest
-from minivllm.bench.simulation import simulate
-from minivllm.bench.what_if import what_if
 from minivllm.bench.workloads import generate_requests
 from minivllm.engine.trace import EngineTrace
+from minivllm.simulation.engine import simulate
+from minivllm.simulation.what_if import what_if
 from minivllm.viz.engine_map import draw_engine_map
 from minivllm.viz.serving import draw_serving
 from minivllm.viz.step import draw_step

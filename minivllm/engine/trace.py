@@ -1,6 +1,6 @@
 """What an engine did, step by step, as plain data for pictures, measurements and replay.
 
-A trace is recorded by `engine/trace_recorder.py`, saved as JSON, drawn by `viz/`, and replayed by `bench/replay.py`. Nothing in it
+A trace is recorded by `engine/trace_recorder.py`, saved as JSON, drawn by `viz/`, and replayed by `simulation/replay.py`. Nothing in it
 refers to a living engine.
 """
 

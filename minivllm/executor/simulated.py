@@ -1,7 +1,7 @@
 """A simulated model, driven by the real scheduler on a virtual clock.
 
 Above the executor, everything is the real engine; below it is a formula for the duration of a step. Minutes of load are simulated in
-seconds, with the same result every time, on any machine. `bench/calibrate.py` fits the formula to a measured run.
+seconds, with the same result every time, on any machine. `simulation/calibrate.py` fits the formula to a measured run.
 """
 
 from __future__ import annotations

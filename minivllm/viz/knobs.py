@@ -1,6 +1,6 @@
 """Interactive runs: move a slider, and the run is repeated with the new value and drawn.
 
-The function that runs is passed in, so nothing here depends on an engine; `bench/what_if.py` provides the simulator's.
+The function that runs is passed in, so nothing here depends on an engine; `simulation/what_if.py` provides the simulator's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def knobs(
         ConfigError: An initial value is not among its knob's choices.
 
     Example:
-        >>> from minivllm.bench.what_if import what_if
+        >>> from minivllm.simulation.what_if import what_if
         >>> box = knobs(what_if)
         >>> box.knobs["max_num_seqs"].value = 4
     """

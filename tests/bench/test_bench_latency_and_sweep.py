@@ -7,12 +7,12 @@ import json
 import pytest
 
 from minivllm.bench import latency, sweep
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints.cli import main as cli
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel
+from minivllm.simulation.engine import make_simulated_engine
 from minivllm.viz.sweep import draw_sweep
 
 SMALL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]

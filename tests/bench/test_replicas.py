@@ -7,13 +7,13 @@ import random
 import pytest
 
 from minivllm.bench.production import HashedRequest, load_trace, stream_trace
-from minivllm.bench.replicas import format_replicas, simulate_replicas
-from minivllm.bench.simulation import simulate
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.core.routing import ROUTERS
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
+from minivllm.simulation.engine import simulate
+from minivllm.simulation.replicas import format_replicas, simulate_replicas
 
 ENGINE = {"max_num_seqs": 4, "num_gpu_blocks": 64, "max_model_len": 512}
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from viz_traces import TRACES
 
-from minivllm.bench.simulation import simulate
 from minivllm.bench.summary import Distribution, Goals, RequestLatency, RunSummary, percentile
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.workloads import generate_requests
+from minivllm.simulation.engine import simulate
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0.1, 100))

@@ -10,12 +10,12 @@ import pytest
 from shadow import shadow_engine
 
 from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
-from minivllm.bench.replay import first_difference, replay
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.sequence_queue import SequenceQueue
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.errors import ConfigError, RequestError
 from minivllm.scheduler_output import SchedulerOutput
+from minivllm.simulation.engine import make_simulated_engine
+from minivllm.simulation.replay import first_difference, replay
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 

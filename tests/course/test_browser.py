@@ -14,7 +14,7 @@ import pytest
 from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, open_page, picture, run_all_cells, serve, sync_api
 
 CELLS = (
-    "from minivllm.bench.what_if import what_if\n"
+    "from minivllm.simulation.what_if import what_if\n"
     "from minivllm.viz.knobs import knobs\n"
     "from minivllm.viz.player import play\n"
     "trace = what_if(num_requests=12, num_gpu_blocks=48)",

@@ -408,7 +408,7 @@ kernel = type(get_ipython().kernel)
 kernel._run_check = {FORGED}
 del kernel._run_witness""",
     "an engine that ignores the class": """
-import minivllm.bench.simulation as simulation
+import minivllm.simulation.engine as simulation
 make = simulation.make_simulated_engine
 import threading, time
 def patch():

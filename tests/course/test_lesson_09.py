@@ -13,13 +13,13 @@ from lesson_cells import Cell, edited, read_cells, run_cells, untouched, without
 from mutate_lesson import WANTED, find_survivors
 
 from minivllm.bench.offline import run_offline
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.bench.summary import percentile
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.course.lessons import lesson_09
 from minivllm.course.lessons.lesson_09.choice import MACHINES, sweep
 from minivllm.course.lessons.timing import RequestTimes, request_times, timed
+from minivllm.simulation.engine import make_simulated_engine
 
 CELLS = read_cells("09")
 PERCENTILE, LATENCIES = "a percentile is one of the values", "a user's time starts with the click"

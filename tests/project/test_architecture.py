@@ -26,10 +26,23 @@ BELOW = {
     "executor": {"worker", "distributed"},
     "engine": {"core", "executor", "models", "data_parallel"},
     "data_parallel": {"core", "engine", "executor"},
-    "bench": {"data_parallel", "engine", "core", "executor", "worker", "layers", "kernels"},
+    "bench": {"engine", "core"},
+    "simulation": {"bench", "engine", "core", "executor"},
     "viz": {"distributed.partition", "kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
-    "course": {"viz", "bench", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
-    "entrypoints": {"data_parallel", "engine", "core", "executor", "models", "layers", "worker", "bench", "viz", "course"},
+    "course": {"viz", "bench", "simulation", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
+    "entrypoints": {
+        "data_parallel",
+        "engine",
+        "core",
+        "executor",
+        "models",
+        "layers",
+        "worker",
+        "bench",
+        "simulation",
+        "viz",
+        "course",
+    },
 }
 """Folder to the folders (or modules) that it may import, besides itself and the vocabulary."""
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]

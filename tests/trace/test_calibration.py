@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.bench import calibrate as calibration
-from minivllm.bench.calibrate import (
+from minivllm.bench.report import to_json
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.errors import ConfigError
+from minivllm.executor.simulated import CostModel, StepWork
+from minivllm.simulation import calibrate as calibration
+from minivllm.simulation.calibrate import (
     Calibration,
     batch_sizes,
     calibrate,
@@ -20,12 +24,8 @@ from minivllm.bench.calibrate import (
     step_costs,
     unseen_settings,
 )
-from minivllm.bench.costs import load_costs
-from minivllm.bench.report import to_json
-from minivllm.bench.simulation import make_simulated_engine, simulate
-from minivllm.bench.workloads import WorkloadRequest
-from minivllm.errors import ConfigError
-from minivllm.executor.simulated import CostModel, StepWork
+from minivllm.simulation.costs import load_costs
+from minivllm.simulation.engine import make_simulated_engine, simulate
 
 TRUE_COSTS = CostModel(
     fixed=0.02, per_prefill_step=0.006, per_prefill_token=7e-4, per_prefill_pair=4e-7, per_decode_seq=8e-4, per_context_token=3e-6

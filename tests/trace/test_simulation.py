@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import SamplingParams
-from minivllm.bench.costs import DEFAULT_COSTS, load_costs
-from minivllm.bench.simulation import format_simulations, make_simulated_engine, simulate
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS, WorkloadRequest, arrival_times, generate_requests
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, SimulatedExecutor, StepWork, VirtualClock, count_work
+from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
+from minivllm.simulation.engine import format_simulations, make_simulated_engine, simulate
 
 SECOND = CostModel(fixed=1.0)
 """Every step takes a second."""

@@ -15,11 +15,11 @@ from shadow import shadow_engine
 from test_invariants import run, workloads
 
 from minivllm import LLM, SamplingParams, Scheduler
-from minivllm.bench.replay import first_difference, replay
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord
 from minivllm.errors import ConfigError
+from minivllm.simulation.engine import make_simulated_engine
+from minivllm.simulation.replay import first_difference, replay
 
 
 def traced(workload):

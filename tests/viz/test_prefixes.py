@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from minivllm.bench.production import load_mooncake_trace
-from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest
+from minivllm.simulation.engine import simulate
 from minivllm.viz.gaps import draw_gaps
 from minivllm.viz.prefix_tree import draw_prefix_tree
 

@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from minivllm import SamplingParams
-from minivllm.bench.simulation import make_simulated_engine, simulate
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.timing import RequestTimes, request_times
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
+from minivllm.simulation.engine import make_simulated_engine, simulate
 from minivllm.viz.race import draw_race, play_race
 from minivllm.viz.request_times import draw_arrivals, draw_request_times
 from minivllm.viz.utilisation import draw_utilisation
@@ -109,7 +109,7 @@ def test_a_race_without_steps_is_refused():
 
 
 def empty() -> EngineTrace:
-    from minivllm.bench.simulation import make_simulated_engine
+    from minivllm.simulation.engine import make_simulated_engine
 
     return make_simulated_engine().start_trace()
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.errors import ConfigError
+from minivllm.simulation.engine import make_simulated_engine
 from minivllm.viz.engine_map import PARTS, draw_engine_map
 from minivllm.viz.rooms import Journey, Visit, follow
 from minivllm.viz.step_tensors import draw_step_tensors

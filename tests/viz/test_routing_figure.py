@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from minivllm.bench.replicas import simulate_replicas
 from minivllm.bench.workloads import generate_requests
+from minivllm.simulation.replicas import simulate_replicas
 from minivllm.viz.routing import draw_routing
 
 

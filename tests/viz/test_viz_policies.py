@@ -8,8 +8,8 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import to_hex
 
-from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest
+from minivllm.simulation.engine import simulate
 from minivllm.viz.latency import request_latencies
 from minivllm.viz.palette import request_colors
 from minivllm.viz.policies import draw_panels, draw_step_tokens, draw_waits

@@ -11,9 +11,9 @@ import pytest
 from viz_traces import TRACES
 
 from minivllm.bench.trace_summary import summarize_trace
-from minivllm.bench.what_if import what_if
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
+from minivllm.simulation.what_if import what_if
 from minivllm.viz import player
 from minivllm.viz.knobs import CHOICES, START, knobs
 from minivllm.viz.notebook import WidgetError, to_png

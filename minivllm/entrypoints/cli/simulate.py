@@ -82,9 +82,9 @@ def add_simulate(commands) -> None:  # noqa: ANN001
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the requests under each scheduler and print a table."""
-    from minivllm.bench.costs import DEFAULT_COSTS, load_costs
     from minivllm.bench.report import to_json
-    from minivllm.bench.simulation import format_simulations, simulate
+    from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
+    from minivllm.simulation.engine import format_simulations, simulate
 
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS} | {"cost_model": costs}
@@ -148,9 +148,9 @@ def _make_requests(arguments: argparse.Namespace) -> tuple[int, Iterator[Workloa
 
 def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     """Simulate the requests with each router and print a table."""
-    from minivllm.bench.replicas import format_replicas, simulate_replicas
     from minivllm.bench.report import to_json
     from minivllm.bench.summary import Goals
+    from minivllm.simulation.replicas import format_replicas, simulate_replicas
 
     if arguments.save_trace or arguments.max_concurrency is not None:
         raise ConfigError("--save-trace and --max-concurrency are for one engine: leave out --replicas.")
@@ -207,7 +207,7 @@ def add_calibrate(benches) -> None:  # noqa: ANN001
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, fit, predict held-out runs, and print a table."""
-    from minivllm.bench.calibrate import calibrate, format_report
+    from minivllm.simulation.calibrate import calibrate, format_report
 
     print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
     calibration = calibrate(bench.make_engine(arguments), arguments.rounds)

@@ -86,8 +86,8 @@ def check_text(**parts: type) -> None:
 
 def run_simulated(manager_class: type, crowd: Crowd) -> list[dict[str, Any]]:
     """What the manager did in each step of a crowded run."""
-    from minivllm.bench.simulation import make_simulated_engine
     from minivllm.sampling_params import SamplingParams
+    from minivllm.simulation.engine import make_simulated_engine
 
     rng, options = random.Random(crowd.seed), crowd._asdict()
     del options["seed"]

@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.lesson_07.situations import count_tokens, expect
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.engine import make_simulated_engine
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM

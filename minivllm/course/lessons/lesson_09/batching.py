@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.course.lessons.lesson_07.engine import describe_steps
@@ -15,6 +14,7 @@ from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.engine import make_simulated_engine
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from minivllm.bench.costs import DEFAULT_COSTS
 from minivllm.bench.production import load_conversation_trace
-from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.lesson_09.metrics import is_good
 from minivllm.course.lessons.timing import RequestTimes, request_times
 from minivllm.executor.simulated import CostModel
+from minivllm.simulation.costs import DEFAULT_COSTS
+from minivllm.simulation.engine import simulate
 
 _NUM_REQUESTS = 80
 _HOURS = 5

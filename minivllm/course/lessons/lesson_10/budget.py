@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
@@ -15,6 +14,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
+from minivllm.simulation.engine import make_simulated_engine
 
 _ROUNDS = 60
 

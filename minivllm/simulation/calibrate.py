@@ -12,13 +12,13 @@ import numpy as np
 
 from minivllm.bench.offline import SCHEDULERS, run_offline
 from minivllm.bench.report import format_table
-from minivllm.bench.simulation import simulate
 from minivllm.bench.summary import EngineRun
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, StepWork, count_work
+from minivllm.simulation.engine import simulate
 
 INTERRUPTED = 1.5
 """A step that took this many times its predicted time was interrupted by something outside the engine."""
@@ -222,7 +222,7 @@ class Calibration:
     predictions: list[Prediction]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, from which `bench.costs.load_costs` reads the costs."""
+        """Plain data, from which `simulation.costs.load_costs` reads the costs."""
         predictions = [vars(p) | {"throughput_error": p.throughput_error, "ttft_error": p.ttft_error} for p in self.predictions]
         return asdict(self) | {"predictions": predictions}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from minivllm.bench.costs import DEFAULT_COSTS
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.report import format_table, quantity
 from minivllm.bench.summary import Distribution, EngineRun, time_per_output_token
@@ -22,6 +21,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError, RequestError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
 from minivllm.outputs import RequestOutput
+from minivllm.simulation.costs import DEFAULT_COSTS
 
 
 def make_simulated_engine(

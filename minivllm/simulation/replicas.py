@@ -18,7 +18,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, quantity
-from minivllm.bench.simulation import in_order, make_simulated_engine
 from minivllm.bench.summary import Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import check_at_least
@@ -29,6 +28,7 @@ from minivllm.executor.simulated import VirtualClock
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.engine import in_order, make_simulated_engine
 
 
 @dataclass(kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minivllm.bench.simulation import simulate
 from minivllm.bench.workloads import generate_requests
 from minivllm.engine.trace import EngineTrace
+from minivllm.simulation.engine import simulate
 
 
 def what_if(

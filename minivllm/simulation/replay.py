@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from minivllm.bench.offline import SCHEDULERS
-from minivllm.bench.simulation import make_simulated_engine
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
@@ -22,6 +21,7 @@ from minivllm.errors import ConfigError
 from minivllm.executor.simulated import SimulatedExecutor, VirtualClock
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
+from minivllm.simulation.engine import make_simulated_engine
 
 KNOWN_SCHEDULERS = {cls.__name__: cls for cls in SCHEDULERS.values()}
 

@@ -1,0 +1,1 @@
+"""The real engine on a virtual clock: what would it do, and how fast?"""
