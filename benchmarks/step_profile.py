@@ -6,7 +6,6 @@ python benchmarks/step_profile.py --workload benchmarks/workloads/offline_64.jso
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -30,11 +29,9 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.cli.bench import add_workload_options, make_engine, one_workload, report_engine
 from minivllm.entrypoints.cli.options import add_engine_options, check_writable
 from minivllm.errors import ConfigError
-from minivllm.kernels.ops import has_cpu_kernels
 from minivllm.layers.attention import AttentionMetadata
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import Linear
-from minivllm.models.llama import LlamaModel
 
 PARTS = ("linear", "attention", "norm and rope", "sampling", "scheduling", "detokenizing", "other")
 
@@ -250,24 +247,16 @@ def format_rank_profiles(profiles: dict[str, RankProfile]) -> str:
 
 @torch.inference_mode()
 def _time_linear(model: torch.nn.Module, rows: int, repeats: int = 9) -> float:
-    """Median milliseconds of all linear layers of a model, in one compiled call if the engine runs the layers in one."""
+    """Median milliseconds of all linear layers of a model, called one after another."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    calls: list[Callable[[], Any]] = []
-    if has_cpu_kernels() and isinstance(getattr(model, "model", None), LlamaModel):
-        from compiled_products import compile_linear_layers
-
-        call = compile_linear_layers(model.model, rows)
-        if call is not None:
-            calls, linears = [call], [layer for layer in linears if isinstance(layer, ParallelLMHead)]
     inputs = {width: torch.randn(rows, width) for width in {layer.in_features for layer in linears}}
-    calls += [functools.partial(layer, inputs[layer.in_features]) for layer in linears]
     times = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        for call in calls:
-            call()
+        for layer in linears:
+            layer(inputs[layer.in_features])
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[1:])  # the first one warms up
+    return statistics.median(times[1:])  # the first warms up
 
 
 def format_profile(profile: Profile) -> str:

@@ -26,7 +26,6 @@ LATENCY = "-m minivllm.entrypoints.cli.main bench latency --batch-sizes 1 4 16 6
 ENGINES = "minivllm minivllm-bfloat16 minivllm-int8 minivllm-int8-bfloat16 vllm vllm-bfloat16"
 COMPARISON = f"benchmarks/engine_comparison.py --engines {ENGINES} --enable-chunked-prefill --vllm-python {VLLM_PYTHON}"
 MEASUREMENTS: dict[str, tuple[str, str]] = {
-    "products": ("benchmarks/bfloat16_products.py", ""),
     "prefill_attention": ("benchmarks/prefill_attention.py", ""),
     "profile_float32": (f"{PROFILE} --dtype float32", ""),
     "profile_bfloat16": (f"{PROFILE} --dtype bfloat16", ""),
@@ -38,7 +37,6 @@ MEASUREMENTS: dict[str, tuple[str, str]] = {
     "latency_in_registers": (f"{LATENCY} --dtype bfloat16", "-amx-tile,-avx512bf16"),
     "memory": ("benchmarks/memory.py", ""),
     "quality": ("benchmarks/quality.py", ""),
-    "tokens_in_chunks": ("benchmarks/tokens_in_chunks.py", ""),
     "offline": (f"{COMPARISON} --workload benchmarks/workloads/offline_64.json", ""),
     "mixed_prompts": (f"{COMPARISON} --distribution longtail --num-requests 32 --mean-prompt-len 250 --mean-output-len 64", ""),
     "long_prompts": (f"{COMPARISON} --distribution uniform --num-requests 32 --mean-prompt-len 508 --mean-output-len 64", ""),

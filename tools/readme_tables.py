@@ -2,8 +2,8 @@
 
     python tools/readme_tables.py
 
-What stands between `<!-- FILE -->` and `<!-- end -->` is replaced by the command, its date and its text, as stored in FILE.
-tests/project/test_readme.py checks that nobody has typed anything there.
+The text between `<!-- FILE -->` and `<!-- end -->` is replaced by the command, its date and its table, as stored in FILE.
+tests/project/test_readme.py checks that nobody has edited it by hand.
 """
 
 import json
@@ -13,17 +13,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- (benchmarks/results/\S+\.json) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+SCRIPT = re.compile(r"python (benchmarks/\S+\.py)")
+LAST_COMMIT = "01d59da"
+"""The last one with the scripts that have been deleted."""
 
 
 def fill(text: str) -> str:
-    """The text with every table filled in anew."""
+    """The text with every table renewed."""
     return PLACE.sub(lambda place: f"{place[1]}{render(ROOT / place[2])}{place[3]}", text)
 
 
 def render(file: Path) -> str:
-    """A measurement as Markdown."""
+    """A measurement as Markdown. If its script has been deleted, the commit that has it is named."""
     report = json.loads(file.read_text(encoding="utf-8"))
-    return "\n".join(["```text", f"$ {report['command']}", f"{report['time'][:10]}", "", *report["text"], "```", ""])
+    command = report["command"]
+    script = SCRIPT.match(command)
+    if script and not (ROOT / script[1]).exists():
+        command += f"    # git show {LAST_COMMIT}:{script[1]}"
+    return "\n".join(["```text", f"$ {command}", report["time"][:10], "", *report["text"], "```", ""])
 
 
 def main() -> None:

@@ -1,42 +1,10 @@
-"""What the Hadamard transform does to the inputs of linear layers, the times of prefill attention, and what a busy neighbour costs, on small cases."""
+"""The times of prefill attention, and what a busy neighbour costs, on small cases."""
 
 from __future__ import annotations
 
 import busy_neighbour
-import outliers
 import prefill_attention
 import pytest
-import torch
-
-from minivllm import LLM
-
-
-def test_a_row_of_equal_sizes_has_no_outlier_and_no_error_and_one_number_alone_is_the_largest_outlier():
-    even, alone = torch.tensor([[1.0, -1.0, 1.0, -1.0] * 4]), torch.zeros(1, 16)
-    alone[0, 3] = 5.0
-    for rows, expected in ((even, 1.0), (alone, 4.0)):  # the root mean square of `alone` is 5 / 4
-        largest, error = outliers.measure_rows(rows)
-        assert largest.item() == pytest.approx(expected)
-        assert error.item() == pytest.approx(0, abs=1e-6)
-
-
-def test_the_error_of_rounding_grows_with_an_outlier():
-    rows = torch.randn(2, 576, generator=torch.Generator().manual_seed(0))
-    rows[1, 7] = 100.0
-    (_, larger), (even, worse) = outliers.measure_rows(rows)
-    assert larger > 20 and worse > 2 * even
-
-
-@pytest.mark.slow
-def test_the_transform_makes_the_default_models_inputs_easier_to_round():
-    llm = LLM(device="cpu", dtype="float32", num_gpu_blocks_override=8, max_num_seqs=1, max_model_len=64)
-    results = outliers.measure_inputs(llm, 24)
-    assert {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"} <= results.keys()
-    for name in ("qkv_proj", "down_proj"):
-        assert results[name]["error, after"] < results[name]["error, before"]
-        assert results[name]["largest, after"] < results[name]["largest, before"]
-    table = outliers.format_inputs(results, 24)
-    assert "at 24 tokens of prose" in table and all(name in table for name in results)
 
 
 def test_prefill_attention_is_timed_in_three_ways():

@@ -12,7 +12,6 @@ import decode_attention
 import linear_layers
 import pytest
 import torch
-from compiled_products import compile_linear_layers
 from linear_layers import Floor, measure_floor
 from quality import measure_quality
 from step_profile import PARTS, Stopwatch, format_profile, format_rank_profiles, profile_offline, profile_ranks
@@ -75,23 +74,6 @@ def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     assert all(part in table for part in PARTS) and "of 4 sequences takes" in table
     assert profile.to_json()["floor"]["gigaflops"] == profile.floor.gigaflops
     assert "is more than the step" in format_profile(replace(profile, attention_alone=profile.decode_step))
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_linear_layers_alone_are_those_of_the_model(engine):
-    model = engine.executor.worker.model_runner.model.model
-    torch.manual_seed(0)
-    call = compile_linear_layers(model, 5)
-    torch.manual_seed(0)
-    layer = model.layers[-1]
-    qkv, output, gate_up, down = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-    hidden, _, gated = (torch.randn(5, linear.in_features) for linear in (qkv, output, down))
-    for ours, theirs in zip(call(), (qkv(hidden), down(gated), gate_up(hidden)), strict=True):
-        assert torch.equal(torch.from_numpy(ours), theirs)
-    hook = layer.register_forward_pre_hook(lambda *_: None)
-    assert compile_linear_layers(model, 5) is None, "layers are called one by one"
-    hook.remove()
 
 
 @pytest.mark.slow

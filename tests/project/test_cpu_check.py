@@ -75,12 +75,12 @@ def test_scripts_and_their_options_exist(cpu_check):
 
 
 def test_what_needs_vllm_is_not_run_without_it(cpu_check, capsys):
-    assert cpu_check.run_with("--only", "offline", "products") == 1
-    assert [command.split(" --json")[0] for command, _ in cpu_check.calls] == ["benchmarks/bfloat16_products.py"]
+    assert cpu_check.run_with("--only", "offline", "prefill_attention") == 1
+    assert [command.split(" --json")[0] for command, _ in cpu_check.calls] == ["benchmarks/prefill_attention.py"]
     printed = capsys.readouterr().out
     assert "tools/setup_vllm.py" in printed
-    assert re.search(r"offline +not run: vLLM is not there\n", printed) and re.search(r"products +good\n", printed)
-    assert cpu_check.run_with("--only", "products") == 0
+    assert re.search(r"offline +not run: vLLM is not there\n", printed) and re.search(r"prefill_attention +good\n", printed)
+    assert cpu_check.run_with("--only", "prefill_attention") == 0
     assert "vLLM" not in capsys.readouterr().out
 
 
@@ -94,17 +94,17 @@ def test_a_failure_is_named_and_the_others_still_run(cpu_check, capsys):
 
 def test_ctrl_c_waits_for_what_runs_and_says_what_there_is(cpu_check, capsys):
     cpu_check.ends = {"memory.py": [KeyboardInterrupt, -2]}
-    assert cpu_check.run_with("--only", "products", "memory", "quality") == 1
+    assert cpu_check.run_with("--only", "prefill_attention", "memory", "quality") == 1
     assert len(cpu_check.calls) == 2
     printed = capsys.readouterr().out
     assert "Stopped." in printed
-    assert all(re.search(line, printed) for line in (r"products +good\n", r"memory +not run\n", r"quality +not run\n"))
+    assert all(re.search(line, printed) for line in (r"prefill_attention +good\n", r"memory +not run\n", r"quality +not run\n"))
 
 
 def test_results_of_before_are_kept(cpu_check, tmp_path):
     files = []
     for _ in range(3):
-        assert cpu_check.run_with("--only", "products") == 0
+        assert cpu_check.run_with("--only", "prefill_attention") == 0
         files.append(tmp_path / cpu_check.calls[-1][0].split(" --json ")[1])
         files[-1].parent.mkdir(parents=True, exist_ok=True)
         files[-1].touch()
