@@ -19,7 +19,7 @@ LONG = (
     "test_lessons_in_browser.py",
     "test_soak.py",
     "test_grading.py",
-    "test_grading_witness.py",
+    "test_grading_observe.py",
     "test_triton_compiles.py",
     "test_exercises.py",
     "test_lesson_01.py",

@@ -42,7 +42,7 @@ _INSIDES = _CORE_NAMES | {
         "situations",
         "swapping",
         "tables",
-        "witness",
+        "observe",
     )
 }
 """Modules of a lesson's checks, and what they import of the core."""

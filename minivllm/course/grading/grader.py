@@ -1,7 +1,7 @@
 """Grades submissions: restores the lesson's cells, runs the notebook, and reports for each check whether it passed, or why not.
 
 No submission can affect another: whatever goes wrong in one becomes a reason in its grade. (Modelled on nbgrader's autograder; here a
-check passes only if it returns its receipt, see `kernel.py`, and if the witness sees what it sees of the solution, see `witness.py`.)
+check passes only if it returns its receipt, see `kernel.py`, and if the observations match those of the solution, see `observe.py`.)
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.borrowed import find_borrowed
 from minivllm.course.grading.kernel_client import KernelDidNotStart, Surroundings, run_cells
 from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.observe import NoSuchClass, find_difference, find_observer
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 from minivllm.course.grading.untrusted_text import without_colours
-from minivllm.course.grading.witness import NoSuchClass, find_difference, find_witness
 from minivllm.errors import CourseError
 
 _MOST_REASON = 600
@@ -99,7 +99,7 @@ def grade_all(
         unreadable: Folders and files that submissions must not open, besides each other's.
         unwritable: Folders in which they must not write.
         sandboxed: Whether to run them in bubblewrap's sandbox.
-        seed: Of what the lessons' witnesses ask. No submission may know it.
+        seed: Of the observers' random input. No submission may know it.
     """
     expected: dict[str, dict[str, str]] = {}
     closed = (*unreadable, *(submission.path for submission in submissions))
@@ -141,9 +141,9 @@ _SOLUTION_LIMITS = Limits(cell_seconds=900, total_seconds=1800)
 
 
 def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, str]:
-    """What the lesson's witness sees of its own solution, by check."""
-    witness = surroundings.witness
-    if witness is None:
+    """The observations of the lesson's own solution, by check."""
+    observer = surroundings.observer
+    if observer is None:
         return {}
     # Outside of the sandbox, so that the kernels that this compiles are kept, and no submission compiles them again.
     cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
@@ -153,14 +153,14 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
     except KernelDidNotStart as error:
         raise CourseError(f"The solution of {lesson.name} cannot be observed: {error}") from None
     for index, cell in enumerate(cells):
-        if cell.check is not None and witness.covers(cell.cell_id):
+        if cell.check is not None and observer.covers(cell.cell_id):
             run = runs.get(index, CellRun("late"))
-            if run.witness is not None and run.witness.error[0] == NoSuchClass.__name__:
+            if run.observer_run is not None and run.observer_run.error[0] == NoSuchClass.__name__:
                 continue  # a lesson that a teacher has changed
-            if not run.testimony:
-                why = _unobserved(run.witness or run, _SOLUTION_LIMITS)
+            if not run.observations:
+                why = _unobserved(run.observer_run or run, _SOLUTION_LIMITS)
                 raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
-            expected[cell.cell_id] = run.testimony
+            expected[cell.cell_id] = run.observations
     return expected
 
 
@@ -203,10 +203,10 @@ def _grade(
             continue
         passed, contradiction = run is not None and run.passed, None
         if run is not None and run.passed and cell.cell_id in expected:
-            contradiction = find_difference(expected[cell.cell_id], run.testimony or "")
+            contradiction = find_difference(expected[cell.cell_id], run.observations or "")
             passed = contradiction is None
-            if contradiction and not run.testimony and run.witness is not None:
-                contradiction = _unobserved(run.witness, limits)
+            if contradiction and not run.observations and run.observer_run is not None:
+                contradiction = _unobserved(run.observer_run, limits)
         if passed:
             reasons = [cell.note]
         elif contradiction is not None:
@@ -228,31 +228,31 @@ def _grade(
 def surroundings_of(
     lesson: Lesson, unreadable: Sequence[Path], unwritable: Sequence[Path], seed: int | None = None
 ) -> Surroundings:
-    """The surroundings of a kernel for a lesson; with a seed, it has a witness."""
+    """The surroundings of a kernel for a lesson; with a seed, it has an observer."""
     from minivllm.course.grading.kernel import find_imports
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
-    witness = find_witness(lesson.name, seed) if seed is not None else None
-    imported = [f"import {witness.module}"] if witness is not None else []
+    observer = find_observer(lesson.name, seed) if seed is not None else None
+    imported = [f"import {observer.module}"] if observer is not None else []
     return Surroundings(
         preload=(*find_imports(given, "minivllm"), *imported),
         imports=tuple(find_imports(given, "minivllm")),
         unreadable=tuple(unreadable),
         unwritable=tuple(unwritable),
-        witness=witness,
+        observer=observer,
     )
 
 
-def _unobserved(witness: CellRun, limits: Limits) -> str:
-    """Why there is no testimony."""
-    if witness.status == "error":
-        return f"it raised {_error(*witness.error)}".rstrip(".")
+def _unobserved(run: CellRun, limits: Limits) -> str:
+    """Why there are no observations."""
+    if run.status == "error":
+        return f"it raised {_error(*run.error)}".rstrip(".")
     return {
         "slow": f"it ran longer than {limits.cell_seconds:g} s",
         "late": "the time for the whole notebook was up",
         "loud": "it printed too much",
         "ok": "the check did not pass",
-    }.get(witness.status, "it ended Python, or had to be killed")
+    }.get(run.status, "it ended Python, or had to be killed")
 
 
 def _numbers(cells: Sequence[Cell]) -> dict[int, int]:

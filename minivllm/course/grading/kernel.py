@@ -2,7 +2,7 @@
 
 A check passes only if it returns its receipt, which is issued by a statement appended to its `with check(...)` block: nothing that a
 cell prints counts. Before each check the course's modules are restored, and the check is compiled here, bypassing any hooks that cells
-may have installed in IPython. All that can be undone from within the process; `witness.py` cannot be.
+may have installed in IPython. All that can be undone from within the process; `observe.py` cannot be.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.inputtransformer2 import TransformerManager
 from traitlets import Type
 
+from minivllm.course.grading.observe import observe_class
 from minivllm.course.grading.sandbox import Fence, Pristine
-from minivllm.course.grading.witness import testify
 
 _MOST_ERROR = 5000
 
@@ -88,8 +88,8 @@ class GradingKernel(IPythonKernel):
         self.shell.execution_count = order.get("number", 1)
         if order.get("kind") == "check":
             reply = self._run_check(code, order)
-        elif order.get("kind") == "witness":
-            reply = self._run_witness(order)
+        elif order.get("kind") == "observe":
+            reply = self._run_observer(order)
         else:
             try:
                 reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
@@ -123,11 +123,11 @@ class GradingKernel(IPythonKernel):
             namespace.pop(name, None)
         return reply
 
-    def _run_witness(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _run_observer(self, order: dict[str, Any]) -> dict[str, Any]:
         self.pristine.restore()
         reply = {"status": "ok", "execution_count": order["number"], "user_expressions": {}, "payload": []}
         try:
-            reply["testimony"] = testify(order["module"], order["check"], self.shell.user_ns, order["seed"])
+            reply["observations"] = observe_class(order["module"], order["check"], self.shell.user_ns, order["seed"])
         except BaseException as error:
             reply |= {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
             with suppress(Exception):

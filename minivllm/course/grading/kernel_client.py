@@ -24,8 +24,8 @@ from typing import Any
 
 from minivllm.course.grading import bubblewrap
 from minivllm.course.grading.limits import CellRun, Limits, Output, Watch
+from minivllm.course.grading.observe import Observer
 from minivllm.course.grading.submissions import Cell
-from minivllm.course.grading.witness import Witness
 
 _START_SECONDS = 180
 _LAST_WORDS_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Surroundings:
         unwritable: Folders in which cells must not write.
         sandboxed: Whether to run the kernel in bubblewrap's sandbox.
         num_threads: Threads that it computes with: its share of the processors.
-        witness: What is asked about each check that passed.
+        observer: What is asked about each check that passed.
     """
 
     preload: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Surroundings:
     unwritable: tuple[Path, ...] = ()
     sandboxed: bool = False
     num_threads: int = 1
-    witness: Witness | None = None
+    observer: Observer | None = None
 
 
 class KernelDidNotStart(RuntimeError):  # noqa: N818
@@ -99,9 +99,9 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
             continue
         run = kernel.run(cell, number, deadline)
         if run.passed:
-            kernel.call_witness(cell, number, deadline, run)
+            kernel.observe(cell, number, deadline, run)
         if index in runs and runs[index].passed:  # a check that passed once counts
-            run.passed, run.testimony = True, runs[index].testimony or run.testimony
+            run.passed, run.observations = True, runs[index].observations or run.observations
         runs[index] = run
         if run.status == "late":
             return None
@@ -202,14 +202,14 @@ class Kernel:
             while self._receive(self._iopub):
                 heard = True
 
-    def call_witness(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
-        """Observe the class of a check, if its lesson has a witness for it, and add the testimony to the check's run."""
-        witness = self._surroundings.witness
-        if witness is None or not witness.covers(cell.cell_id):
+    def observe(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
+        """Observe the class of a check, if its lesson has an observer for it, and add the observations to the check's run."""
+        observer = self._surroundings.observer
+        if observer is None or not observer.covers(cell.cell_id):
             return
-        order = {"kind": "witness", "module": witness.module, "check": cell.cell_id, "seed": witness.seed}
+        order = {"kind": "observe", "module": observer.module, "check": cell.cell_id, "seed": observer.seed}
         observed = self.run(replace(cell, source=""), number, deadline, order)
-        run.testimony, run.witness = observed.testimony or "", observed
+        run.observations, run.observer_run = observed.observations or "", observed
         run.starved = run.starved or observed.starved
         if observed.status in _ENDS_KERNEL or observed.status == "late":
             run.status = observed.status
@@ -254,8 +254,8 @@ class Kernel:
         )
         refused = reply.get("refused")
         run.refused = [str(what) for what in refused] if isinstance(refused, list) else []
-        answer, testimony = reply.get("receipt"), reply.get("testimony")
-        run.testimony = testimony if isinstance(testimony, str) else None
+        answer, observations = reply.get("receipt"), reply.get("observations")
+        run.observations = observations if isinstance(observations, str) else None
         run.passed = (
             order["kind"] == "check"
             and watch.reason is None

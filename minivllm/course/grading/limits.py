@@ -49,9 +49,9 @@ class CellRun:
     refused: list[str] = field(default_factory=list)
     starved: bool = False
     """Whether it ran too long while something else had the processor."""
-    testimony: str | None = None
+    observations: str | None = None
     """What was observed of the learner's class after a check that passed."""
-    witness: CellRun | None = None
+    observer_run: CellRun | None = None
     """How that observation ended."""
 
 

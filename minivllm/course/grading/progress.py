@@ -33,7 +33,7 @@ class Progress:
         sandboxed: Whether this run uses a sandbox.
 
     Attributes:
-        seed: Of what witnesses ask: the same for everybody who is graded into this folder, in whichever run.
+        seed: Of the observers' random input: the same for everybody graded into this folder, in every run.
     """
 
     def __init__(self, path: Path, limits: Limits, sandboxed: bool) -> None:

@@ -2,7 +2,7 @@
 
 Both run inside the learner's process. They stop what people try: reading the solutions, writing into the project, replacing `check` or
 the functions behind it. They do not stop a determined attacker inside the process (through `ctypes`, say): files and processes are
-protected by `bubblewrap.py`, and points by `witness.py`.
+protected by `bubblewrap.py`, and points by `observe.py`.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
     """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one."""
     for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
         said_step = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
-        for name, (fact, look) in _FACTS.items():
-            expect(said_step, name, fact(theirs), fact(mine), look)
+        for name, (observe, look) in _OBSERVED.items():
+            expect(said_step, name, observe(theirs), observe(mine), look)
     expect(
         f"{said} All steps that both took are the same.",
         "steps",
@@ -87,7 +87,7 @@ def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
     )
 
 
-_FACTS: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
+_OBSERVED: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
     "phase": (lambda step: step.phase, "`fits` and `schedule`: whether anybody may join"),
     "preempted": (lambda step: [item.request_id for item in step.preempted], "`decode`: who gives way, and when"),
     "swapped_in": (lambda step: [key.request_id for key in step.swapped_in], "`swap_in` and when `schedule` calls it"),
@@ -119,7 +119,7 @@ _FACTS: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
 
 def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
     """All that is compared of each step."""
-    return [{name: fact(step) for name, (fact, _) in _FACTS.items()} for step in trace]
+    return [{name: observe(step) for name, (observe, _) in _OBSERVED.items()} for step in trace]
 
 
 def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:

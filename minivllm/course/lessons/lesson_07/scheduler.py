@@ -172,7 +172,7 @@ def check_update(cls: type) -> None:
         aborted = mine.running[0].request.request_id if seed % 4 == 0 else None
         said = f"{describe(mine)} Then update(output, results) with new tokens {tokens}"
         said += f"; {aborted!r} was aborted during the step." if aborted else f"; the stop token is {STOP_TOKEN}."
-        facts = []
+        observations = []
         for scheduler in (theirs, mine):
             output = make_batch(scheduler)
             if aborted:
@@ -180,7 +180,7 @@ def check_update(cls: type) -> None:
                 scheduler.finish(seq, SequenceStatus.FINISHED_ABORTED) if scheduler is mine else theirs.abort_request(aborted)
             everyone = [part.seq for part in output.scheduled]
             advanced = scheduler.update(output, [SequenceOutput([token]) for token in tokens])
-            facts.append({
+            observations.append({
                 "token_ids": {seq.request.request_id: seq.token_ids for seq in everyone},
                 "num_computed_tokens": {seq.request.request_id: seq.num_computed_tokens for seq in everyone},
                 "status": {seq.request.request_id: seq.status.value for seq in everyone},
@@ -194,7 +194,7 @@ def check_update(cls: type) -> None:
             "result": "what update returns: the pairs (sequence, index of its result in `results`)",
             "returned sequences": "what update returns: a pair for each sequence that got a token, in the order of the batch",
         }.items():
-            expect(said, what, facts[0][what], facts[1][what], look)
+            expect(said, what, observations[0][what], observations[1][what], look)
         compare(said, theirs, mine, {"running": "which sequences have finished", "blocks": "what `finish` does"})
 
 

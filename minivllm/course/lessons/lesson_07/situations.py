@@ -161,33 +161,33 @@ def names_of(queue: Any) -> list[str]:
 def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
     """The observable state of a scheduler and its step, by name, the most important first. Nothing in it changes later."""
     sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
-    manager, facts = scheduler.block_manager, dict[str, Any]()
+    manager, observations = scheduler.block_manager, dict[str, Any]()
     names = {seq.seq_id: seq.request.request_id for seq in sequences}
     if output is not None:
-        facts["phase"] = output.phase
-        facts["preempted"], facts["swapped_in"] = names_of(output.preempted), names_of(output.swapped_in)
-        facts["batch"] = {part.seq.request.request_id: count_tokens(part.num_tokens) for part in output.scheduled}
-        facts["order of the batch"] = names_of(part.seq for part in output.scheduled)
-    facts |= {queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES}
+        observations["phase"] = output.phase
+        observations["preempted"], observations["swapped_in"] = names_of(output.preempted), names_of(output.swapped_in)
+        observations["batch"] = {part.seq.request.request_id: count_tokens(part.num_tokens) for part in output.scheduled}
+        observations["order of the batch"] = names_of(part.seq for part in output.scheduled)
+    observations |= {queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES}
     for name, attribute in (
         ("status", "status"),
         ("order", "order"),
         ("token_ids", "token_ids"),
         ("computed", "num_computed_tokens"),
     ):
-        facts[name] = {seq.request.request_id: _plain(getattr(seq, attribute)) for seq in sequences}
+        observations[name] = {seq.request.request_id: _plain(getattr(seq, attribute)) for seq in sequences}
     if output is not None:
         for name in ("num_batched_tokens", "num_prefills", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
-            facts[name] = _plain(getattr(output, name))
+            observations[name] = _plain(getattr(output, name))
     tables = ({names.get(i, "a finished sequence"): list(table) for i, table in kept.items()}
               for kept in (manager.block_tables, manager.swapped_tables))  # fmt: skip
-    facts["blocks"], facts["host blocks"] = tables
+    observations["blocks"], observations["host blocks"] = tables
     if output is not None:
-        facts["tables in the batch"] = {part.seq.request.request_id: list(part.block_table) for part in output.scheduled}
-    facts["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
-    facts["requests"] = sorted(scheduler.requests)
-    facts["preemptions"] = {seq.request.request_id: seq.request.metrics.num_preemptions for seq in sequences}
-    return facts
+        observations["tables in the batch"] = {part.seq.request.request_id: list(part.block_table) for part in output.scheduled}
+    observations["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
+    observations["requests"] = sorted(scheduler.requests)
+    observations["preemptions"] = {seq.request.request_id: seq.request.metrics.num_preemptions for seq in sequences}
+    return observations
 
 
 def count_tokens(number: int) -> str:
@@ -211,7 +211,7 @@ _ALWAYS = {
 
 
 def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], outputs: Outputs | None = None, skip: str = "") -> None:
-    """Raise an AssertionError about the first difference between two schedulers, if there is one. One fact may be skipped."""
+    """Raise an AssertionError about the first difference between two schedulers, if there is one. One observation may be skipped."""
     expected, got = (picture_of(scheduler, outputs and outputs[i]) for i, scheduler in enumerate((theirs, mine)))
     for name, value in expected.items():
         if name != skip:

@@ -104,13 +104,15 @@ def make_bench(rng: random.Random) -> tuple[BenchDevice, Any]:
 
 def observe_assembled(assemble: Any, rng: random.Random) -> list[Any]:
     """What a whole engine of a learner writes on the bench, and what it did on the way."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(4):
         device, config = make_bench(rng)
         llm = assemble(BENCH_PARTS, device, config)
         prompts = ["".join(rng.choices("abcdef gh", k=rng.randint(1, 20))) for _ in range(6)]
         params = [SamplingParams(temperature=rng.choice((0.0, 1.0)), max_tokens=rng.randint(1, 20), seed=i) for i in range(6)]
         outputs = llm.generate(prompts, params)
-        facts.append([[output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids] for output in outputs])
-        facts.append([device.moves.moved, device.model.num_rows])
-    return facts
+        observations.append(
+            [[output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids] for output in outputs]
+        )
+        observations.append([device.moves.moved, device.model.num_rows])
+    return observations

@@ -55,7 +55,7 @@ def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
         yield number, step()
 
 
-def _as_facts(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
+def _as_observations(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
     """A learner's outputs as they are compared."""
     assert isinstance(outputs, list) and all(isinstance(output, CoreOutput) for output in outputs), (
         f"{said}\nExpected: a list of CoreOutput\nGot: {shorten(outputs)}"
@@ -63,10 +63,10 @@ def _as_facts(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
     return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
 
 
-def _facts_of_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, Any]:
+def _observe_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, Any]:
     """What is compared of a step."""
     return {
-        "outputs": _as_facts(said, outputs),
+        "outputs": _as_observations(said, outputs),
         "unfinished requests": sorted(scheduler.requests),
         "free blocks": scheduler.block_manager.get_num_free_gpu_blocks(),
     }
@@ -76,7 +76,7 @@ def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset())
     """What a learner's core gives in each step."""
     _, core = make_cores(cls, crowd, fails_at)
     steps = run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests)
-    return [list(_facts_of_step("", outputs, core.scheduler).values()) for _, outputs in steps]
+    return [list(_observe_step("", outputs, core.scheduler).values()) for _, outputs in steps]
 
 
 def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, str]) -> None:
@@ -85,11 +85,11 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
     got = run_core(crowd, mine.step, mine.add_request, mine.scheduler.has_unfinished_requests)
     for number, package in wanted:
         said = f"{crowd.describe()} Step {number}{', in which the model raises an error' if number in fails_at else ''}."
-        expected = _facts_of_step(said, as_core_outputs(package.outputs), theirs.scheduler)
+        expected = _observe_step(said, as_core_outputs(package.outputs), theirs.scheduler)
         _, outputs = next(got, (0, None))
-        facts = _facts_of_step(said, outputs, mine.scheduler)
+        observations = _observe_step(said, outputs, mine.scheduler)
         for name, value in expected.items():
-            expect(said, name, value, facts[name], looks[name])
+            expect(said, name, value, observations[name], looks[name])
         if number in fails_at:
             for output in outputs:
                 assert isinstance(output.error, str) and "out of memory" in output.error, (
@@ -166,7 +166,7 @@ def observe_touched(cls: Any) -> tuple[Any, Any]:
     """Whom `fail` tells of, and whom it ends."""
     scheduler = _Ends()
     outputs = cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory"))
-    return _as_facts("fail(output, error)", outputs), scheduler.ended
+    return _as_observations("fail(output, error)", outputs), scheduler.ended
 
 
 def _check_touched(cls: Any) -> None:

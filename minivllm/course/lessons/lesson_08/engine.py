@@ -119,7 +119,7 @@ def check_parts(assemble: Assemble) -> None:
     num_cpu_blocks = config.cache_config.swap_space_bytes // device.block_bytes
     block_size = config.cache_config.block_size
     said = f"assemble with a device on which {num_gpu_blocks} blocks of {block_size} tokens fit, and {num_cpu_blocks} in the swap space."
-    facts = (
+    observations = (
         ("device's calls", ["load_model", "allocate_cache"], [what for what in (call.split("(")[0] for call in device.did) if what in ("load_model", "allocate_cache")], "start_up, once"),
         ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which is given to the runner"),
         ("scheduler", "_BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
@@ -131,7 +131,7 @@ def check_parts(assemble: Assemble) -> None:
         ("block manager's num_cpu_blocks", num_cpu_blocks, manager.num_cpu_blocks, "what start_up returns; without them nothing can be swapped out"),
         ("cache_tokens", num_gpu_blocks * block_size, engine.input_processor.cache_tokens, "the last argument of the InputProcessor: blocks times tokens of a block"),
     )  # fmt: skip
-    for what, expected, got, look in facts:
+    for what, expected, got, look in observations:
         expect(said, what, expected, got, look)
     device.model.fails = True
     try:

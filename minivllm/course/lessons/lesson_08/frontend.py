@@ -50,18 +50,18 @@ def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) 
 
 def output_facts(outputs: Any) -> list[Any]:
     """Outputs as they are compared."""
-    facts = []
+    observations = []
     for output in outputs:
         answers = [(item.text, list(item.token_ids), item.finish_reason) for item in output.outputs]
-        facts.append((output.request_id, answers, output.finished, bool(output.error)))
-    return facts
+        observations.append((output.request_id, answers, output.finished, bool(output.error)))
+    return observations
 
 
 @quiet()
 def observe_engine(cls: Any, crowd: Crowd, rng: random.Random, fails_at: frozenset[int] = frozenset()) -> list[Any]:
     """What an engine of a learner gives in each step, with requests that come, and are aborted, as time goes by."""
     engine, core = make_engine(cls, crowd, fails_at)
-    return [[facts, sorted(engine.states), sorted(core.scheduler.requests)] for facts in _run(engine, crowd, rng)]
+    return [[observations, sorted(engine.states), sorted(core.scheduler.requests)] for observations in _run(engine, crowd, rng)]
 
 
 def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:

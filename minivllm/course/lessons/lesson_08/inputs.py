@@ -197,7 +197,7 @@ _TENSORS = {
 }
 
 
-def facts_of(inputs: Any) -> dict[str, Any]:
+def observations_of(inputs: Any) -> dict[str, Any]:
     """The parts of a ModelInput by name: dtype and numbers of each tensor."""
     metadata = inputs.metadata
     found: dict[str, Any] = {}
@@ -220,10 +220,10 @@ def check_prepare_inputs(cls: Any) -> None:
         block_size = rng.choice((1, 2, 4, 16))
         sequences = make_sequences(rng, block_size)
         said = describe(sequences, block_size)
-        wanted, tables = facts_of(package_inputs(sequences, block_size)), [list(seq.block_table) for seq in sequences]
+        wanted, tables = observations_of(package_inputs(sequences, block_size)), [list(seq.block_table) for seq in sequences]
         got = make_runner(cls, block_size).prepare_inputs(sequences)
         assert isinstance(got, ModelInput), f"{said}\nExpected: a ModelInput\nGot: {got!r}"
-        mine = facts_of(got)
+        mine = observations_of(got)
         for name, expected in wanted.items():
             if isinstance(expected, tuple):
                 expect(said, f"{name}, its numbers", expected[1], mine[name][1], looks[name])

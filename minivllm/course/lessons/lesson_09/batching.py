@@ -139,9 +139,9 @@ def check_decisions(cls: Any) -> None:
         expected, got = (run_static(maker, f"static run {number}", options) for maker in (StaticBatchScheduler, cls))
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'the usual limits'}."
         for step, (theirs, mine) in enumerate(zip(describe_steps(expected), describe_steps(got), strict=False)):
-            for name, fact in theirs.items():
+            for name, value in theirs.items():
                 look = "who is a member (also while it is preempted or swapped out), and when the next batch is formed"
-                expect(f"{said} Step {step} is the first that differs.", name, fact, mine[name], look)
+                expect(f"{said} Step {step} is the first that differs.", name, value, mine[name], look)
         expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a batch ends")
 
 

@@ -145,7 +145,7 @@ def check_choose(choose: Any) -> None:
 
 def observe_choose(choose: Any, rng: random.Random) -> list[Any]:
     """What is chosen of runs that are made up, so that each way to compare them other than by mean goodput would choose another."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(8):
         candidates = rng.sample(range(1, 100), 4)
         good = {(value, seed): rng.randint(2, 18) for value in candidates for seed in range(_HOURS)}
@@ -162,5 +162,5 @@ def observe_choose(choose: Any, rng: random.Random) -> list[Any]:
             records[7] = RequestTimes(begin + 3.5, begin + 3.5, (begin + 6.0, begin + span))  # slow, and the last to end
             return records
 
-        facts.append(int(choose(run, candidates, 1.0, 0.5)))
-    return facts
+        observations.append(int(choose(run, candidates, 1.0, 0.5)))
+    return observations

@@ -264,7 +264,7 @@ def observe_drive(drive: Any, schedule: Schedule) -> list[Any]:
 
 
 def shape_of(times: Sequence[float]) -> list[Any]:
-    """What is the same for all right arrival times, however they are drawn: coarse facts of many of them."""
+    """What is the same for all right arrival times, however they are drawn: coarse properties of many of them."""
     gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *times])]
     mean = statistics.mean(gaps)
     shares = [sum(gap < factor * mean for gap in gaps) / len(gaps) for factor in (0.5, 1.0, 2.0)]

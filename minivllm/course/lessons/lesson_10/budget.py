@@ -285,9 +285,9 @@ def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
     )
 
 
-def facts_of(trace: EngineTrace) -> list[Any]:
+def observations_of(trace: EngineTrace) -> list[Any]:
     """What a run decided, step by step, and what each request found in the cache."""
-    steps = [fact | {"cached": sorted(step.cached_blocks)} for fact, step in zip(describe_steps(trace), trace, strict=True)]
+    steps = [record | {"cached": sorted(step.cached_blocks)} for record, step in zip(describe_steps(trace), trace, strict=True)]
     return [*steps, {name: request.num_cached_tokens for name, request in trace.requests.items()}]
 
 
@@ -297,14 +297,14 @@ def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
         ((scheduler_cls, BlockSpaceManager), (Scheduler, manager_cls), (scheduler_cls, manager_cls), (scheduler_cls, manager_cls))
     ):
         seed = f"chats {number}"
-        expected, got = facts_of(run_chats(Scheduler, BlockSpaceManager, seed)), facts_of(run_chats(*classes, seed))
+        expected, got = observations_of(run_chats(Scheduler, BlockSpaceManager, seed)), observations_of(run_chats(*classes, seed))
         said = f"Forty requests of chats, with {' and '.join(cls.__name__ for cls in classes)}."
         for step, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
-            for name, fact in theirs.items():
+            for name, value in theirs.items():
                 expect(
                     f"{said} Step {step} is the first that differs.",
                     name,
-                    fact,
+                    value,
                     mine.get(name),
                     "the checks above, and what happens between two steps: freeing, evicting, matching",
                 )
@@ -313,30 +313,30 @@ def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
 
 def observe_continuing(cls: Any, rng: random.Random) -> list[Any]:
     """What decodes and chunks leave, in random situations."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(40):
         _, mine = make_twins(cls, str(rng.random()))
         output = SchedulerOutput()
         mine.schedule_decodes(output)
         mine.schedule_chunks(output)
-        facts.append(list(picture_of(mine, output).values()))
-    return facts
+        observations.append(list(picture_of(mine, output).values()))
+    return observations
 
 
 def observe_admit(cls: Any, rng: random.Random) -> list[Any]:
     """What whole steps leave, in random situations."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(40):
         _, mine = make_twins(cls, str(rng.random()))
-        facts.append(list(picture_of(mine, cls.schedule(mine)).values()))
-    return facts
+        observations.append(list(picture_of(mine, cls.schedule(mine)).values()))
+    return observations
 
 
 def observe_scheduler(cls: Any, rng: random.Random) -> list[Any]:
     """A whole workload, with the package's manager."""
-    return [facts_of(run_chats(cls, BlockSpaceManager, str(rng.random()))) for _ in range(2)]
+    return [observations_of(run_chats(cls, BlockSpaceManager, str(rng.random()))) for _ in range(2)]
 
 
 def observe_manager(cls: Any, rng: random.Random) -> list[Any]:
     """A whole workload, with the package's scheduler."""
-    return [facts_of(run_chats(Scheduler, cls, str(rng.random()))) for _ in range(2)]
+    return [observations_of(run_chats(Scheduler, cls, str(rng.random()))) for _ in range(2)]

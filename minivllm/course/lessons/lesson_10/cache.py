@@ -102,12 +102,14 @@ def _show(key: tuple[Any, ...]) -> str:
 
 def observe_hashes(hash_blocks: Any, rng: random.Random) -> list[Any]:
     """Which blocks of some texts have the same hash: the number of the first block with it."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(20):
         size, numbers = rng.choice((1, 2, 3, 4, 16)), dict[Any, int]()
         for tokens, salt in make_texts(rng, size):
-            facts.append([numbers.setdefault(block_hash, len(numbers)) for block_hash in hash_blocks(list(tokens), size, salt)])
-    return facts
+            observations.append(
+                [numbers.setdefault(block_hash, len(numbers)) for block_hash in hash_blocks(list(tokens), size, salt)]
+            )
+    return observations
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------
@@ -198,9 +200,9 @@ def check_pool(cls: Any) -> None:
 
 def observe_pool(cls: Any, rng: random.Random) -> list[Any]:
     """What random calls return and leave."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(20):
         num_blocks = rng.randint(1, 6)
         history = run_pool(cls(num_blocks), random.Random(rng.random()), num_blocks)
-        facts.append([[call, returned, list(state.values())] for call, returned, state in history])
-    return facts
+        observations.append([[call, returned, list(state.values())] for call, returned, state in history])
+    return observations

@@ -101,7 +101,7 @@ def make_scene(cls: Any, seed: str) -> Scene:
     return Scene(manager, make_sequence(tokens, 1, rng.choice((0, len(tokens) // 3))), known, num_shared, enabled)
 
 
-def facts_of(manager: Any) -> dict[str, Any]:
+def observations_of(manager: Any) -> dict[str, Any]:
     """What can be seen of a manager."""
     pool = manager.gpu_allocator
     return {
@@ -115,7 +115,7 @@ def facts_of(manager: Any) -> dict[str, Any]:
 
 def expect_unchanged(said: str, before: dict[str, Any], manager: Any, name: str) -> None:
     """The manager is as it was."""
-    after = facts_of(manager)
+    after = observations_of(manager)
     for what, value in before.items():
         expect(said, f"{what} after {name}", value, after[what], f"what {name} changes: nothing")
 
@@ -124,7 +124,7 @@ def check_find_cached_blocks(cls: Any) -> None:
     """The longest known beginning, without the last token."""
     for number in range(2 * _ROUNDS):
         scene = make_scene(cls, f"match {number}")
-        said, before = scene.describe(), facts_of(scene.manager)
+        said, before = scene.describe(), observations_of(scene.manager)
         was = (list(scene.seq.token_ids), scene.seq.num_computed_tokens, scene.seq.request.metrics.num_cached_tokens)
         got = scene.manager.find_cached_blocks(scene.seq)
         now = (list(scene.seq.token_ids), scene.seq.num_computed_tokens, scene.seq.request.metrics.num_cached_tokens)
@@ -151,7 +151,7 @@ def check_can_allocate(cls: Any) -> None:
             found = None
         keep = number % 3 != 0
         said = f"{scene.describe()} can_allocate(seq, {found}, keep_watermark={keep})."
-        before = facts_of(manager)
+        before = observations_of(manager)
         pool = manager.gpu_allocator
         taken = sum(pool.ref_counts[block] == 0 for block in found or [])
         needed = pool.num_free - scene.num_blocks_left()
@@ -178,7 +178,7 @@ def check_allocate(cls: Any) -> None:
         count += 1
         pool = manager.gpu_allocator
         said = f"{scene.describe()} allocate(seq, {found})."
-        before = facts_of(manager)
+        before = observations_of(manager)
         num_new = -(-seq.num_tokens // manager.block_size) - len(found)
         free = [block for block in before["free blocks, in order"] if block not in found]
         given = list(found)
@@ -264,7 +264,7 @@ def run_offers(cls: Any, seed: str) -> tuple[str, list[tuple[str, Any, Any]]]:
     return f"Blocks of {size} tokens, enable_prefix_caching={enabled}. " + "; ".join(did[-6:]) + ".", differences
 
 
-# -- the witness -----------------------------------------------------------------------------------------------------
+# -- what the grader observes -----------------------------------------------------------------------------------------
 
 
 def observe_match(cls: Any, rng: random.Random) -> list[Any]:
@@ -276,25 +276,25 @@ def observe_match(cls: Any, rng: random.Random) -> list[Any]:
 
 def observe_room(cls: Any, rng: random.Random) -> list[Any]:
     """Whether there is room, in random caches."""
-    facts = []
+    observations = []
     for _ in range(400):
         scene = rng.choice((make_scene, make_tight_scene))(cls, str(rng.random()))
-        facts.append(bool(scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=rng.random() < 0.6)))
-    return facts
+        observations.append(bool(scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=rng.random() < 0.6)))
+    return observations
 
 
 def observe_take(cls: Any, rng: random.Random) -> list[Any]:
     """The state after a table was made."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(60):
         scene = make_scene(cls, str(rng.random()))
         if scene.num_blocks_left() >= 0:
             scene.manager.allocate(scene.seq, scene.matched())
-            seen = facts_of(scene.manager)
-            facts.append(
+            seen = observations_of(scene.manager)
+            observations.append(
                 [seen["block tables"][1], seen["reference counts"], seen["free blocks, in order"], seen["num_cached_blocks"][1]]
             )
-    return facts
+    return observations
 
 
 def observe_offers(cls: Any, rng: random.Random) -> list[Any]:

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's classes and functions from outside: random steps, and all that can be seen afterwards.
 
-See `lesson_04.witness`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
 the rounding changes; which ones these are does not depend on the learner. Rows are reported by the order in which they were taken.
 """
 
@@ -36,17 +36,17 @@ _Observe = Callable[[Any, random.Random], list[Any]]
 
 
 def _observe_size(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         size = cls(make_config(rng), rng.choice((1, 2, 4)))
-        facts.append(size.bytes_per_token())
+        observations.append(size.bytes_per_token())
         for _ in range(5):
-            facts.append(size.rows_that_fit(rng.randint(10**9, 10**11), rng.randint(10**7, 10**10), rng.randint(10, 9000)))
-    return facts
+            observations.append(size.rows_that_fit(rng.randint(10**9, 10**11), rng.randint(10**7, 10**10), rng.randint(10, 9000)))
+    return observations
 
 
 def _observe_write(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         step = make_step(rng, _NUM_ROWS, _MAX_LEN, decode=rng.random() < 0.2)
@@ -57,18 +57,18 @@ def _observe_write(cls: Any, rng: random.Random) -> list[Any]:
         with suppress(ValueError):
             make_attention(cls, 1, 1, 2).write(cache, *new, step)
             refused = False
-        facts.append([refused, *(part.flatten().tolist() for part in cache)])
-    return facts
+        observations.append([refused, *(part.flatten().tolist() for part in cache)])
+    return observations
 
 
 def _observe_mask(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         step = make_step(rng, _NUM_ROWS, _MAX_LEN)
         seen = make_attention(cls).visible(step, num_slots_of(step) + rng.randint(0, 3))
         real = [seen[i, :new].int().tolist() for i, new in enumerate(step.counts)]
-        facts.append([list(seen.shape), real, bool(seen.any(dim=-1).all())])
-    return facts
+        observations.append([list(seen.shape), real, bool(seen.any(dim=-1).all())])
+    return observations
 
 
 def _report(got: Tensor, expected: Tensor) -> list[float]:
@@ -79,18 +79,18 @@ def _report(got: Tensor, expected: Tensor) -> list[float]:
 
 
 def _observe_attend(cls: Any, rng: random.Random) -> list[Any]:
-    made, facts = isolate(cls, visible=visible), []
+    made, observations = isolate(cls, visible=visible), []
     for _ in range(_ROUNDS):
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         step, cache, query, scale = make_attention_case(rng, generator, decode=rng.random() < 0.2)
         got = make_attention(made, 6, 2, 8, scale).attend(query, cache, step)
         expected = attend_alone(query, cache, step, scale)
-        facts.append([_report(got[i, :new], expected[i, :new]) for i, new in enumerate(step.counts)])
-    return facts
+        observations.append([_report(got[i, :new], expected[i, :new]) for i, new in enumerate(step.counts)])
+    return observations
 
 
 def _observe_rows(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         num_rows = rng.randint(2, 5)
         cache = cls(1, num_rows, 4, 1, 2)
@@ -108,8 +108,8 @@ def _observe_rows(cls: Any, rng: random.Random) -> list[Any]:
                     cache.release(row)
                     rows.remove(row)
                 refused = False
-            facts.append([action, refused, [cache.lengths[row] for row in rows], len(cache.lengths), cache.num_free])
-    return facts
+            observations.append([action, refused, [cache.lengths[row] for row in rows], len(cache.lengths), cache.num_free])
+    return observations
 
 
 def _observe_layout(cls: Any, rng: random.Random) -> list[Any]:
@@ -118,40 +118,40 @@ def _observe_layout(cls: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_runner(cls: Any, rng: random.Random) -> list[Any]:
-    made, facts = isolate(cls, lay_out=lay_out), []
+    made, observations = isolate(cls, lay_out=lay_out), []
     for _ in range(_ROUNDS):
         cache, rows, token_lists = make_runner_case(rng)
         model = FakeModel(cache)
         logits = made(model, cache).step(rows, token_lists)
         calls = [{name: value for name, value in call.items() if name != "kv_caches"} for call in model.calls]
-        facts.append([calls, sorted(cache.lengths.items()), len(model.asked[0]), logits.tolist()])
-    return facts
+        observations.append([calls, sorted(cache.lengths.items()), len(model.asked[0]), logits.tolist()])
+    return observations
 
 
 def _observe_generate(generate: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         requests = make_requests(rng, 1)
         runner = ScriptedRunner(requests, 1, rng, others=2)
-        facts.append([list(generate(runner, requests[0])), runner.steps, runner.cache.num_free])
-    return facts
+        observations.append([list(generate(runner, requests[0])), runner.steps, runner.cache.num_free])
+    return observations
 
 
 def _observe_serve(serve: Any, rng: random.Random) -> list[Any]:
     """Steps may be composed in two ways, so only what each request has computed is reported."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         requests = make_requests(rng, rng.randint(1, 8))
         runner = ScriptedRunner(requests, rng.randint(1, 4), rng)
         outputs = [list(output) for output in serve(runner, requests)]
         parts = [[count for step in runner.steps for other, count in step if other == number] for number in range(len(requests))]
-        facts.append([outputs, parts, runner.cache.num_free])
-    return facts
+        observations.append([outputs, parts, runner.cache.num_free])
+    return observations
 
 
 def _observe_engine(cls: Any, rng: random.Random) -> list[Any]:
     """The attention as a layer of the engine calls it: a ragged batch, one block for each text."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         step = make_step(rng, _NUM_ROWS, _MAX_LEN)
@@ -175,11 +175,11 @@ def _observe_engine(cls: Any, rng: random.Random) -> list[Any]:
             for part, tokens in zip(kept, new[1:], strict=True):
                 part[row, start : start + len(tokens)] = tokens
             expected.append(attend_alone(new[0][None], kept, alone, 0.5)[0])
-        facts.append(_report(got, torch.cat(expected)))
-    return facts
+        observations.append(_report(got, torch.cat(expected)))
+    return observations
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-size": ("CacheSize", _observe_size),
     "check-write": ("Writing", _observe_write),
     "check-mask": ("Masking", _observe_mask),

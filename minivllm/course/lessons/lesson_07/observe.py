@@ -1,6 +1,6 @@
 """What the grader asks of a learner's scheduler from outside: random situations, and all that can be seen afterwards.
 
-See `lesson_04.witness`. As in the checks, methods of lower floors are replaced by correct ones.
+See `lesson_04.observe`. As in the checks, methods of lower floors are replaced by correct ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Observe = Callable[[type, random.Random], list[Any]]
 
 
 def _observe_add_request(cls: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         policy = rng.choice(("fcfs", "priority"))
         scheduler = cls(SchedulerConfig(policy=policy), BlockSpaceManager(4, 8))
@@ -43,25 +43,25 @@ def _observe_add_request(cls: type, rng: random.Random) -> list[Any]:
             del picture["order"]  # numbers may begin anywhere
             seq = request.sequences[0]
             order = (seq.seq_id,) if policy == "fcfs" else (priority, arrival, seq.seq_id)
-            facts.append([picture, len(request.sequences), seq.order == order])
-        facts.append(len({seq.seq_id for seq in scheduler.waiting}))
-    return facts
+            observations.append([picture, len(request.sequences), seq.order == order])
+        observations.append(len({seq.seq_id for seq in scheduler.waiting}))
+    return observations
 
 
 def _observe_abort_request(cls: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         scheduler = make_scene(cls, str(rng.random()), running=(1, 4), waiting=(1, 3), swapped=(1, 3))
         everyone = dict(scheduler.requests)
         status = rng.choice((SequenceStatus.FINISHED_ABORTED, SequenceStatus.FINISHED_ERROR))
         for request_id in rng.sample([*sorted(everyone), "an unknown id"], 3):
             scheduler.abort_request(request_id, status)
-            facts.append([picture_of(scheduler), [request.sequences[0].status.value for request in everyone.values()]])
-    return facts
+            observations.append([picture_of(scheduler), [request.sequences[0].status.value for request in everyone.values()]])
+    return observations
 
 
 def _observe_fits(cls: type, rng: random.Random, swapped: tuple[int, int] = (0, 0)) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(4 * _ROUNDS):
         scheduler = make_scene(
             cls, str(rng.random()), running=(0, 4), waiting=(1, 3), swapped=swapped, spare=(30, 30), prefill=swapped == (0, 0)
@@ -71,22 +71,22 @@ def _observe_fits(cls: type, rng: random.Random, swapped: tuple[int, int] = (0, 
         places = len(scheduler.running) + rng.randint(0, 2)
         tokens = output.num_batched_tokens + seq.num_tokens + rng.randint(-1, 3)
         scheduler.config = SchedulerConfig(max_num_seqs=max(places, 1), max_num_batched_tokens=max(tokens, places, 1))
-        facts.append([bool(scheduler.fits(seq, output)), picture_of(scheduler, output)])
-    return facts
+        observations.append([bool(scheduler.fits(seq, output)), picture_of(scheduler, output)])
+    return observations
 
 
 def _observe_admit(cls: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(2 * _ROUNDS):
         scheduler = make_scene(cls, str(rng.random()), running=(0, 3), waiting=(0, 6), spare=(0, 14), budget=(8, 30))
         output = SchedulerOutput()
         scheduler.admit(output)
-        facts.append(picture_of(scheduler, output))
-    return facts
+        observations.append(picture_of(scheduler, output))
+    return observations
 
 
 def _observe_update(cls: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         scheduler = make_scene(cls, str(rng.random()), running=(1, 5), waiting=(0, 2), spare=(8, 8), prefill=True)
         output = make_batch(scheduler)
@@ -96,56 +96,56 @@ def _observe_update(cls: type, rng: random.Random) -> list[Any]:
             scheduler.finish(everyone[0], SequenceStatus.FINISHED_ABORTED)
         advanced = [[seq.request.request_id, place] for seq, place in scheduler.update(output, results) or ()]
         states = [[list(seq.token_ids), seq.num_computed_tokens, seq.status.value] for seq in everyone]
-        facts.append([advanced, states, picture_of(scheduler)])
-    return facts
+        observations.append([advanced, states, picture_of(scheduler)])
+    return observations
 
 
 def _observe_preempt(mode: str) -> _Observe:
     def observe(cls: type, rng: random.Random) -> list[Any]:
-        facts: list[Any] = []
+        observations: list[Any] = []
         for _ in range(_ROUNDS):
             scheduler = make_scene(cls, str(rng.random()), running=(2, 4), spare=(8, 8), mode=mode, host=(0, 12))
             output = SchedulerOutput()
             scheduler.preempt(rng.choice(scheduler.running), output)
-            facts.append(picture_of(scheduler, output))
-        return facts
+            observations.append(picture_of(scheduler, output))
+        return observations
 
     return observe
 
 
 def _observe_schedule(scene: dict[str, Any], *, may_preempt: bool = True) -> _Observe:
     def observe(cls: type, rng: random.Random) -> list[Any]:
-        facts: list[Any] = []
+        observations: list[Any] = []
         for _ in range(2 * _ROUNDS):
             scheduler = make_scene(cls, str(rng.random()), **scene)
             for _ in range(3):
                 if not may_preempt and scheduler.block_manager.get_num_free_gpu_blocks() < len(scheduler.running):
                     break
                 output = scheduler.schedule()
-                facts.append(picture_of(scheduler, output))
+                observations.append(picture_of(scheduler, output))
                 advance(output)
-        return facts
+        return observations
 
     return observe
 
 
 def _observe_swap_in(cls: type, rng: random.Random) -> list[Any]:
-    facts = _observe_fits(cls, rng, swapped=(0, 2))
+    observations = _observe_fits(cls, rng, swapped=(0, 2))
     scene = {"running": (0, 3), "waiting": (0, 2), "swapped": (1, 4), "spare": (0, 14), "mode": "any", "host": (0, 16)}
     for _ in range(2 * _ROUNDS):
         scheduler = make_scene(cls, str(rng.random()), **scene)
         output = SchedulerOutput()
         scheduler.swap_in(output)
-        facts.append([names_of(output.swapped_in), picture_of(scheduler, output)])
-    return facts + _observe_schedule(scene)(cls, rng)
+        observations.append([names_of(output.swapped_in), picture_of(scheduler, output)])
+    return observations + _observe_schedule(scene)(cls, rng)
 
 
 def _observe_decisions(cls: type, rng: random.Random) -> list[Any]:
     swap = {"preemption_mode": "swap", "num_cpu_blocks": 40, "num_gpu_blocks": 32, "max_num_seqs": 16}
-    facts: list[Any] = []
+    observations: list[Any] = []
     for options in ({}, swap | {"policy": "priority", "watermark": 0.05}):
-        facts += describe_steps(run_simulated(cls, str(rng.random()), options))
-    return facts
+        observations += describe_steps(run_simulated(cls, str(rng.random()), options))
+    return observations
 
 
 def _on_floor(floor: int, *observers: _Observe) -> _Observe:
@@ -153,7 +153,7 @@ def _on_floor(floor: int, *observers: _Observe) -> _Observe:
 
     def observe(cls: type, rng: random.Random) -> list[Any]:
         isolated = isolate_floors(cls, floor)
-        return [fact for observer in observers for fact in observer(isolated, rng)]
+        return [observation for observer in observers for observation in observer(isolated, rng)]
 
     return observe
 
@@ -162,7 +162,7 @@ _DECODE = {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}
 _RECOMPUTE = {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}
 _SWAP_OUT = {"running": (2, 9), "spare": (0, 1), "mode": "any", "host": (0, 16), "longest_prompt": 3}
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-1": ("Arrivals", _observe_add_request),
     "check-2": ("Departures", _observe_abort_request),
     "check-3": ("Limits", _observe_fits),

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's prefix cache and scheduler from outside: random blocks, chats and situations, and what comes out.
 
-See `lesson_04.witness`.
+See `lesson_04.observe`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minivllm.course.lessons.lesson_10.budget import observe_admit, observe_cont
 from minivllm.course.lessons.lesson_10.cache import observe_hashes, observe_pool
 from minivllm.course.lessons.lesson_10.manager import observe_match, observe_offers, observe_room, observe_take
 
-WITNESSES: Mapping[str, tuple[str, Callable[[Any, random.Random], list[Any]]]] = {
+OBSERVERS: Mapping[str, tuple[str, Callable[[Any, random.Random], list[Any]]]] = {
     "check-hash": ("hash_blocks", observe_hashes),
     "check-pool": ("CachingPool", observe_pool),
     "check-match": ("Matching", observe_match),

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's functions, kernels and backend from outside: random steps, and the numbers that come out.
 
-See `lesson_04.witness`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
 the rounding changes; which ones these are does not depend on the learner, nor on the language.
 """
 
@@ -41,14 +41,14 @@ def _generator(rng: random.Random) -> torch.Generator:
 
 
 def _observe_pieces(attend_in_pieces: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         query, pieces, scale = make_pieces(rng)
         keys, values = (np.concatenate([piece[i] for piece in pieces]) for i in range(2))
         exact = exact_state(query, keys, values, scale)
         state = attend_in_pieces(query, iter(pieces), scale)
-        facts.append([_report(mine, wanted) for mine, wanted in zip(state, exact, strict=True)])
-    return facts
+        observations.append([_report(mine, wanted) for mine, wanted in zip(state, exact, strict=True)])
+    return observations
 
 
 def _observe_merge(merge: Any, rng: random.Random) -> list[Any]:
@@ -57,54 +57,54 @@ def _observe_merge(merge: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_write(write: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         case = make_write_case(rng, _generator(rng), torch.float32)
         with interpreted():
             launch_write(write, **case)
-        facts.append([case["key_cache"].flatten().tolist(), case["value_cache"].flatten().tolist()])
-    return facts
+        observations.append([case["key_cache"].flatten().tolist(), case["value_cache"].flatten().tolist()])
+    return observations
 
 
 def _observe_decode(decode: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         case = make_case(rng, _generator(rng), torch.float32, decode=True)
         part_len = case.key_cache.shape[1] * rng.choice((1, 2, 3))
         with interpreted():
             states = launch_decode(decode, case.query, *case.context, case.scale, part_len)
         exact = exact_parts(case, part_len, states[0].shape[2])
-        facts.append([_report(mine, wanted) for mine, wanted in zip(states, exact, strict=True)])
-    return facts
+        observations.append([_report(mine, wanted) for mine, wanted in zip(states, exact, strict=True)])
+    return observations
 
 
 def _observe_prefill(prefill: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         case = make_prefill_case(rng, _generator(rng), torch.float32)
         with interpreted():
             output = launch_prefill(prefill, case.query, *case.context, case.query_start_loc, case.scale)
-        facts.append(_report(output, case.attend()))
-    return facts
+        observations.append(_report(output, case.attend()))
+    return observations
 
 
 def _observe_forward(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         case, decode = make_forward_case(rng)
         exact, metadata = case.attend(), make_metadata(case, decode)
         key, value = split_new(case, metadata)
         with interpreted():
             output = make_backend(cls, case)(case.query, key, value, (case.key_cache, case.value_cache), metadata)
-        facts.append([_report(output, exact), [_plain(cache) for cache in (case.key_cache, case.value_cache)]])
-    return facts
+        observations.append([_report(output, exact), [_plain(cache) for cache in (case.key_cache, case.value_cache)]])
+    return observations
 
 
 def _plain(cache: Tensor) -> list[float]:
     return cache.flatten().nan_to_num(nan=1e9).tolist()
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-pieces": ("attend_in_pieces", _observe_pieces),
     "check-merge": ("merge", _observe_merge),
     "check-write": ("write", _observe_write),

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's sampler and detokenizer from outside: random input, and what they made of it.
 
-See `lesson_04.witness`. Logits are multiples of 1/4, and what they are divided by is a power of 2, so that every right solution gives
+See `lesson_04.observe`. Logits are multiples of 1/4, and what they are divided by is a power of 2, so that every right solution gives
 the same numbers to the last bit.
 """
 
@@ -23,7 +23,7 @@ _ROUNDS = 30
 _Observe = Callable[[Any, random.Random], list[Any]]
 
 
-def _facts(result: Tensor) -> list[list[Any]]:
+def _as_json(result: Tensor) -> list[list[Any]]:
     """Logits as JSON: those that were removed are None."""
     return [[None if value == -math.inf else value for value in row] for row in result.tolist()]
 
@@ -33,18 +33,18 @@ def _batch(rng: random.Random, **options: Any) -> Tensor:
 
 
 def _observe_forbid(forbid_stops: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         logits = _batch(rng)
         num_rows, vocab_size = logits.shape
         stops = [rng.sample(range(vocab_size), rng.randint(0, 3)) for _ in range(num_rows)]
         lengths, limits = ([rng.randint(0, 4) for _ in range(num_rows)] for _ in range(2))
-        facts.append(_facts(forbid_stops(logits, stops, lengths, limits)))
-    return facts
+        observations.append(_as_json(forbid_stops(logits, stops, lengths, limits)))
+    return observations
 
 
 def _observe_penalties(apply_penalties: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(2 * _ROUNDS):
         logits = _batch(rng)
         num_rows, vocab_size = logits.shape
@@ -52,55 +52,57 @@ def _observe_penalties(apply_penalties: Any, rng: random.Random) -> list[Any]:
         outputs = [rng.choices(range(vocab_size), k=rng.randint(0, 6)) for _ in range(num_rows)]
         kinds = ((1.0, 2.0, 4.0, 0.5), (0.0, 0.5, -0.25), (0.0, 0.25, -0.5))
         values = [torch.tensor([rng.choice(kind) for _ in range(num_rows)]) for kind in kinds]
-        facts.append(_facts(apply_penalties(logits, prompts, outputs, *values)))
-    return facts
+        observations.append(_as_json(apply_penalties(logits, prompts, outputs, *values)))
+    return observations
 
 
 def _observe_rows(choose: Callable[[random.Random, list[float]], float], *, ties: bool = False) -> _Observe:
     """Observe a function of logits and one parameter for each row, which is chosen with the row in view."""
 
     def observe(function: Any, rng: random.Random) -> list[Any]:
-        facts: list[Any] = []
+        observations: list[Any] = []
         for number in range(2 * _ROUNDS):
             logits = _batch(rng, ties=ties and number % 2 == 1)
             values = torch.tensor([choose(rng, row) for row in logits.tolist()])
-            facts.append(_facts(function(logits, values)))
-        return facts
+            observations.append(_as_json(function(logits, values)))
+        return observations
 
     return observe
 
 
 def _observe_draw(draw: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(2 * _ROUNDS):
         cases = [draw_case(rng, size) for size in [rng.randint(3, 9)] * rng.randint(1, 4)]
         logits, noise = (torch.tensor([case[i] for case in cases]) for i in range(2))
-        facts.append([int(token) for token in draw(logits, noise)])
-    return facts
+        observations.append([int(token) for token in draw(logits, noise)])
+    return observations
 
 
 def _observe_sampler(sampler_class: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     sampler = sampler_class()
     for _ in range(2 * _ROUNDS):
         vocab_size = rng.randint(8, 24)
         logits = make_logits(rng, rng.randint(1, 6), vocab_size)
         rows = [make_random_row(rng, vocab_size, rng.randrange(5)) for _ in range(len(logits))]
-        facts.append([int(token.token_id) for token in sampler.sample(logits, rows)])
-    return facts
+        observations.append([int(token.token_id) for token in sampler.sample(logits, rows)])
+    return observations
 
 
 def _observe_characters(characters_class: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(4 * _ROUNDS):
         data = random_bytes(rng)
         characters = characters_class()
-        facts.append([*(characters.add(piece) for piece in cut(rng, data[: rng.randint(1, len(data))])), characters.flush()])
-    return facts
+        observations.append(
+            [*(characters.add(piece) for piece in cut(rng, data[: rng.randint(1, len(data))])), characters.flush()]
+        )
+    return observations
 
 
 def _observe_stops(stop_strings_class: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(6 * _ROUNDS):
         finder = stop_strings_class(["".join(rng.choices("xyz", k=rng.randint(1, 6))) for _ in range(rng.randint(0, 3))])
         answers: list[Any] = []
@@ -111,12 +113,12 @@ def _observe_stops(stop_strings_class: Any, rng: random.Random) -> list[Any]:
                 break
         else:
             answers.append(finder.flush())
-        facts.append(answers)
-    return facts
+        observations.append(answers)
+    return observations
 
 
 def _observe_detokenizer(detokenizer_class: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     tokenizer = load_tokenizer()
     for _ in range(_ROUNDS):
         text = "".join(rng.sample("".join(TEXTS), 12)) + rng.choice(TEXTS)
@@ -132,8 +134,8 @@ def _observe_detokenizer(detokenizer_class: Any, rng: random.Random) -> list[Any
                 break
         else:
             answers.append([detokenizer.finish(), detokenizer.text])
-        facts.append(answers)
-    return facts
+        observations.append(answers)
+    return observations
 
 
 def _choose_top_k(rng: random.Random, row: list[float]) -> int:
@@ -152,7 +154,7 @@ def _choose_min_p(rng: random.Random, row: list[float]) -> float:
     return rng.choice((0.0, safe_min_p(rng, row), safe_min_p(rng, row)))
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-forbid": ("forbid_stops", _observe_forbid),
     "check-penalties": ("apply_penalties", _observe_penalties),
     "check-temperature": ("apply_temperature", _observe_rows(_choose_temperature)),

@@ -22,7 +22,7 @@ _ROUNDS, _CALLS = 12, 40
 
 
 def _observe_pool(pool_class: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for num_blocks in range(1, _ROUNDS + 1):
         pool, taken = pool_class(num_blocks), [0] * num_blocks
         for _ in range(_CALLS):
@@ -43,20 +43,20 @@ def _observe_pool(pool_class: type, rng: random.Random) -> list[Any]:
                 for block in some:
                     taken[block] += 1 if action == "share" else -1
             counts = [index(pool.ref_counts[block]) for block in range(num_blocks)]
-            facts.append([action, answer, index(pool.num_free), counts, next_blocks(pool)])
-    return facts
+            observations.append([action, answer, index(pool.num_free), counts, next_blocks(pool)])
+    return observations
 
 
 class _Manager:
     """A learner's manager, the sequences in it, and what was seen so far."""
 
-    def __init__(self, manager_class: type, methods: set[str], rng: random.Random, facts: list[Any], number: int) -> None:
+    def __init__(self, manager_class: type, methods: set[str], rng: random.Random, observations: list[Any], number: int) -> None:
         sizes = (1, 2, 3, 4, 16) if "fork" not in methods else (2, 3, 4, 16)
         block_size = sizes[number % len(sizes)]
         self.manager = manager_class(
             block_size, rng.randrange(8, 40), rng.randrange(4, 20), watermark=rng.choice((0.0, 0.1, 0.25))
         )
-        self.methods, self.rng, self.facts = methods, rng, facts
+        self.methods, self.rng, self.observations = methods, rng, observations
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.forkable: list[Sequence] = []
@@ -107,7 +107,7 @@ class _Manager:
                 answer = pairs == list(zip(table, manager.get_block_table(seq), strict=True))
                 self.swapped.remove(seq)
                 running.append(seq)
-        self.facts.append([action, answer, *self.look()])
+        self.observations.append([action, answer, *self.look()])
 
     def grow(self, seq: Sequence, num_new: int, free: int) -> Any:
         """Append tokens, and make room for them if there are blocks; else take the tokens away again."""
@@ -131,7 +131,7 @@ class _Manager:
         """Write down the answer to a question, if this floor has it."""
         if question in self.methods:
             answer = getattr(self.manager, question)(*arguments, **options)
-            self.facts.append([question, answer if question == "num_blocks_for" else bool(answer)])
+            self.observations.append([question, answer if question == "num_blocks_for" else bool(answer)])
 
     def ask_with_watermark(self, question: str, seq: Sequence) -> None:
         """Ask with and without keeping the watermark."""
@@ -162,25 +162,25 @@ class _Manager:
 
 def _observe_manager(methods: str) -> Callable[[type, random.Random], list[Any]]:
     def observe(manager_class: type, rng: random.Random) -> list[Any]:
-        facts: list[Any] = []
+        observations: list[Any] = []
         for number in range(_ROUNDS):
-            manager = _Manager(manager_class, set(methods.split()), rng, facts, number)
+            manager = _Manager(manager_class, set(methods.split()), rng, observations, number)
             for _ in range(_CALLS):
                 manager.call()
-        return facts
+        return observations
 
     return observe
 
 
 def _observe_engine(manager_class: type, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for mode in ("recompute", "swap", "swap"):
         crowd = Crowd(rng.randrange(2**30), mode, rng.choice((0.1, 0.15, 0.25)), rng.randrange(20, 26), rng.choice((6, 24, 40)))
-        facts += run_simulated(manager_class, crowd)
-    return facts
+        observations += run_simulated(manager_class, crowd)
+    return observations
 
 
-WITNESSES: Mapping[str, tuple[str, Callable[[type, random.Random], list[Any]]]] = {
+OBSERVERS: Mapping[str, tuple[str, Callable[[type, random.Random], list[Any]]]] = {
     "check-pool": ("BlockPool", _observe_pool),
     "check-allocate": ("Allocating", _observe_manager("allocate num_blocks_for")),
     "check-free": ("Allocating", _observe_manager("allocate free")),

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's kernels from outside: random launches, what they leave in the outputs, and what they touched.
 
-See `lesson_04.witness`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
 the rounding changes; which ones these are does not depend on the learner.
 """
 
@@ -32,7 +32,7 @@ def _report(got: Tensor, expected: Tensor) -> list[float]:
 
 def _observe(name: str) -> _Observe:
     def observe(kernel: Any, rng: random.Random) -> list[Any]:
-        facts: list[Any] = []
+        observations: list[Any] = []
         for number in range(_ROUNDS):
             generator = torch.Generator().manual_seed(rng.getrandbits(32))
             case = _MAKERS[name](rng, generator, (torch.float32, torch.float16)[number % 2])
@@ -42,15 +42,15 @@ def _observe(name: str) -> _Observe:
             reads = {key: launches[-1].num_bytes("load", index) for index, key in enumerate(tensors)}
             much = [key for key, least in case.least.items() if reads[key] > least * case.arguments[key].element_size()]
             left = [_report(case.arguments[key], expected) for key, expected in case.outputs.items()]
-            facts.append([left, much, [problem.kind for problem in launches[-1].problems()]])
-        return facts
+            observations.append([left, much, [problem.kind for problem in launches[-1].problems()]])
+        return observations
 
     return observe
 
 
 def _observe_engine(kernels: Any, rng: random.Random) -> list[Any]:
     """The kernels as the layers of the engine call them."""
-    facts: list[Any] = []
+    observations: list[Any] = []
     ops = KernelOps(*kernels)
     for _ in range(_ROUNDS):
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
@@ -62,11 +62,11 @@ def _observe_engine(kernels: Any, rng: random.Random) -> list[Any]:
         first, second = gate.double().chunk(2, dim=1)
         got = [*ops.add_rms_norm(x, residual, weight, 1e-5), ops.silu_and_mul(gate)]
         wanted = [norm, total, torch.nn.functional.silu(first) * second]
-        facts.append([_report(mine, exact) for mine, exact in zip(got, wanted, strict=True)])
-    return facts
+        observations.append([_report(mine, exact) for mine, exact in zip(got, wanted, strict=True)])
+    return observations
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-add": ("add", _observe("add")),
     "check-scale": ("scale_rows", _observe("scale_rows")),
     "check-reduce": ("max_and_sum", _observe("max_and_sum")),

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's engine from outside: random memory, steps, tokens and texts, and what comes out.
 
-See `lesson_04.witness`.
+See `lesson_04.observe`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from minivllm.course.lessons.lesson_08.bench import observe_assembled
 from minivllm.course.lessons.lesson_08.core import find_moves, observe_core, observe_touched
 from minivllm.course.lessons.lesson_08.frontend import make_engine, make_prompts, observe_engine, observe_generate
-from minivllm.course.lessons.lesson_08.inputs import facts_of, make_counts, make_runner, make_slot_case
+from minivllm.course.lessons.lesson_08.inputs import make_counts, make_runner, make_slot_case, observations_of
 from minivllm.course.lessons.lesson_08.situations import Crowd, make_sequences, quiet
 from minivllm.course.lessons.lesson_08.start_up import make_device, make_memory, make_request, run_worker
 from minivllm.errors import ConfigError, RequestError
@@ -26,23 +26,23 @@ _Observe = Callable[[Any, random.Random], list[Any]]
 
 
 def _observe_count(count_blocks: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(3 * _ROUNDS):
         memory = make_memory(rng)
         try:
-            facts.append(int(count_blocks(*memory)))
+            observations.append(int(count_blocks(*memory)))
         except ConfigError:
-            facts.append("refused")
-    return facts
+            observations.append("refused")
+    return observations
 
 
 def _observe_start_up(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         device, cache, limits = make_device(rng)
         worker = cls(device, SimpleNamespace(), cache, limits)
-        facts.append([list(map(int, worker.start_up())), device.used_bytes, list(worker.cache)])
-    return facts
+        observations.append([list(map(int, worker.start_up())), device.used_bytes, list(worker.cache)])
+    return observations
 
 
 def _observe_lay_out(lay_out: Any, rng: random.Random) -> list[Any]:
@@ -56,17 +56,17 @@ def _observe_slots(find_slots: Any, rng: random.Random) -> list[Any]:
 
 def _observe_inputs(cls: Any, rng: random.Random) -> list[Any]:
     sizes = [rng.choice((1, 2, 4, 16)) for _ in range(_ROUNDS)]
-    return [facts_of(make_runner(cls, size).prepare_inputs(make_sequences(rng, size))) for size in sizes]
+    return [observations_of(make_runner(cls, size).prepare_inputs(make_sequences(rng, size))) for size in sizes]
 
 
 def _observe_runner(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         size = rng.choice((1, 2, 4, 16))
         runner, sequences = make_runner(cls, size), make_sequences(rng, size)
         outputs = runner.execute_model(sequences, ["caches"])
-        facts.append([[list(output.token_ids) for output in outputs], runner.device.model.num_rows, runner.sampler.rows])
-    return facts
+        observations.append([[list(output.token_ids) for output in outputs], runner.device.model.num_rows, runner.sampler.rows])
+    return observations
 
 
 def _observe_worker(cls: Any, rng: random.Random) -> list[Any]:
@@ -80,12 +80,12 @@ def _observe_compute(cls: Any, rng: random.Random) -> list[Any]:
 @quiet()
 def _observe_fail(cls: Any, rng: random.Random) -> list[Any]:
     crowds = [Crowd(str(rng.random())) for _ in range(6)]
-    facts = [observe_core(cls, crowd, frozenset([rng.randint(1, 9), *find_moves(crowd)[:1]])) for crowd in crowds]
-    return [list(map(list, observe_touched(cls))), *facts]
+    observations = [observe_core(cls, crowd, frozenset([rng.randint(1, 9), *find_moves(crowd)[:1]])) for crowd in crowds]
+    return [list(map(list, observe_touched(cls))), *observations]
 
 
 def _observe_entrance(cls: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(_ROUNDS):
         engine, core = make_engine(cls, Crowd(str(rng.random())))
         for _ in range(6):
@@ -98,8 +98,8 @@ def _observe_entrance(cls: Any, rng: random.Random) -> list[Any]:
             except RequestError:
                 refusal = True
             requests = {name: request.prompt_token_ids for name, request in core.scheduler.requests.items()}
-            facts.append([refusal, sorted(engine.states), sorted(requests.items())])
-    return facts
+            observations.append([refusal, sorted(engine.states), sorted(requests.items())])
+    return observations
 
 
 def _observe_take(cls: Any, rng: random.Random) -> list[Any]:
@@ -111,7 +111,7 @@ def _observe_generate(cls: Any, rng: random.Random) -> list[Any]:
     return [observe_generate(cls, make_prompts(rng), str(rng.random())) for _ in range(_ROUNDS)]
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-count": ("count_blocks", _observe_count),
     "check-start": ("StartUp", _observe_start_up),
     "check-lay-out": ("lay_out", _observe_lay_out),

@@ -16,12 +16,11 @@ import nbformat
 import pytest
 
 import minivllm
-from minivllm.course.grading import witness
 from minivllm.course.grading.borrowed import find_borrowed
 from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.observe import NoSuchClass, Observer, find_difference, find_observer, observe_class
 from minivllm.course.grading.progress import Progress
 from minivllm.course.grading.submissions import Cell
-from minivllm.course.grading.witness import NoSuchClass, Witness, find_difference, find_witness
 from minivllm.entrypoints.cli.main import main
 
 ROOT = Path(minivllm.__file__).parents[1]
@@ -68,9 +67,9 @@ def make_classes(number: str, *edits: tuple[str, str]) -> dict:
 
 
 def observe_all(number: str, namespace: dict, seed: int) -> dict[str, str]:
-    witnesses = importlib.import_module(f"minivllm.course.lessons.lesson_{number}.witness").WITNESSES
+    observers = importlib.import_module(f"minivllm.course.lessons.lesson_{number}.observe").OBSERVERS
     said = {}
-    for check_id, (name, observe) in witnesses.items():
+    for check_id, (name, observe) in observers.items():
         try:
             said[check_id] = json.dumps(observe(namespace[name], random.Random(seed)), default=index)
         except Exception as error:
@@ -299,13 +298,13 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_every_check_of_the_lessons_has_a_witness(number):
+def test_every_check_of_the_lessons_has_an_observer(number):
     name = LESSONS[number].removesuffix(".ipynb")
     cells = nbformat.read(ROOT / "solutions" / LESSONS[number], 4).cells
     checks = [cell.metadata.nbgrader.grade_id for cell in cells if cell.metadata.get("nbgrader", {}).get("grade")]
-    found = find_witness(name, 1)
+    found = find_observer(name, 1)
     assert checks and all(found.covers(check_id) for check_id in checks)
-    assert find_witness("99_adding", 1) is find_witness("adding", 1) is None
+    assert find_observer("99_adding", 1) is find_observer("adding", 1) is None
 
 
 @pytest.mark.long
@@ -339,7 +338,7 @@ def test_questions_depend_on_the_seed(number):
 
 
 @pytest.mark.parametrize("nonsense", ["", "[]", "null", "{}", "nan", '"x"', "[" * 100_000, "[[1]]", "7"])
-def test_a_testimony_that_is_none_differs(nonsense):
+def test_observations_that_are_none_differ(nonsense):
     assert find_difference('[[1, {"a": 2}], 3]', nonsense)
 
 
@@ -352,8 +351,8 @@ def test_a_difference_is_shown_short():
 
 
 def test_a_module_is_only_looked_up_by_name():
-    assert Witness("minivllm.course.lessons.lesson_04.witness", 1).covers("check-pool")
-    assert not Witness("minivllm.course.lessons.lesson_04.witness", 1).covers("check-unknown")
+    assert Observer("minivllm.course.lessons.lesson_04.observe", 1).covers("check-pool")
+    assert not Observer("minivllm.course.lessons.lesson_04.observe", 1).covers("check-unknown")
 
 
 # -- tricks: cells added to an untouched exercise ---------------------------------------------------------------------
@@ -399,14 +398,14 @@ get_ipython().kernel.pristine.restore = lambda: None
 get_ipython().kernel.imports = []
 lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
     "forged receipts": f"type(get_ipython().kernel)._run_check = {FORGED}",
-    "forged receipts and testimonies": f"""
+    "forged receipts and observations": f"""
 kernel = type(get_ipython().kernel)
 kernel._run_check = {FORGED}
-kernel._run_witness = lambda self, order: {{'status': 'ok', 'testimony': '[]', 'execution_count': 1, 'user_expressions': {{}}, 'payload': []}}""",
-    "forged receipts and no witness": f"""
+kernel._run_observer = lambda self, order: {{'status': 'ok', 'observations': '[]', 'execution_count': 1, 'user_expressions': {{}}, 'payload': []}}""",
+    "forged receipts and no observer": f"""
 kernel = type(get_ipython().kernel)
 kernel._run_check = {FORGED}
-del kernel._run_witness""",
+del kernel._run_observer""",
     "an engine that ignores the class": """
 import minivllm.simulation.engine as simulation
 make = simulation.make_simulated_engine
@@ -465,8 +464,8 @@ sys.modules['minivllm.course.lessons.lesson_04'] = fake
 import minivllm.course.lessons; minivllm.course.lessons.lesson_04 = fake
 get_ipython().kernel.pristine._modules.clear()""",
     "no questions": """
-import minivllm.course.lessons.lesson_04.witness as witness
-witness.WITNESSES = {name: (cls, lambda cls, rng: []) for name, (cls, _) in witness.WITNESSES.items()}
+import minivllm.course.lessons.lesson_04.observe as module
+module.OBSERVERS = {name: (cls, lambda cls, rng: []) for name, (cls, _) in module.OBSERVERS.items()}
 from minivllm.course.lessons import lesson_04
 get_ipython().kernel.pristine.restore = lambda: None
 lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
@@ -480,12 +479,12 @@ lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
 import json
 json.dumps = lambda *_, **__: '[' * 10**6
 type(get_ipython().kernel)._run_check = {FORGED}""",
-    "a long testimony": f"""
+    "long observations": f"""
 type(get_ipython().kernel)._run_check = {FORGED}
-type(get_ipython().kernel)._run_witness = lambda self, order: {{'status': 'ok', 'testimony': '[' + '0,' * 10**6 + '0]'}}""",
-    "a testimony that is no text": f"""
+type(get_ipython().kernel)._run_observer = lambda self, order: {{'status': 'ok', 'observations': '[' + '0,' * 10**6 + '0]'}}""",
+    "observations that are no text": f"""
 type(get_ipython().kernel)._run_check = {FORGED}
-type(get_ipython().kernel)._run_witness = lambda self, order: {{'status': 'ok', 'testimony': {{'check': True}}}}""",
+type(get_ipython().kernel)._run_observer = lambda self, order: {{'status': 'ok', 'observations': {{'check': True}}}}""",
     "a startup file for the next kernel": f"""
 import os, pathlib
 folder = pathlib.Path(os.environ.get('IPYTHONDIR', '.')) / 'profile_default' / 'startup'
@@ -565,8 +564,8 @@ def test_no_trick_earns_a_point(graded):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_some_tricks_fool_the_check_and_only_the_witness_finds_them(graded):
-    """Otherwise the test above would show nothing about the witness."""
+def test_some_tricks_fool_the_check_and_only_the_observer_finds_them(graded):
+    """Otherwise the test above would show nothing about the observer."""
     seen = [row["learner"] for row in graded.rows.values() if "tried on other input from outside" in row["reason"]]
     assert len(seen) >= 10
 
@@ -577,7 +576,7 @@ def test_equal_numbers_of_another_kind_are_equal():
 
 def test_a_renamed_class_is_told_apart_from_one_that_fails():
     with pytest.raises(NoSuchClass, match="there is no class BlockPool"):
-        witness.testify("minivllm.course.lessons.lesson_04.witness", "check-pool", {}, 1)
+        observe_class("minivllm.course.lessons.lesson_04.observe", "check-pool", {}, 1)
 
 
 def test_the_seed_is_kept_beside_the_grades(tmp_path):
@@ -590,7 +589,7 @@ def test_the_seed_is_kept_beside_the_grades(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["lesson_07.scheduler._fits", "lesson_07._fits", "lesson_07.situations.Scheduler", "lesson_04.witness"]
+    "source", ["lesson_07.scheduler._fits", "lesson_07._fits", "lesson_07.situations.Scheduler", "lesson_04.observe"]
 )
 def test_what_looks_into_the_checks_is_remarked_on(source):
     [said] = find_borrowed([Cell("a", "answer", "code", f"fits = {source}")], {0: 1})

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's metrics, load generator and batcher from outside: random runs, and what comes out.
 
-See `lesson_04.witness`.
+See `lesson_04.observe`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def _observe_percentile(percentile: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_latencies(latencies: Any, rng: random.Random) -> list[Any]:
-    facts = []
+    observations = []
     for _ in range(_ROUNDS):
         ttft, itls, latency = latencies(make_times(rng))
-        facts.append([_digits(ttft), [_digits(gap) for gap in itls], _digits(latency)])
-    return facts
+        observations.append([_digits(ttft), [_digits(gap) for gap in itls], _digits(latency)])
+    return observations
 
 
 def _observe_summarize(summarize: Any, rng: random.Random) -> list[Any]:
-    facts = []
+    observations = []
     for _ in range(_ROUNDS):
         summary = summarize(*make_records(rng))
         spreads = [
             [_digits(getattr(spread, part)) for part in ("mean", "p50", "p99")]
             for spread in (summary.ttft, summary.itl, summary.latency)
         ]
-        facts.append([_digits(summary.requests_per_second), _digits(summary.tokens_per_second), *spreads])
-    return facts
+        observations.append([_digits(summary.requests_per_second), _digits(summary.tokens_per_second), *spreads])
+    return observations
 
 
 def _observe_goodput(goodput: Any, rng: random.Random) -> list[Any]:
@@ -57,20 +57,20 @@ def _observe_utilisation(utilisation: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_in_system(average_in_system: Any, rng: random.Random) -> list[Any]:
-    facts = []
+    observations = []
     for _ in range(2 * _ROUNDS):
         records = [make_times(rng) for _ in range(rng.randint(1, 20))]
-        facts.append(_digits(average_in_system(records, *make_window(rng, records))))
-    return facts
+        observations.append(_digits(average_in_system(records, *make_window(rng, records))))
+    return observations
 
 
 def _observe_poisson(poisson_times: Any, rng: random.Random) -> list[Any]:
-    facts: list[Any] = []
+    observations: list[Any] = []
     for _ in range(3):
         rate, count = rng.choice((0.3, 2.0, 11.0, 60.0)), rng.randint(3000, 6000)
         times = [float(time) for time in poisson_times(rate, count, random.Random(rng.random()))]
-        facts.append([rate, shape_of(times), abs(times[-1] * rate / count - 1) < 0.1])
-    return facts
+        observations.append([rate, shape_of(times), abs(times[-1] * rate / count - 1) < 0.1])
+    return observations
 
 
 def _observe_drive(drive: Any, rng: random.Random) -> list[Any]:
@@ -85,7 +85,7 @@ def _observe_static(cls: Any, rng: random.Random) -> list[Any]:
     return [describe_steps(run_static(cls, str(rng.random()), rng.choice(RUNS))) for _ in range(2)]
 
 
-WITNESSES: Mapping[str, tuple[str, _Observe]] = {
+OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-percentile": ("percentile", _observe_percentile),
     "check-latencies": ("latencies", _observe_latencies),
     "check-summarize": ("summarize", _observe_summarize),
