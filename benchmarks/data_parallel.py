@@ -18,7 +18,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from minivllm.bench.report import format_table, report
-from minivllm.core.routing import ROUTERS, ReplicaLoad, make_router
+from minivllm.data_parallel.routing import ROUTERS, make_router
+from minivllm.engine.core_messages import ReplicaLoad
 
 WAYS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
 NUM_RUNNING, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 96

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from minivllm.core.routing import LoadPublisher
 from minivllm.data_parallel.messages import (
     VERSION,
     CoordinatorLog,
@@ -36,6 +35,7 @@ from minivllm.data_parallel.messages import (
     decode_to_handshake,
     encode,
 )
+from minivllm.data_parallel.routing import LoadPublisher
 from minivllm.data_parallel.sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.executor.processes import ForwardLog

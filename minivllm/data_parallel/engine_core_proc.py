@@ -19,12 +19,11 @@ import time
 
 import zmq
 
-from minivllm.core.routing import ReplicaLoad
 from minivllm.data_parallel import messages
 from minivllm.data_parallel.messages import LoadReport, NodeWelcome
 from minivllm.data_parallel.sockets import KeyPair, Sockets
 from minivllm.engine import core_messages
-from minivllm.engine.core_messages import CoreReady, EngineCoreOutputs, FromCore, Heartbeat, Leave
+from minivllm.engine.core_messages import CoreReady, Drain, EngineCoreOutputs, FromCore, Heartbeat, ReplicaLoad
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup, run_core
@@ -85,7 +84,7 @@ class DPEngineCoreProc(EngineCoreProc):
             core.clock = lambda: time.perf_counter() - offset
         self._loop = loop = EngineCoreLoop(core)
         loop.num_clients = len(self._outputs)
-        signal.signal(signal.SIGTERM, lambda number, frame: loop.input_queue.put(Leave()))
+        signal.signal(signal.SIGTERM, lambda number, frame: loop.input_queue.put(Drain()))
         with contextlib.suppress(OSError):  # who started it is gone
             os.write(self._ready_descriptor, b"r")
         os.close(self._ready_descriptor)

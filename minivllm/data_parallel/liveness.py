@@ -16,7 +16,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
-from minivllm.engine.core_messages import CoreFailed, CoreLeaving, CoreReady, FromCore, Heartbeat
+from minivllm.engine.core_messages import CoreDraining, CoreFailed, CoreReady, FromCore, Heartbeat
 
 HOPELESS = 3
 """A process that has been silent for so many timeouts will not be heard again."""
@@ -29,7 +29,7 @@ class PeerState(enum.Enum):
 
     ABSENT = "absent"
     READY = "ready"
-    LEAVING = "leaving"
+    DRAINING = "draining"
     FENCED = "fenced"
 
 
@@ -85,7 +85,7 @@ class Peer:
         is_connected: Whether messages can be sent to it.
         is_ready: Whether it has said that it has loaded the model.
         ready: What it said of itself then; until then, what the process before it said.
-        is_leaving: Whether it takes no new requests.
+        is_draining: Whether it takes no new requests.
         last_heard: When it said something, in seconds.
         next_number: That of its next message.
         outlook: While none is there: "starting" (another will come), "given up" (it died too often), or "gone".
@@ -98,7 +98,7 @@ class Peer:
     is_connected: bool = False
     is_ready: bool = False
     ready: CoreReady = field(default_factory=lambda: CoreReady(0))
-    is_leaving: bool = False
+    is_draining: bool = False
     last_heard: float = 0.0
     next_number: int = 0
     num_deaths: int = 0
@@ -107,7 +107,7 @@ class Peer:
     @property
     def is_member(self) -> bool:
         """Whether it may have requests."""
-        return self.state in (PeerState.READY, PeerState.LEAVING)
+        return self.state in (PeerState.READY, PeerState.DRAINING)
 
     @property
     def may_return(self) -> bool:
@@ -130,7 +130,7 @@ class ReplicaLiveness:
         self.peers = [Peer("starting" if rank in expected else "gone") for rank in range(size)]
 
     def state_of(self, rank: int) -> str:
-        """For people: "ready", "leaving", "unreachable", "starting", "given up" or "gone"."""
+        """For people: "ready", "draining", "unreachable", "starting", "given up" or "gone"."""
         peer = self.peers[rank]
         names = {PeerState.ABSENT: peer.outlook, PeerState.FENCED: "unreachable"}
         return names.get(peer.state, peer.state.value)
@@ -161,19 +161,19 @@ class ReplicaLiveness:
             decisions += self._lose(rank, "another process has taken its place", has_died=True)
             if peer.incarnation:
                 peer.dead.append(peer.incarnation)
-            peer.incarnation, peer.is_ready, peer.is_leaving, peer.state = incarnation, False, False, PeerState.ABSENT
+            peer.incarnation, peer.is_ready, peer.is_draining, peer.state = incarnation, False, False, PeerState.ABSENT
         elif number != peer.next_number:
             decisions += self._fence(rank, "messages from it were lost")
         peer.next_number, peer.last_heard = number + 1, now
         if isinstance(message, CoreReady | Heartbeat):
             peer.is_ready, peer.ready = True, CoreReady(message.num_gpu_blocks, rank, message.process_id)
-            peer.is_leaving |= isinstance(message, Heartbeat) and message.is_leaving
+            peer.is_draining |= isinstance(message, Heartbeat) and message.is_draining
             decisions += self._admit(rank)
-        elif isinstance(message, CoreLeaving) and message.has_left:
+        elif isinstance(message, CoreDraining) and message.is_drained:
             decisions += self._lose(rank, "it left")
             self._end(peer, incarnation, "starting" if message.returns else "gone")
-        elif isinstance(message, CoreLeaving):
-            peer.is_leaving = True
+        elif isinstance(message, CoreDraining):
+            peer.is_draining = True
             decisions += self._admit(rank)
         elif isinstance(message, CoreFailed):
             decisions += self._lose(rank, message.cause, has_died=True)
@@ -237,8 +237,8 @@ class ReplicaLiveness:
         peer = self.peers[rank]
         if not peer.is_ready or not peer.is_connected:
             return []
-        previous, peer.state = peer.state, PeerState.LEAVING if peer.is_leaving else PeerState.READY
-        if peer.is_leaving:
+        previous, peer.state = peer.state, PeerState.DRAINING if peer.is_draining else PeerState.READY
+        if peer.is_draining:
             return [Withdraw(rank, previous)]
         return [] if previous is PeerState.READY else [Join(rank, peer.ready.num_gpu_blocks)]
 

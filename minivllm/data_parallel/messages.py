@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from minivllm import __version__
-from minivllm.core.routing import ReplicaLoad
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
 
 VERSION = __version__

@@ -142,7 +142,7 @@ class ReplicaProcess(ChildProcess):
                     self._ready_since = time.monotonic()
         return super().poll()
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Let it finish what it has, and end."""
         self._process.terminate()
 
@@ -316,13 +316,13 @@ class LocalReplicas:
         if place is not None and place.process is not None and place.process.incarnation == incarnation:
             place.process.kill()
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Let all finish what they have, and end. None is started any more."""
         self._is_ending = True
         for place in self._places.values():
             place.due = None
             if place.process is not None:
-                place.process.leave()
+                place.process.drain()
 
     def shutdown(self, told: Collection[int]) -> None:
         """End all: those that have been told to end get a little time for it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from minivllm.core.routing import ReplicaLoad, Router
-from minivllm.engine.core_messages import EngineCoreOutput, StoppedSequence
+from minivllm.data_parallel.routing import Router
+from minivllm.engine.core_messages import EngineCoreOutput, ReplicaLoad, StoppedSequence
 from minivllm.request import EngineCoreRequest
 
 

@@ -15,29 +15,29 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from minivllm.core.routing import LoadPublisher, make_router
 from minivllm.data_parallel import messages
 from minivllm.data_parallel.engine_core_proc import identity_of, index_of, read_header
 from minivllm.data_parallel.launcher import POLL_MS, FrontendPlace, ReplicaLauncher
 from minivllm.data_parallel.liveness import Decision, Join, Lose, PeerState, ReplicaLiveness, Withdraw
 from minivllm.data_parallel.messages import FrontendWelcome, HelloFrontend, Loads, Refused, ReplicaDied
 from minivllm.data_parallel.replica_table import ReplicaTable
+from minivllm.data_parallel.routing import LoadPublisher, make_router
 from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.core_client import OnMessage, ReplicaStatus
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import (
+    AbortClientRequests,
     AbortRequests,
     AddRequest,
-    BeginAnew,
+    ClientDrained,
     CoreFailed,
     CoreLog,
     CoreLost,
     CoreReady,
-    Die,
+    Drain,
     DropClient,
     EngineCoreOutputs,
-    Farewell,
-    Leave,
+    KillReplica,
     SetTracing,
     Shutdown,
     StoppedSequence,
@@ -204,12 +204,12 @@ class Replicas:
     def restart(self, rank: int) -> bool:
         """Let a replica finish what it has, and start another in its place. False if it does not take requests, or another is to follow."""
         with self._lock:
-            return rank in self._table.open and self._send(rank, Leave(returns=True))
+            return rank in self._table.open and self._send(rank, Drain(returns=True))
 
     def kill(self, rank: int) -> bool:
         """Kill a replica's process. False if it is gone."""
         with self._lock:
-            return self._liveness.peers[rank].is_member and self._send(rank, Die())
+            return self._liveness.peers[rank].is_member and self._send(rank, KillReplica())
 
     def drop_client(self, client_index: int) -> None:
         """Another API server has died: replicas drop its requests, also those that come later."""
@@ -390,7 +390,7 @@ class Replicas:
 
     def _join(self, decision: Join) -> list[ToFrontend]:
         rank, client = decision.rank, self._place.client_index
-        if not self._send(rank, BeginAnew(client)):
+        if not self._send(rank, AbortClientRequests(client)):
             return []
         self._table.take_in(rank, decision.num_gpu_blocks)
         if self._is_tracing:
@@ -404,9 +404,9 @@ class Replicas:
     def _withdraw(self, decision: Withdraw) -> None:
         rank, client = decision.rank, self._place.client_index
         self._table.close(rank)
-        if decision.previous not in (PeerState.READY, PeerState.LEAVING):
-            self._send(rank, BeginAnew(client))
-        self._send(rank, Farewell(client))
+        if decision.previous not in (PeerState.READY, PeerState.DRAINING):
+            self._send(rank, AbortClientRequests(client))
+        self._send(rank, ClientDrained(client))
         if decision.previous is PeerState.READY:
             num_requests = len(self._table.requests_at(rank))
             if self._launcher is not None or num_requests:

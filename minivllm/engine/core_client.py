@@ -50,7 +50,7 @@ class ReplicaStatus:
 
     Attributes:
         rank: Which one.
-        state: "ready", "leaving" (it finishes what it has), "unreachable", "starting", "given up" (it died too often), or "gone".
+        state: "ready", "draining" (it finishes what it has), "unreachable", "starting", "given up" (it died too often), or "gone".
         process_id: Its process, on its machine, or the one before it; 0 if there was none.
         num_gpu_blocks: Of its KV cache; 0 if there was none.
         num_deaths: How often its process has died.

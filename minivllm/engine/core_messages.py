@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from minivllm.core.routing import ReplicaLoad
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import EngineDeadError
 from minivllm.executor.processes import plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
+
+
+class ReplicaLoad(NamedTuple):
+    """How busy a replica is.
+
+    Attributes:
+        waiting, running: Sequences.
+        kv_cache_usage: Fraction of its blocks in use, 0 to 1.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    kv_cache_usage: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,17 +103,17 @@ class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     client_index: int = 0
 
 
-class Leave(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Drain(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica: take no new requests, finish what there is, and end; if it `returns`, another is started in its place."""
 
     returns: bool = False
 
 
-class Die(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class KillReplica(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica: be killed, for somebody who wants to see what happens then."""
 
 
-class BeginAnew(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class AbortClientRequests(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica that was out of reach: abort all requests of this API server. They have moved to other replicas."""
 
     client_index: int
@@ -112,7 +125,7 @@ class DropClient(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     client_index: int
 
 
-class Farewell(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class ClientDrained(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """To a replica that leaves: this API server sends it no more requests."""
 
     client_index: int = 0
@@ -122,7 +135,18 @@ class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Stop after the current step."""
 
 
-ToCore = AddRequest | AbortRequests | StopSequences | SetTracing | Leave | Die | BeginAnew | DropClient | Farewell | Shutdown
+ToCore = (
+    AddRequest
+    | AbortRequests
+    | StopSequences
+    | SetTracing
+    | Drain
+    | KillReplica
+    | AbortClientRequests
+    | DropClient
+    | ClientDrained
+    | Shutdown
+)
 
 
 # -- from the core ---------------------------------------------------------------------------------------------------
@@ -206,17 +230,17 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         return f"{self.error_type}: {self.message}" if self.error_type else self.message
 
 
-class CoreLeaving(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A replica takes no new requests, finishes those it has, and ends. It ignores what is sent after the `Farewell`.
+class CoreDraining(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A replica takes no new requests, finishes those it has, and ends. It ignores what is sent after the `ClientDrained`.
 
     Attributes:
         engine_index: Its rank.
-        has_left: Whether it has finished, and ends now.
+        is_drained: Whether it has finished, and ends now.
         returns: Whether another will be started in its place.
     """
 
     engine_index: int = 0
-    has_left: bool = False
+    is_drained: bool = False
     returns: bool = False
 
 
@@ -235,16 +259,16 @@ class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     Attributes:
         engine_index: The rank of the replica.
         num_gpu_blocks, process_id: As in `CoreReady`.
-        is_leaving: Whether it takes no new requests.
+        is_draining: Whether it takes no new requests.
     """
 
     engine_index: int = 0
     num_gpu_blocks: int = 0
     process_id: int = 0
-    is_leaving: bool = False
+    is_draining: bool = False
 
 
-FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreLeaving | CoreLog | Heartbeat
+FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreDraining | CoreLog | Heartbeat
 
 
 # -- from a client to its frontend -----------------------------------------------------------------------------------

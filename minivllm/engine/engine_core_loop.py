@@ -16,18 +16,18 @@ import time
 from functools import partial
 
 from minivllm.engine.core_messages import (
+    AbortClientRequests,
     AbortRequests,
     AddRequest,
-    BeginAnew,
+    ClientDrained,
+    CoreDraining,
     CoreFailed,
-    CoreLeaving,
     CoreReady,
+    Drain,
     DropClient,
     EngineCoreOutput,
     EngineCoreOutputs,
-    Farewell,
     FromCore,
-    Leave,
     SetTracing,
     Shutdown,
     StopSequences,
@@ -43,8 +43,8 @@ MAX_FAILED_STEPS = 3
 """Consecutive failed steps before the engine core is declared dead."""
 MAX_STEP_SECONDS = 300.0
 """A core whose step takes longer is stuck: vLLM's limit for a step."""
-FAREWELL_SECONDS = 10.0
-"""How long a replica that leaves waits for the `Farewell` of an API server that says nothing."""
+CLIENT_DRAIN_SECONDS = 10.0
+"""How long a replica that leaves waits for the `ClientDrained` of an API server that says nothing."""
 
 
 class ExecutorFailed:
@@ -60,8 +60,8 @@ class EngineCoreLoop:
     Attributes:
         input_queue: Messages to the core, from any thread.
         output_queue: Messages from the core; None after the last one.
-        num_clients: API servers, each of which must say `Farewell` before the loop leaves.
-        is_leaving: Whether it takes no new requests, and ends when it has finished those it has.
+        num_clients: API servers, each of which must say `ClientDrained` before the loop leaves.
+        is_draining: Whether it takes no new requests, and ends when it has finished those it has.
         returns: Whether another core is to be started in its place then.
         watchers: Those that want to see each step's record.
         dropped: API servers that have died.
@@ -74,11 +74,11 @@ class EngineCoreLoop:
         self.input_queue: queue.SimpleQueue[ToCore | ExecutorFailed] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[FromCore | None] = queue.SimpleQueue()
         self._num_failed_steps = 0
-        self.is_leaving, self.returns, self._leaving_since = False, False, 0.0
+        self.is_draining, self.returns, self._draining_since = False, False, 0.0
         self._step_since: float | None = None
         self.watchers: frozenset[int] = frozenset()
         self.dropped: frozenset[int] = frozenset()
-        self._farewells: set[int] = set()
+        self._drained_clients: set[int] = set()
         """API servers that send nothing more."""
         self._refused: list[EngineCoreOutput] = []
         """Errors of requests that could not be added; the next message carries them."""
@@ -95,8 +95,8 @@ class EngineCoreLoop:
             while self._handle_messages():
                 if core.has_unfinished_requests():
                     self._step()
-                if self._may_leave():
-                    self.output_queue.put(CoreLeaving(has_left=True, returns=self.returns))
+                if self._has_drained():
+                    self.output_queue.put(CoreDraining(is_drained=True, returns=self.returns))
                     break
             return True
         except EngineDeadError as error:  # the message says all that is known
@@ -117,19 +117,19 @@ class EngineCoreLoop:
         since = self._step_since
         return since is not None and time.monotonic() - since > MAX_STEP_SECONDS
 
-    def _may_leave(self) -> bool:
+    def _has_drained(self) -> bool:
         """Whether it leaves, has finished what it had, and gets nothing more."""
-        if not self.is_leaving or self.core.has_unfinished_requests():
+        if not self.is_draining or self.core.has_unfinished_requests():
             return False
-        has_waited = time.monotonic() - self._leaving_since > FAREWELL_SECONDS
-        return has_waited or len(self._farewells) == self.num_clients
+        has_waited = time.monotonic() - self._draining_since > CLIENT_DRAIN_SECONDS
+        return has_waited or len(self._drained_clients) == self.num_clients
 
     def _handle_messages(self) -> bool:
         """Handle all messages there are; wait for one if there is nothing else to do. Returns False after a `Shutdown`."""
         wait, handled = not self.core.has_unfinished_requests(), False
         while True:
             try:
-                message = self.input_queue.get(block=wait, timeout=FAREWELL_SECONDS / 10 if self.is_leaving else None)
+                message = self.input_queue.get(block=wait, timeout=CLIENT_DRAIN_SECONDS / 10 if self.is_draining else None)
             except queue.Empty:
                 break
             if isinstance(message, Shutdown):
@@ -158,29 +158,29 @@ class EngineCoreLoop:
             self.core.stop_sequences(message.sequences)
         elif isinstance(message, ExecutorFailed):
             self.core.executor.check_health()
-        elif isinstance(message, Leave):
-            self._leave(message)
-        elif isinstance(message, Farewell):
-            self._farewells.add(message.client_index)
-        elif isinstance(message, BeginAnew):
+        elif isinstance(message, Drain):
+            self._drain(message)
+        elif isinstance(message, ClientDrained):
+            self._drained_clients.add(message.client_index)
+        elif isinstance(message, AbortClientRequests):
             self._abort_all_of(message.client_index)
         elif isinstance(message, DropClient):
             self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):
             self._set_tracing(message)
 
-    def _leave(self, message: Leave) -> None:
-        self.returns = message.returns and (self.returns or not self.is_leaving)  # who wants it to end has the last word
-        if not self.is_leaving:
-            self.is_leaving, self._leaving_since = True, time.monotonic()
-            self.output_queue.put(CoreLeaving())
+    def _drain(self, message: Drain) -> None:
+        self.returns = message.returns and (self.returns or not self.is_draining)  # who wants it to end has the last word
+        if not self.is_draining:
+            self.is_draining, self._draining_since = True, time.monotonic()
+            self.output_queue.put(CoreDraining())
 
     def _abort_all_of(self, client_index: int) -> None:
         self.core.abort_requests(self.core.requests_of(client_index))
 
     def _drop_client(self, client_index: int) -> None:
         self._abort_all_of(client_index)
-        self._farewells.add(client_index)
+        self._drained_clients.add(client_index)
         self.dropped |= {client_index}
         self._set_tracing(SetTracing(False, client_index))
 

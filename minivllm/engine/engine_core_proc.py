@@ -26,7 +26,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from minivllm.engine.core_messages import CoreFailed, CoreLog, Die, FromCore, Heartbeat, decode_to_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, FromCore, Heartbeat, KillReplica, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.executor.processes import ForwardLog
@@ -122,7 +122,7 @@ class EngineCoreProc:
                 for data in self._receive():
                     try:
                         message = decode_to_core(data)
-                        if isinstance(message, Die):
+                        if isinstance(message, KillReplica):
                             os.kill(os.getpid(), signal.SIGKILL)
                         loop.input_queue.put(message)
                     except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -148,7 +148,7 @@ class EngineCoreProc:
                 if self._heartbeat_seconds is not None and time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + self._heartbeat_seconds
                     if not loop.is_stuck:
-                        self._send(Heartbeat(0, loop.core.num_gpu_blocks, os.getpid(), loop.is_leaving))
+                        self._send(Heartbeat(0, loop.core.num_gpu_blocks, os.getpid(), loop.is_draining))
             self._close_output()
         except Exception:
             _exit_at_once()

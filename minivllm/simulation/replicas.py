@@ -21,7 +21,7 @@ from minivllm.bench.report import format_table, quantity
 from minivllm.bench.summary import Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import check_at_least
-from minivllm.core.routing import LoadPublisher, make_router
+from minivllm.data_parallel.routing import LoadPublisher, make_router
 from minivllm.engine.core_messages import EngineCoreOutputs
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import VirtualClock
@@ -78,7 +78,7 @@ def simulate_replicas(
     Args:
         requests: In the order of arrival.
         num_replicas: How many replicas.
-        routing: One of `minivllm.core.routing.ROUTERS`.
+        routing: One of `minivllm.data_parallel.routing.ROUTERS`.
         goals: What a request must meet to count for goodput.
         progress_total: Show progress towards this many requests.
         **engine_options: Of each replica, see `make_simulated_engine`.

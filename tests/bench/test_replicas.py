@@ -9,7 +9,7 @@ import pytest
 from minivllm.bench.production import HashedRequest, load_trace, stream_trace
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
-from minivllm.core.routing import ROUTERS
+from minivllm.data_parallel.routing import ROUTERS
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
 from minivllm.simulation.engine import simulate

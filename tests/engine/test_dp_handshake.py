@@ -10,7 +10,6 @@ import pytest
 import zmq
 
 from minivllm.config import EngineArgs, ParallelConfig
-from minivllm.core.routing import ReplicaLoad
 from minivllm.data_parallel import messages
 from minivllm.data_parallel.coordinator import HELD_SECONDS, CoordinatorSetup, RankHolders
 from minivllm.data_parallel.messages import (
@@ -28,6 +27,7 @@ from minivllm.data_parallel.messages import (
 )
 from minivllm.data_parallel.processes import DPCoordinator
 from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError
 
 

@@ -12,14 +12,14 @@ from watched_engine import WaitingExecutor, model_config
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.engine import engine_core_loop
 from minivllm.engine.core_messages import (
+    AbortClientRequests,
     AddRequest,
-    BeginAnew,
-    CoreLeaving,
+    ClientDrained,
+    CoreDraining,
     CoreReady,
+    Drain,
     DropClient,
     EngineCoreOutputs,
-    Farewell,
-    Leave,
     Shutdown,
 )
 from minivllm.engine.engine_core import EngineCore
@@ -72,26 +72,26 @@ def loop():
 
 
 def leavings(heard):
-    return [message for message in heard if isinstance(message, CoreLeaving)]
+    return [message for message in heard if isinstance(message, CoreDraining)]
 
 
 def test_it_leaves_when_it_has_finished_and_every_api_server_has_said_farewell(loop):
     loop.add("a", max_tokens=20)
-    loop.send(Leave(), Farewell(0))
+    loop.send(Drain(), ClientDrained(0))
     loop.until(lambda heard: any(isinstance(message, EngineCoreOutputs) and message.outputs for message in heard))
     time.sleep(0.3)
     assert loop.thread.is_alive(), "one has not said farewell"
     loop.add("b", client=1, max_tokens=5)  # sent before it heard of it
-    loop.send(Farewell(1))
+    loop.send(ClientDrained(1))
     heard = loop.until(lambda heard: None in heard)
     finished = {output.request_id for message in heard if isinstance(message, EngineCoreOutputs) for output in message.outputs}
     assert finished >= {"b"}
-    assert leavings(heard)[-1] == CoreLeaving(has_left=True)
+    assert leavings(heard)[-1] == CoreDraining(is_drained=True)
 
 
 def test_it_waits_for_an_api_server_that_says_nothing_but_not_for_ever(loop, monkeypatch):
-    monkeypatch.setattr(engine_core_loop, "FAREWELL_SECONDS", 0.3)
-    loop.send(Leave(), Farewell(0))
+    monkeypatch.setattr(engine_core_loop, "CLIENT_DRAIN_SECONDS", 0.3)
+    loop.send(Drain(), ClientDrained(0))
     start = time.monotonic()
     loop.until(lambda heard: None in heard)
     assert time.monotonic() - start >= 0.3
@@ -100,17 +100,17 @@ def test_it_waits_for_an_api_server_that_says_nothing_but_not_for_ever(loop, mon
 @pytest.mark.parametrize(
     ("messages", "returns"),
     [
-        ([Leave(returns=True)], True),
-        ([Leave(returns=True), Leave(returns=True)], True),
-        ([Leave()], False),
-        ([Leave(), Leave(returns=True)], False),
-        ([Leave(returns=True), Leave()], False),
+        ([Drain(returns=True)], True),
+        ([Drain(returns=True), Drain(returns=True)], True),
+        ([Drain()], False),
+        ([Drain(), Drain(returns=True)], False),
+        ([Drain(returns=True), Drain()], False),
     ],
 )
 def test_another_follows_only_if_nobody_wanted_it_to_end(loop, messages, returns):
-    loop.send(*messages, Farewell(0), Farewell(1))
+    loop.send(*messages, ClientDrained(0), ClientDrained(1))
     heard = loop.until(lambda heard: None in heard)
-    assert leavings(heard) == [CoreLeaving(), CoreLeaving(has_left=True, returns=returns)]
+    assert leavings(heard) == [CoreDraining(), CoreDraining(is_drained=True, returns=returns)]
 
 
 def test_an_api_server_that_has_died_needs_nothing_more(loop):
@@ -119,7 +119,7 @@ def test_an_api_server_that_has_died_needs_nothing_more(loop):
     loop.send(DropClient(1))
     loop.add("c", client=1)  # it was on its way
     loop.until(lambda heard: loop.requests() == {"a"} and loop.loop.input_queue.empty())
-    loop.send(BeginAnew(0), Leave(), Farewell(0))
+    loop.send(AbortClientRequests(0), Drain(), ClientDrained(0))
     loop.until(lambda heard: None in heard)
 
 
@@ -127,7 +127,7 @@ def test_what_an_api_server_wants_to_begin_anew_is_its_own(loop):
     loop.add("a", client=0)
     loop.add("b", client=1)
     loop.until(lambda heard: loop.requests() == {"a", "b"})
-    loop.send(BeginAnew(0))
+    loop.send(AbortClientRequests(0))
     loop.until(lambda heard: loop.requests() == {"b"})
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.core.routing import make_router
 from minivllm.data_parallel.failover import MAX_DEATHS, MAX_KILLS, Failover, give_up_error
 from minivllm.data_parallel.replica_table import ReplicaTable
+from minivllm.data_parallel.routing import make_router
 from minivllm.engine.core_messages import CoreLost, EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.output_processor import OutputProcessor

@@ -31,7 +31,7 @@ class FakeProcess:
     def poll(self):
         return None if self.exit_status is None else f"ended with status {self.exit_status}"
 
-    def leave(self):
+    def drain(self):
         self.was_told = True
 
     def kill(self):
@@ -130,7 +130,7 @@ def test_without_restarts_who_dies_stays_dead(monkeypatch, tmp_path):
 
 def test_a_node_that_is_to_end_ends_though_a_replica_was_about_to_be_started_again(node):
     node.end(1)
-    node.replicas.leave()
+    node.replicas.drain()
     assert FakeProcess.started[0].was_told
     node.now += 1000.0
     assert node.replicas.find_ended() == []

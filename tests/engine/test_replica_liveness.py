@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.data_parallel.liveness import MAX_DEAD, Join, Lose, PeerState, ReplicaLiveness, Withdraw
-from minivllm.engine.core_messages import CoreFailed, CoreLeaving, CoreReady, EngineCoreOutputs, Heartbeat, SchedulerStats
+from minivllm.engine.core_messages import CoreDraining, CoreFailed, CoreReady, EngineCoreOutputs, Heartbeat, SchedulerStats
 
 OUTPUTS = EngineCoreOutputs([], 0.0, SchedulerStats())
 READY = CoreReady(100, process_id=7)
@@ -70,7 +70,7 @@ def test_a_gap_in_the_numbers_fences_until_the_next_heartbeat(frontend):
 
 
 def test_a_gap_in_front_of_the_message_that_announces_its_leaving_is_no_exception(frontend):
-    lose, withdraw = frontend.hear(CoreLeaving(), skip=1)
+    lose, withdraw = frontend.hear(CoreDraining(), skip=1)
     assert lose == Lose(0, "messages from it were lost")
     assert withdraw == Withdraw(0, PeerState.FENCED)
 
@@ -128,20 +128,20 @@ def test_a_death_is_told_once_whoever_tells_it_first(restarts):
 
 
 def test_one_that_leaves_is_told_so_again_and_again_until_it_has_left(frontend):
-    assert frontend.hear(CoreLeaving()) == [Withdraw(0, PeerState.READY)]
-    assert frontend.state() == "leaving" and frontend.liveness.is_believed(0, 5)
-    assert frontend.hear(Heartbeat(0, 100, 7, is_leaving=True)) == [Withdraw(0, PeerState.LEAVING)]
-    assert frontend.hear(CoreLeaving(has_left=True, returns=True)) == [Lose(0, "it left")]
+    assert frontend.hear(CoreDraining()) == [Withdraw(0, PeerState.READY)]
+    assert frontend.state() == "draining" and frontend.liveness.is_believed(0, 5)
+    assert frontend.hear(Heartbeat(0, 100, 7, is_draining=True)) == [Withdraw(0, PeerState.DRAINING)]
+    assert frontend.hear(CoreDraining(is_drained=True, returns=True)) == [Lose(0, "it left")]
     assert frontend.state() == "starting" and frontend.liveness.peers[0].may_return
     assert frontend.liveness.note_death(0, 5, "its process ended with status 75", has_died=False, outlook="starting") == []
     assert frontend.hear(READY, incarnation=6) == [Join(0, 100)]
 
 
 def test_one_that_is_fenced_while_it_leaves_gets_no_requests_when_it_is_heard_again(frontend):
-    frontend.hear(CoreLeaving())
+    frontend.hear(CoreDraining())
     assert frontend.hear(OUTPUTS, skip=1) == [Lose(0, "messages from it were lost")]
-    assert frontend.hear(Heartbeat(0, 100, 7, is_leaving=True)) == [Withdraw(0, PeerState.FENCED)]
-    assert frontend.state() == "leaving"
+    assert frontend.hear(Heartbeat(0, 100, 7, is_draining=True)) == [Withdraw(0, PeerState.FENCED)]
+    assert frontend.state() == "draining"
 
 
 def test_a_process_that_should_have_ended_is_hopeless_and_one_that_loads_is_not(frontend):
@@ -149,7 +149,7 @@ def test_a_process_that_should_have_ended_is_hopeless_and_one_that_loads_is_not(
     assert frontend.liveness.find_hopeless(31.0) == []
     assert frontend.liveness.find_hopeless(31.5) == [(0, 5), (1, 5)]
     loading = Frontend()
-    loading.hear(CoreLeaving())  # anything that it says before it is ready
+    loading.hear(CoreDraining())  # anything that it says before it is ready
     assert loading.liveness.find_hopeless(1000.0) == []
 
 
@@ -166,7 +166,7 @@ def test_how_many_deaths_are_remembered_is_limited(frontend):
 class Process:
     """A replica's process: what it has sent and nobody has read, and what was sent to it.
 
-    Outputs name their `epoch`: by which `BeginAnew` the process began anew last. Within an epoch they are counted.
+    Outputs name their `epoch`: by which `AbortClientRequests` the process began anew last. Within an epoch they are counted.
     """
 
     rank: int
@@ -175,7 +175,7 @@ class Process:
     num_outputs: int = 0
     num_sent: int = 0
     is_ready: bool = False
-    is_leaving: bool = False
+    is_draining: bool = False
     is_told: bool = False
     is_connected: bool = False
     outbox: list[tuple[int, object, tuple[int, int] | None]] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Process:
     def step(self):
         """Read what has come, and generate."""
         for message in self.inbox:
-            if message == "farewell":
+            if message == "drained":
                 self.is_told = True
             else:
                 self.epoch, self.num_outputs = message, 0
@@ -197,8 +197,8 @@ class Process:
         if self.is_ready:
             self.send(EngineCoreOutputs([], 0.0, SchedulerStats(), engine_index=self.rank), (self.epoch, self.num_outputs))
             self.num_outputs += 1
-        if self.is_leaving and self.is_told:
-            self.send(CoreLeaving(self.rank, has_left=True))
+        if self.is_draining and self.is_told:
+            self.send(CoreDraining(self.rank, is_drained=True))
             self.end = "left"
 
 
@@ -254,7 +254,7 @@ class Network:
     def beat(self, process=None):
         process = process or self.rng.choice(self.processes)
         if not process.end and process.is_ready:
-            process.send(Heartbeat(process.rank, 10, 1, process.is_leaving))
+            process.send(Heartbeat(process.rank, 10, 1, process.is_draining))
 
     def step(self, process=None):
         process = process or self.rng.choice(self.processes)
@@ -263,11 +263,11 @@ class Network:
             if process.end:
                 self.notices.append((process.rank, process.incarnation))
 
-    def leave(self):
+    def drain(self):
         process = self.rng.choice(self.processes)
-        if not process.end and process.is_ready and not process.is_leaving:
-            process.is_leaving = True
-            process.send(CoreLeaving(process.rank))
+        if not process.end and process.is_ready and not process.is_draining:
+            process.is_draining = True
+            process.send(CoreDraining(process.rank))
 
     def die(self):
         process = self.rng.choice(self.processes)
@@ -320,7 +320,7 @@ class Network:
                 del self.session[rank]
                 continue
             receiver = self.current(rank)
-            if isinstance(decision, Withdraw) and decision.previous in (PeerState.READY, PeerState.LEAVING):
+            if isinstance(decision, Withdraw) and decision.previous in (PeerState.READY, PeerState.DRAINING):
                 assert rank in self.session
             else:
                 assert rank not in self.session, "it was lost first"
@@ -328,7 +328,7 @@ class Network:
                 self.session[rank] = self.epochs, []
                 receiver.inbox.append(self.epochs)
             if isinstance(decision, Withdraw):
-                receiver.inbox.append("farewell")
+                receiver.inbox.append("drained")
 
 
 @settings(max_examples=500)
@@ -337,7 +337,7 @@ def test_no_output_is_missing_and_who_is_there_is_found(seed):
     rng = random.Random(seed)
     network = Network(rng)
     often = [network.step, network.deliver, network.deliver, network.beat, network.ready, network.hear_hello]
-    rarely = [network.cut, network.leave, network.die, network.restart, network.wait, network.hear_notice, network.check]
+    rarely = [network.cut, network.drain, network.die, network.restart, network.wait, network.hear_notice, network.check]
     for _ in range(rng.randint(1, 150)):
         rng.choice(often * 3 + rarely)()
         members = {rank for rank, peer in enumerate(network.liveness.peers) if peer.is_member}
@@ -362,7 +362,7 @@ def test_no_output_is_missing_and_who_is_there_is_found(seed):
     for rank in range(network.SIZE):
         process, state = network.current(rank), network.liveness.state_of(rank)
         assert state == ("ready" if not process.end else "starting" if process.end == "died" else state), (state, process)
-        assert state != "leaving", "who leaves has left by now"
+        assert state != "draining", "who leaves has left by now"
         if state == "ready":
             epoch, outputs = network.session[rank]
             assert outputs and process.epoch == epoch, "it began anew when it was taken in"

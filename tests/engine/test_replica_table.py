@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minivllm import SamplingParams
-from minivllm.core.routing import ROUTERS, LoadPublisher, ReplicaLoad, make_router
 from minivllm.data_parallel.processes import divide_gpus
 from minivllm.data_parallel.replica_table import ReplicaTable
-from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, StoppedSequence
+from minivllm.data_parallel.routing import ROUTERS, LoadPublisher, make_router
+from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, ReplicaLoad, StoppedSequence
 from minivllm.errors import EngineDeadError
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
@@ -30,7 +30,7 @@ class World(RuleBasedStateMachine):
         self.table = ReplicaTable(self.router, block_size=16)
         self.publisher, self.now = LoadPublisher(0.0), 0.0
         self.state = {}
-        """By replica: "open" or "leaving"."""
+        """By replica: "open" or "draining"."""
         self.num_blocks = {}
         self.at = {}
         """By request: its number, its replica, and its unfinished sequences."""
@@ -48,7 +48,7 @@ class World(RuleBasedStateMachine):
     def a_replica_leaves(self, replica):
         self.table.close(replica)
         if self.state.get(replica) == "open":
-            self.state[replica] = "leaving"
+            self.state[replica] = "draining"
 
     @rule()
     def the_coordinator_dies(self):

@@ -27,7 +27,7 @@ BELOW = {
     "engine": {"core", "executor", "models", "data_parallel"},
     "data_parallel": {"core", "engine", "executor"},
     "bench": {"engine", "core"},
-    "simulation": {"bench", "engine", "core", "executor"},
+    "simulation": {"bench", "data_parallel", "engine", "core", "executor"},
     "viz": {"distributed.partition", "kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
     "course": {"viz", "bench", "simulation", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
     "entrypoints": {

@@ -214,7 +214,7 @@ def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch)
             async for event in events:
                 told.append(parse(event))
                 if told[-1][0] == "idle":
-                    engine.replicas.all = [ReplicaStatus(0, "gone", 1, 20), ReplicaStatus(1, "leaving", 2, 30)]
+                    engine.replicas.all = [ReplicaStatus(0, "gone", 1, 20), ReplicaStatus(1, "draining", 2, 30)]
                 if told[-1][0] == "replicas" and told[-1][1]["replicas"][0]["state"] == "gone":
                     return told
 
@@ -232,7 +232,7 @@ def test_a_page_shows_all_replicas_at_a_glance_and_the_steps_of_one(monkeypatch)
     idle = [content for name, content in told if name == "idle"]
     assert idle, told
     assert idle[0]["num_running"] == 0, "the replica that is shown has nothing to do, though the other one has"
-    assert [item["state"] for item in seen[-1]] == ["gone", "leaving"]
+    assert [item["state"] for item in seen[-1]] == ["gone", "draining"]
     assert counts == {(0, 0)}
 
 

@@ -176,7 +176,7 @@ REPLICAS = """async () => {
     panel.draw();
     look();
     state.apply("replicas", { replicas: [replica(0), replica(1, { state: "gone", tokens_per_second: 0, num_used_blocks: 0 }),
-        replica(2, { state: "leaving", num_swapped: 2 }), replica(3)], ...streams });
+        replica(2, { state: "draining", num_swapped: 2 }), replica(3)], ...streams });
     panel.draw();
     look();
     const kills = [...document.querySelectorAll("#replica-cards .kill")];
@@ -198,7 +198,7 @@ def test_replicas_stand_side_by_side_and_one_can_be_chosen(page):
     first, second = result["seen"]
     assert first == [[f"Replica {rank}", *ready] for rank in range(4)]
     assert second[1] == ["Replica 1", "gone", "0 of 20 blocks"]
-    assert second[2][2] == "running 2, waiting 1, swapped out 2, leaving: finishes what it has"
+    assert second[2][2] == "running 2, waiting 1, swapped out 2, draining: finishes what it has"
     assert (result["chosen"], result["pressed"]) == ([3], ["false", "false", "false", "true"])
     words = "together 91 tokens/s · streams resumed elsewhere: 2 · lost: 0"
     assert (result["sum"], result["numEnded"]) == (words, 0)

@@ -122,15 +122,15 @@ class _Connection:
 
 
 def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals) -> int:
-    is_leaving = False
+    is_draining = False
     try:
         while not replicas.is_done:
             time.sleep(POLL_MS / 1000)
             connection.check()
-            if stop.count and not is_leaving:
-                is_leaving = True
+            if stop.count and not is_draining:
+                is_draining = True
                 say("minivllm: the replicas finish what they have; Ctrl-C again ends them now.")
-                replicas.leave()
+                replicas.drain()
             if stop.count > 1:
                 return 1
             if connection.lost_since is not None and time.monotonic() - connection.lost_since > GONE_SECONDS:
@@ -138,6 +138,6 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
                 return 1
             for died in replicas.find_ended():
                 say(f"minivllm: replica {died.engine_index}: {died.end}.")
-        return 0 if is_leaving else 1
+        return 0 if is_draining else 1
     finally:
         replicas.shutdown(told=())

@@ -12,7 +12,7 @@ from typing import Any
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS, WorkloadRequest
 from minivllm.config import PREEMPTION_MODES
-from minivllm.core.routing import ROUTERS
+from minivllm.data_parallel.routing import ROUTERS
 from minivllm.entrypoints.cli import bench
 from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, check_writable, picture
 from minivllm.errors import ConfigError

@@ -3,7 +3,7 @@
 import { ask } from "./events.js";
 
 const STATES = {
-  leaving: "leaving: finishes what it has",
+  draining: "draining: finishes what it has",
   starting: "another is being started",
   unreachable: "does not answer",
   "given up": "given up: it died too often",
@@ -67,7 +67,7 @@ class Card {
     this.button.dataset.state = state;
     this.button.setAttribute("aria-pressed", String(isShown));
     const queues = `running ${running}, waiting ${waiting}${swapped ? `, swapped out ${swapped}` : ""}`;
-    const isThere = state === "ready" || state === "leaving";
+    const isThere = state === "ready" || state === "draining";
     this.kill.hidden = !mayKill;
     this.kill.disabled = !isThere;
     write(this.rate, isThere ? `${Math.round(replica.tokens_per_second)} tokens/s` : "");

@@ -14,23 +14,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from minivllm.config import ROUTINGS, check_choice
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import EngineDeadError
-
-
-class ReplicaLoad(NamedTuple):
-    """How busy a replica is.
-
-    Attributes:
-        waiting, running: Sequences.
-        kv_cache_usage: Fraction of its blocks in use, 0 to 1.
-    """
-
-    waiting: int = 0
-    running: int = 0
-    kv_cache_usage: float = 0.0
 
 
 def load_score(load: ReplicaLoad, num_in_flight: int, client_count: int = 1) -> float:

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minivllm.core.routing import (
+from minivllm.data_parallel.routing import (
     ROUTERS,
     LeastLoadedRouter,
     PrefixAwareRouter,
     PrefixTree,
-    ReplicaLoad,
     hash_prefixes,
     load_score,
     make_router,
 )
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError, EngineDeadError
 
 
