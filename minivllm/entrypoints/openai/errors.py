@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from minivllm.entrypoints.openai.response_bodies import ErrorResponse
 from minivllm.errors import ContextLengthError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,21 @@ _KINDS = {
     "model": "an object",
 }
 """What a field must be, by the first word of pydantic's error type ("int_type", "bool_parsing")."""
+
+
+class ErrorDetail(TypedDict):
+    """An error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    """The body of every error response, and of the event that ends a failed stream."""
+
+    error: ErrorDetail
 
 
 class ApiError(HTTPException):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from minivllm.engine.detokenizer import DecodeStream
 from minivllm.engine.tokenizer import REPLACEMENT, Tokenizer
-from minivllm.entrypoints.openai.response_bodies import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob
+from minivllm.entrypoints.openai.chat.protocol import ChatLogprobs, TokenLogprob
+from minivllm.entrypoints.openai.completions.protocol import CompletionLogprobs
+from minivllm.entrypoints.openai.protocol import PromptLogprobs
 from minivllm.outputs import Logprob
 
 LEAST = -9999.0

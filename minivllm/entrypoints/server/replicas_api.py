@@ -9,24 +9,53 @@ A POST needs `Content-Type: application/json`, which no page of another site can
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
-from minivllm.entrypoints.openai import response_bodies as bodies
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.server.state import ServerState
+from minivllm.entrypoints.server.json_route import has_json, json_response
+from minivllm.entrypoints.server.state import ServerState, state_of
 
 router = APIRouter()
 
 
-def describe_replicas(engine: AsyncLLMEngine) -> list[bodies.ReplicaHealth]:
+class ReplicaHealth(TypedDict):
+    """A replica in the response of /health: its sequences, its cache, its recent tokens per second, and how often it has died."""
+
+    rank: int
+    state: str
+    process_id: int | None
+    waiting: int
+    running: int
+    kv_cache_usage: float
+    num_gpu_blocks: int
+    num_used_blocks: int
+    tokens_per_second: float
+    deaths: int
+
+
+class ReplicasResponse(TypedDict):
+    """The response of /replicas."""
+
+    replicas: list[ReplicaHealth]
+    streams_resumed: int
+    streams_lost: int
+
+
+class AcceptedResponse(TypedDict):
+    """The response to a request that is carried out soon."""
+
+    status: Literal["restarting", "killed"]
+
+
+def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
     """Each replica in order: its state, its queues, its blocks, its rate, and how often it has died."""
-    replicas: list[bodies.ReplicaHealth] = []
+    replicas: list[ReplicaHealth] = []
     for status in engine.replicas.statuses():
         stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
         replicas.append(
@@ -44,15 +73,17 @@ def describe_replicas(engine: AsyncLLMEngine) -> list[bodies.ReplicaHealth]:
     return replicas
 
 
-@router.get("/replicas", responses={200: {"model": bodies.ReplicasResponse}})
+@router.get("/replicas", responses={200: {"model": ReplicasResponse}})
 async def list_replicas(request: Request) -> Response:
     """All replicas."""
-    engine = _state(request).engine
+    engine = state_of(request).engine
     counts = {"streams_resumed": "num_resumed_requests", "streams_lost": "num_lost_requests"}
-    return _json({"replicas": describe_replicas(engine)} | {name: engine.metrics.count(count) for name, count in counts.items()})
+    return json_response(
+        {"replicas": describe_replicas(engine)} | {name: engine.metrics.count(count) for name, count in counts.items()}
+    )
 
 
-@router.post("/replicas/{rank}/restart", responses={202: {"model": bodies.AcceptedResponse}})
+@router.post("/replicas/{rank}/restart", responses={202: {"model": AcceptedResponse}})
 async def restart_replica(rank: int, request: Request) -> Response:
     """Let a replica finish what it has, and start another in its place."""
     state = _checked(request, rank)
@@ -64,10 +95,10 @@ async def restart_replica(rank: int, request: Request) -> Response:
         raise ApiError(
             409, f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted: try again later."
         )
-    return _json({"status": "restarting"}, 202)
+    return json_response({"status": "restarting"}, 202)
 
 
-@router.post("/replicas/{rank}/kill", responses={202: {"model": bodies.AcceptedResponse}})
+@router.post("/replicas/{rank}/kill", responses={202: {"model": AcceptedResponse}})
 async def kill_replica(rank: int, request: Request) -> Response:
     """Kill a replica's process."""
     state = _checked(request, rank)
@@ -75,7 +106,7 @@ async def kill_replica(rank: int, request: Request) -> Response:
         raise ApiError(403, "This server kills no replicas: start it with --allow-kill.")
     if not state.engine.replicas.kill(rank):
         raise ApiError(409, f"Replica {rank} is {_state_of(state, rank)} and cannot be killed now.")
-    return _json({"status": "killed"}, 202)
+    return json_response({"status": "killed"}, 202)
 
 
 def _state_of(state: ServerState, rank: int) -> str:
@@ -84,21 +115,12 @@ def _state_of(state: ServerState, rank: int) -> str:
 
 def _checked(request: Request, rank: int) -> ServerState:
     """The server's state, if the request can be meant for it."""
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+    if not has_json(request):
         raise ApiError(415, "Content-Type must be application/json.")
-    state = _state(request)
+    state = state_of(request)
     num_engines = state.engine.num_engines
     if num_engines == 1:
         raise ApiError(400, "This server has one engine and no replicas: start it with --data-parallel-size.")
     if not 0 <= rank < num_engines:
         raise ApiError(404, f"There is no replica {rank}: they are 0 to {num_engines - 1}.")
     return state
-
-
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
-
-
-def _json(body: Any, status_code: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status_code, media_type="application/json")

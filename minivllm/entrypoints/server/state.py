@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fastapi import Request
+
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.answer import tokenizer_of
-from minivllm.entrypoints.openai.errors import ApiError
+from minivllm.entrypoints.openai.errors import ApiError, quoted
 from minivllm.entrypoints.server.connection import LAST_WORD_SECONDS
 from minivllm.errors import ConfigError
 
@@ -174,3 +176,18 @@ class ServerState:
             tokenizer_of(self.engine).hf_tokenizer.chat_template = self.settings.chat_template
         max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
         self.admission = Admission(math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count))
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that got a request."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+def check_model(request: Request, model: str | None) -> None:
+    """Refuse a request for another model than the one that is served; None is any."""
+    name = state_of(request).engine.model_config.name
+    if model is not None and model != name:
+        raise ApiError(
+            404, f"There is no model {quoted(model)}: this server serves {quoted(name)}.", param="model", code="model_not_found"
+        )

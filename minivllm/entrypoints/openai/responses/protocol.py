@@ -1,20 +1,14 @@
-"""The body of POST /v1/responses. Mirrors vllm/entrypoints/openai/responses/protocol.py."""
+"""Request and response of /v1/responses. Mirrors `vllm/entrypoints/openai/responses/protocol.py`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
-from minivllm.entrypoints.openai.protocol import (
-    MAX_MESSAGES,
-    UNSERVED,
-    Body,
-    ChatCompletionRequest,
-    ChatTemplateKwargs,
-    Message,
-    SamplingBody,
-)
+from minivllm.entrypoints.openai.chat.protocol import MAX_MESSAGES, ChatCompletionRequest, ChatTemplateKwargs, Message
+from minivllm.entrypoints.openai.protocol import UNSERVED, Body, PositiveCount, SamplingBody
 from minivllm.errors import RequestError
 
 
@@ -83,9 +77,7 @@ class ResponsesRequest(SamplingBody):
         description="A text, or the messages of a conversation."
     )
     instructions: str | None = Field(None, description="A system message before them.")
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Tokens to generate (until the context is full)."
-    )
+    max_output_tokens: PositiveCount | None = Field(None, description="Tokens to generate (until the context is full).")
     text: TextConfig | None = Field(None, description="What the text must be: JSON that follows a schema, say.")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Comes back with the response.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="There are no tools, so this changes nothing.")
@@ -110,3 +102,84 @@ class ResponsesRequest(SamplingBody):
         if self.instructions is not None:
             chat.messages.insert(0, Message(role="system", content=self.instructions))
         return chat
+
+
+class OutputText(TypedDict):
+    """The text of a message of /v1/responses."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(TypedDict):
+    """A message of /v1/responses."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class InputTokensDetails(TypedDict):
+    """`cached_tokens`: found in the prefix cache. What is written to it costs nothing here."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """No reasoning is told apart."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(TypedDict):
+    """Tokens of a prompt and of its answer."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    """Why an answer has no end."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(TypedDict):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ResponsesResponse(TypedDict):
+    """The response of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    metadata: dict[str, str] | None
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Literal["none", "auto"]
+    tools: list[Any]
+    top_p: float
+    truncation: Literal["disabled"]
+    max_output_tokens: int | None
+    usage: ResponsesUsage | None

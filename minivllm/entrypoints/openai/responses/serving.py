@@ -14,10 +14,16 @@ from typing import Any, Literal
 import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.openai.chat import ChatAnswer
+from minivllm.entrypoints.openai.chat.serving import ChatAnswer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.response_bodies import Json, OutputMessage, OutputText, ResponsesResponse, ResponsesUsage
-from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from minivllm.entrypoints.openai.protocol import Json
+from minivllm.entrypoints.openai.responses.protocol import (
+    OutputMessage,
+    OutputText,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesUsage,
+)
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}

@@ -9,10 +9,10 @@ from typing import Any
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest, ChatLogprobs, Message, ToolCallDelta
+from minivllm.entrypoints.openai.chat.tool_calls import NamedCall, ToolCallParser, make_parser, schema_of_calls
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, Message
-from minivllm.entrypoints.openai.response_bodies import ChatLogprobs, Json, ToolCallDelta
-from minivllm.entrypoints.openai.tools import NamedCall, ToolCallParser, make_parser, schema_of_calls
+from minivllm.entrypoints.openai.protocol import Json
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 

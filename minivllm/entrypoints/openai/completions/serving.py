@@ -8,9 +8,9 @@ from typing import cast
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.entrypoints.openai.answer import Answer, check_length, make_choice, tokenizer_of
+from minivllm.entrypoints.openai.completions.protocol import CompletionLogprobs, CompletionRequest
 from minivllm.entrypoints.openai.logprobs import TokenOffsets, completion_logprobs, prompt_logprobs
-from minivllm.entrypoints.openai.protocol import CompletionRequest
-from minivllm.entrypoints.openai.response_bodies import CompletionLogprobs, Json
+from minivllm.entrypoints.openai.protocol import Json
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice, Tool
-from minivllm.entrypoints.openai.response_bodies import ToolCallDelta
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest, NamedToolChoice, Tool, ToolCallDelta
 
 _Decoded = TypeVar("_Decoded")
 BEGIN, END = "<tool_call>", "</tool_call>"

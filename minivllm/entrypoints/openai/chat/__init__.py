@@ -1,0 +1,1 @@
+"""Chat: `POST /v1/chat/completions`."""

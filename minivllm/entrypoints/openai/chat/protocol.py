@@ -1,0 +1,270 @@
+"""Request and response of /v1/chat/completions: messages, tools, choices. Mirrors `vllm/entrypoints/openai/chat_completion/protocol.py`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import NotRequired, TypedDict
+
+from minivllm.entrypoints.openai.errors import EXPECTED, quoted
+from minivllm.entrypoints.openai.protocol import (
+    UNSERVED,
+    Body,
+    GenerationBody,
+    NumLogprobs,
+    PositiveCount,
+    PromptLogprobs,
+    ResponseHead,
+    Usage,
+)
+from minivllm.errors import RequestError
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 4096
+"""Per message."""
+MAX_TOOLS = 128
+
+
+@functools.cache
+def _reserved_kwargs() -> frozenset[str]:
+    """What transformers' `apply_chat_template` takes for itself, and what it calls the conversation in a template."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"} | {"messages"}
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if reserved := _reserved_kwargs() & kwargs.keys():
+        raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
+    return kwargs
+
+
+ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
+
+
+class TextPart(Body):
+    """A part of a message: "text", or as /v1/responses names the user's and the assistant's."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A call of a function."""
+
+    name: str
+    arguments: str = Field(description="A JSON object.")
+
+
+class ToolCall(Body):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as an object, if they are one."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class FunctionDefinition(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Message(Body):
+    """A message of a conversation. A tool's has the result of a call of the assistant's."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise RequestError(f"content is missing: give {EXPECTED['content']}.")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: one text, the role "system" for OpenAI's "developer", and arguments of calls as objects."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class ChatCompletionRequest(GenerationBody):
+    """The body of POST /v1/chat/completions."""
+
+    unserved = UNSERVED | {"add_special_tokens": (None, False)}  # templates add special tokens
+
+    messages: Messages
+    max_tokens: PositiveCount | None = Field(None, description="Old name of max_completion_tokens.")
+    max_completion_tokens: PositiveCount | None = Field(None, description="Tokens to generate (until the context is full).")
+    logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return, too.")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="Whether it may, or must (auto, if there are tools)."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls in an answer (true).")
+    # vLLM's
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the opening of the model's turn (true).")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message instead.")
+    echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        self._check_tools()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt are both true: leave one out.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is given, but logprobs is not true: set it to true.")
+        return self
+
+    def _check_tools(self) -> None:
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools or ()}
+        if choice == "required" and not names:
+            raise RequestError("tool_choice is required, but there are no tools.")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise RequestError(f"tool_choice is {quoted(choice.function.name)}, but there is no such tool.")
+        must_call = choice == "required" or isinstance(choice, NamedToolChoice)
+        if must_call and self.structured_outputs_params() is not None:
+            raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
+
+
+class TokenLogprob(TypedDict):
+    """One candidate; `bytes` is its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A sampled token, and the most likely candidates."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """An entry per token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class FunctionCallDelta(TypedDict):
+    """A function's name, and its arguments as JSON; in a stream, the name comes first, and arguments in parts."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A call, or its new part in a stream; only the first part has an id and a type."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
+
+
+class ChatMessage(TypedDict):
+    """The generated message; without content if it consists of calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChatChoice(TypedDict):
+    """One message. `stop_reason` is the stop string or stop token that ended it."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletionResponse(ResponseHead):
+    """The response of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatDelta(TypedDict, total=False):
+    """The new part of a message; the first of each choice has its role."""
+
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ToolCallDelta]
+
+
+class ChatChunkChoice(TypedDict):
+    """The new part of a choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletionChunk(ResponseHead):
+    """An event of a stream of /v1/chat/completions. With include_usage the last has no choices, and `usage`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]

@@ -1,0 +1,1 @@
+"""Text completion: `POST /v1/completions`."""

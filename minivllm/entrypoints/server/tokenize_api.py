@@ -1,0 +1,94 @@
+"""vLLM's routes /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
+from minivllm.entrypoints.openai.chat.protocol import Messages
+from minivllm.entrypoints.openai.chat.serving import encode_chat
+from minivllm.entrypoints.openai.protocol import Body, TokenId
+from minivllm.entrypoints.server.json_route import JsonRoute, json_response
+from minivllm.entrypoints.server.state import check_model, state_of
+from minivllm.errors import RequestError
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class TokenizeRequest(Body):
+    """The body of POST /tokenize: a prompt, or the messages of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(True, description="Add special tokens to a prompt; chat templates add their own.")
+    add_generation_prompt: bool = Field(True, description="End messages with the opening of the model's turn.")
+    return_token_strs: bool = Field(False, description="Return tokens as strings, too.")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt or messages must be given, and not both.")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class TokenizeResponse(TypedDict):
+    """The response of /tokenize; `token_strs` if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    """The response of /detokenize."""
+
+    prompt: str
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeResponse}})
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Tokenize a text, or a conversation with the chat template applied."""
+    check_model(request, body.model)
+    engine = state_of(request).engine
+    tokenizer = tokenizer_of(engine).hf_tokenizer
+    if body.messages is not None:
+        tokens = await encode_chat(engine, body.messages, body.add_generation_prompt)
+    else:
+        assert body.prompt is not None
+        check_length(len(body.prompt), "characters", engine)
+        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": engine.input_processor.max_request_tokens,
+            "tokens": tokens,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
+        }
+    )
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Decode tokens, special ones included."""
+    check_model(request, body.model)
+    engine = state_of(request).engine
+    check_length(len(body.tokens), "tokens", engine)
+    vocab_size = engine.model_config.vocab_size
+    if (largest := max(body.tokens, default=0)) >= vocab_size:
+        raise RequestError(f"tokens has {largest}, but this model's ids go from 0 to {vocab_size - 1}.")
+    return json_response({"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)})
