@@ -23,7 +23,7 @@ from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.cli.options import check_writable
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import ConfigError
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker.cache_engine import CacheEngine
@@ -103,7 +103,7 @@ def compute_logits(engine: LLMEngine, token_ids: list[int]) -> Tensor:
     runner, block_size = worker.model_runner, worker.cache_config.block_size
     num_blocks = -(-len(token_ids) // block_size)
     caches = CacheEngine(worker.model_config, block_size, num_blocks, 0, worker.platform).gpu_cache
-    request = Request("quality", token_ids, SamplingParams(), max_num_tokens=len(token_ids) + 1)
+    request = Request(EngineCoreRequest("quality", token_ids, SamplingParams(), max_num_tokens=len(token_ids) + 1))
     scheduled = ScheduledSequence(Sequence(0, request), len(token_ids), list(range(num_blocks))).to_data()
     inputs = runner.prepare_inputs([scheduled], num_blocks)
     hidden = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)

@@ -17,7 +17,7 @@ from minivllm.bench.summary import percentile
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.request import Request
+from minivllm.request import EngineCoreRequest, Request
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceOutput
 
@@ -56,7 +56,9 @@ def measure_scheduler(num_running: int, num_waiting: int, num_steps: int = 1000,
         max_tokens = rng.randint(64, 512)
         params = SamplingParams(max_tokens=max_tokens)
         scheduler.add_request(
-            Request(str(num_added), prompt, params, max_num_tokens=len(prompt) + max_tokens, eos_token_ids=(0,))
+            Request(
+                EngineCoreRequest(str(num_added), prompt, params, max_num_tokens=len(prompt) + max_tokens, eos_token_ids=(0,))
+            )
         )
         num_added += 1
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from minivllm.outputs import RequestMetrics
 from minivllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from minivllm.core.structured_output import StructuredOutputGrammar
 
 
 class SequenceStatus(enum.Enum):
@@ -87,6 +84,26 @@ class EngineCoreRequest:
         return {t: t for t in params.stop_token_ids or ()} | dict.fromkeys(() if params.ignore_eos else self.eos_token_ids)
 
 
+class Grammar(Protocol):
+    """How far a sequence has come in its grammar. `core.structured_output.StructuredOutputGrammar` is one."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on, if it cannot."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by a token. Returns whether another may follow."""
+
+    def count_valid(self, token_ids: list[int]) -> int:
+        """How many of these tokens may follow, one after another."""
+
+    def masks(self, draft_token_ids: tuple[int, ...] = ()) -> list[bytes]:
+        """Which tokens may follow now, and after each draft."""
+
+    def fork(self) -> Grammar:
+        """A copy that advances on its own."""
+
+
 _UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
 
 
@@ -114,7 +131,7 @@ class Sequence:
     """The key by which the scheduler's queues are sorted; set by the scheduler."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of `token_ids`, extended by `extend_block_hashes`."""
-    grammar: StructuredOutputGrammar | None = None
+    grammar: Grammar | None = None
     """With structured outputs, how far its output has come in the grammar."""
 
     def __post_init__(self) -> None:
@@ -195,63 +212,25 @@ class Sequence:
 class Request:
     """A prompt, how to continue it, and the sequences that do.
 
-    The arguments are the fields of `EngineCoreRequest`.
+    Args:
+        data: The request as it arrived, which the workers get as well. What is read for every token is repeated here.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        max_num_tokens: int,
-        arrival_time: float = 0.0,
-        eos_token_ids: tuple[int, ...] = (),
-        priority: int = 0,
-        seed: int = 0,
-        number: int = 0,
-        cache_salt: str | None = None,
-        client_index: int = 0,
-        resumption: Resumption | None = None,
-        data_parallel_rank: int | None = None,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-    ) -> None:
-        self.request_id = request_id
-        self.number = number
-        self.prompt_token_ids = prompt_token_ids
-        self.sampling_params = sampling_params
-        self.max_num_tokens = max_num_tokens
-        self.priority = priority
-        self.metrics = RequestMetrics(arrival_time) if resumption is None else resumption.metrics.copy()
-        self.resumption = resumption
+    def __init__(self, data: EngineCoreRequest) -> None:
+        self.data = data
+        self.request_id = data.request_id
+        self.prompt_token_ids = data.prompt_token_ids
+        self.sampling_params = data.sampling_params
+        self.max_num_tokens = data.max_num_tokens
+        self.priority = data.priority
+        self.stop_reasons = data.stop_reasons
+        self.metrics = RequestMetrics(data.arrival_time) if data.resumption is None else data.resumption.metrics.copy()
         self.ordinal = 0
-        """How many requests the engine core had got before it."""
-        self.grammar: StructuredOutputGrammar | None = None
-        """With structured outputs, the grammar at its beginning, once it is compiled."""
+        """How many requests the engine core had received before it."""
+        self.grammar: Grammar | None = None
+        """With structured outputs, the compiled grammar at its beginning."""
         self.sequences: list[Sequence] = []
         """The sequences made so far: one until the prompt is computed, then n."""
-        self.data = EngineCoreRequest(
-            request_id,
-            prompt_token_ids,
-            sampling_params,
-            max_num_tokens,
-            eos_token_ids,
-            seed,
-            arrival_time,
-            priority,
-            number,
-            cache_salt,
-            client_index,
-            data_parallel_rank=data_parallel_rank,
-            bad_words=bad_words,
-        )
-        """What does not change while the request runs, for the workers."""
-        self.stop_reasons = self.data.stop_reasons
-
-    @classmethod
-    def from_engine_core_request(cls, request: EngineCoreRequest) -> Request:
-        """The request as the scheduler keeps it."""
-        return cls(**{item.name: getattr(request, item.name) for item in fields(request)})
 
     @property
     def finished(self) -> bool:

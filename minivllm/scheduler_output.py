@@ -9,7 +9,9 @@ gets the same as one in this process.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest, Sequence
@@ -18,12 +20,14 @@ Phase = Literal["prefill", "decode", "mixed", "idle"]
 """What a step computes; "idle" where it only preempts."""
 
 
-@dataclass(slots=True)
-class SequenceData:
-    """A sequence's part in a step, as a worker gets it: run the model on `token_ids`, then sample.
+RequestT = TypeVar("RequestT")
+
+
+class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_unknown_fields=True):
+    """A sequence's part in a step: run the model on `token_ids`, then sample.
 
     Attributes:
-        request: What does not change from step to step.
+        request: What does not change from step to step, or on the way to another process a number that stands for it.
         seq_id, index: The sequence, in the engine and among the request's `n`.
         token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens.
         num_computed_tokens: Position of the first of them.
@@ -37,7 +41,7 @@ class SequenceData:
         masks: With structured outputs, which tokens may follow the last known one, and each draft (`StructuredOutputGrammar.masks`); else empty.
     """
 
-    request: EngineCoreRequest
+    request: RequestT
     seq_id: int
     index: int
     token_ids: list[int]
@@ -48,12 +52,16 @@ class SequenceData:
     num_samples: int
     num_drafts: int
     is_decode: bool
-    masks: list[bytes] = field(default_factory=list)
+    masks: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
         return len(self.token_ids)
+
+
+class SequenceData(SequencePart[EngineCoreRequest], array_like=True, forbid_unknown_fields=True):
+    """A sequence's part in a step, as the worker gets it."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from minivllm import LLM, SamplingParams  # noqa: E402
 from minivllm.bench.report import find_origin, to_json  # noqa: E402
-from minivllm.request import Request, Sequence  # noqa: E402
+from minivllm.request import EngineCoreRequest, Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402
 
@@ -118,7 +118,10 @@ def check_logits(folder: Path) -> bool:
         for model in (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval() for dtype in (torch.float32, torch.bfloat16))
     )  # fmt: skip
     worker = load(folder, dtype="bfloat16", enforce_eager=True, num_gpu_blocks_override=200).llm_engine.executor.worker
-    seqs = [Sequence(i, Request(str(i), ids, SamplingParams(), max_num_tokens=2048)) for i, ids in enumerate(prompts)]
+    seqs = [
+        Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
+        for i, ids in enumerate(prompts)
+    ]
     tables, used = [], 0
     for prompt in prompts:
         count = -(-len(prompt) // 16)
@@ -168,7 +171,7 @@ def check_replay(folder: Path) -> bool:
         lengths = [1 + (7 * i) % 120 for i in range(num_seqs)]
         scheduled = []
         for i, length in enumerate(lengths):
-            seq = Sequence(i, Request(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048))
+            seq = Sequence(i, Request(EngineCoreRequest(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048)))
             seq.num_computed_tokens = length
             scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=600)

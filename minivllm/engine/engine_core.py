@@ -145,8 +145,8 @@ class EngineCore:
             raise RequestError(
                 f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
             )
-        added = Request.from_engine_core_request(request)
-        resumption = added.resumption
+        added = Request(request)
+        resumption = request.resumption
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
         added.ordinal = self.num_requests
@@ -162,10 +162,10 @@ class EngineCore:
 
     def _schedule_request(self, request: Request) -> None:
         """Hand a request to the scheduler."""
-        if request.resumption is None:
+        if request.data.resumption is None:
             self.scheduler.add_request(request)
         else:
-            self.scheduler.resume_request(request, request.resumption)
+            self.scheduler.resume_request(request, request.data.resumption)
         if self._recorder is not None:
             self._recorder.add_request(request)
 
@@ -186,7 +186,9 @@ class EngineCore:
                 request.metrics.finished_time = self.clock()
                 ended = [NewTokens(index, [], finish_reason="error") for index in range(request.sampling_params.n)]
                 metrics, client = request.metrics.copy(), request.data.client_index
-                failed = EngineCoreOutput(request_id, request.number, ended, True, metrics, error=str(error), client_index=client)
+                failed = EngineCoreOutput(
+                    request_id, request.data.number, ended, True, metrics, error=str(error), client_index=client
+                )
                 self._undelivered.append(failed)
             else:
                 self._schedule_request(request)
@@ -213,7 +215,7 @@ class EngineCore:
         """Finish sequences in whose text a stop string was found, and free their blocks. Finished ones are ignored."""
         for stopped in sequences:
             request = self.scheduler.requests.get(stopped.request_id)
-            if request is None or request.number != stopped.number:
+            if request is None or request.data.number != stopped.number:
                 continue
             seq = next((seq for seq in request.sequences if seq.index == stopped.index), None)
             if seq is None or seq.finished:
@@ -327,14 +329,14 @@ class EngineCore:
                 request.metrics.first_token_time = now
             output = outputs.get(request)
             if output is None:
-                output = outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
+                output = outputs[request] = EngineCoreOutput(request.request_id, request.data.number, [], False, request.metrics)
             output.sequences.append(new)
         for item, result in zip(scheduled.scheduled, results, strict=True):
             request = item.seq.request
             if not result.prompt_logprobs or (request.request_id not in self.scheduler.requests and request not in outputs):
                 continue  # aborted during the step
             if request not in outputs:  # a chunk in the middle of the prompt
-                outputs[request] = EngineCoreOutput(request.request_id, request.number, [], False, request.metrics)
+                outputs[request] = EngineCoreOutput(request.request_id, request.data.number, [], False, request.metrics)
             outputs[request].prompt_logprobs = result.prompt_logprobs
         for request, output in outputs.items():
             output.finished, output.client_index = request.finished, request.data.client_index
@@ -357,7 +359,9 @@ class EngineCore:
             metrics = request.metrics.copy()
             client = request.data.client_index
             outputs.append(
-                EngineCoreOutput(request.request_id, request.number, ended, True, metrics, error=message, client_index=client)
+                EngineCoreOutput(
+                    request.request_id, request.data.number, ended, True, metrics, error=message, client_index=client
+                )
             )
         if record is not None and self._recorder is not None:
             record.error = f"{type(error).__name__}: {error}"

@@ -7,14 +7,14 @@ the worker's table of requests are kept in sync. vLLM has `NewRequestData` and `
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import fields
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from minivllm.executor.processes import plain_number
 from minivllm.request import EngineCoreRequest
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput, SequencePart
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,21 +47,8 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
 # -- to the workers --------------------------------------------------------------------------------------------------
 
 
-class StepSequence(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A `SequenceData`, whose request is a number."""
-
-    request: int
-    seq_id: int
-    index: int
-    token_ids: list[int]
-    num_computed_tokens: int
-    block_table: list[int]
-    num_output_tokens: int
-    output_token_ids: list[int]
-    num_samples: int
-    num_drafts: int
-    is_decode: bool
-    masks: list[bytes]
+class StepSequence(SequencePart[int], array_like=True, forbid_unknown_fields=True):
+    """A `SequenceData` whose request is a number."""
 
 
 class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -156,10 +143,6 @@ def decode_from_worker(data: bytes) -> FromWorker:
     return _FROM_WORKER.decode(data)
 
 
-_FIELDS = [field.name for field in fields(SequenceData)][1:]
-"""All but the request."""
-
-
 # -- requests by number ----------------------------------------------------------------------------------------------
 
 
@@ -187,7 +170,7 @@ class RequestLedger:
                 self._known[key] = self._last_number, seq.request
                 new_requests[self._last_number] = seq.request
             self._known.move_to_end(key)
-            sequences.append(StepSequence(self._known[key][0], *(getattr(seq, name) for name in _FIELDS)))
+            sequences.append(StepSequence(self._known[key][0], *astuple(seq)[1:]))
         forgotten = []
         while len(self._known) > max(self._capacity, len(sequences)):
             forgotten.append(self._known.popitem(last=False)[1][0])
@@ -201,5 +184,5 @@ def to_request(step: Step, known: dict[int, EngineCoreRequest]) -> ExecuteModelR
     known.update(step.new_requests)
     for number in step.forgotten:
         known.pop(number, None)
-    sequences = [SequenceData(known[seq.request], *(getattr(seq, name) for name in _FIELDS)) for seq in step.sequences]
+    sequences = [SequenceData(known[seq.request], *astuple(seq)[1:]) for seq in step.sequences]
     return ExecuteModelRequest(sequences, step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy)

@@ -10,14 +10,14 @@ import pytest
 from minivllm import SamplingParams
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 
 _ids = itertools.count()
 
 
 def make_sequence(tokens: int | list[int], **params) -> Sequence:
     token_ids = list(range(tokens)) if isinstance(tokens, int) else tokens
-    request = Request("r", token_ids, SamplingParams(**params), max_num_tokens=1000)
+    request = Request(EngineCoreRequest("r", token_ids, SamplingParams(**params), max_num_tokens=1000))
     return Sequence(next(_ids), request)
 
 
@@ -245,7 +245,9 @@ def test_an_empty_pool_says_so():
 
 
 def make_salted(token_ids: list[int], cache_salt: str | None) -> Sequence:
-    return Sequence(next(_ids), Request("r", token_ids, SamplingParams(), max_num_tokens=1000, cache_salt=cache_salt))
+    return Sequence(
+        next(_ids), Request(EngineCoreRequest("r", token_ids, SamplingParams(), max_num_tokens=1000, cache_salt=cache_salt))
+    )
 
 
 def test_only_requests_with_the_same_salt_share_blocks():

@@ -18,7 +18,7 @@ from minivllm.config import EngineArgs
 from minivllm.core import speculation
 from minivllm.core.prompt_lookup import NgramIndex, PromptLookup, accept_drafts
 from minivllm.errors import ConfigError
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CIRCLE = [1, 8, 7, 10]
@@ -88,7 +88,7 @@ def test_each_token_is_indexed_once():
 
 def test_siblings_have_indexes_of_their_own_and_ended_sequences_none():
     lookup = PromptLookup(1, 2)
-    parent = Sequence(0, Request("a", [1, 2, 3], SamplingParams(), max_num_tokens=100))
+    parent = Sequence(0, Request(EngineCoreRequest("a", [1, 2, 3], SamplingParams(), max_num_tokens=100)))
     assert lookup.propose(parent, 2) == []
     child = parent.fork(1, 1)
     parent.token_ids.append(1)

@@ -19,7 +19,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, KernelError
 from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker.cuda_graphs import MAX_GRAPH_SIZE, DecodeGraphs, StaticInputs, graph_sizes
 
@@ -230,11 +230,11 @@ def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):
     """As from a learner's block space manager: kernels believe their tables, so the model runner does not."""
     llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=4, block_size=4)
     worker = llm.llm_engine.executor.worker
-    seq = Sequence(0, Request("a", [1, 2, 3, 4, 5], SamplingParams(), max_num_tokens=9))
+    seq = Sequence(0, Request(EngineCoreRequest("a", [1, 2, 3, 4, 5], SamplingParams(), max_num_tokens=9)))
     for table, message in (([0, 4], "names block 4, but the cache has 4"), ([0, -1], "names block -1"), ([0], "is too short")):
         with pytest.raises(KernelError, match=message):
             worker.model_runner.execute_model([ScheduledSequence(seq, 5, table).to_data()], worker.cache_engine.gpu_cache)
-    too_long = Sequence(0, Request("b", [1] * 65, SamplingParams(), max_num_tokens=70))
+    too_long = Sequence(0, Request(EngineCoreRequest("b", [1] * 65, SamplingParams(), max_num_tokens=70)))
     with pytest.raises(KernelError, match="has 65 tokens, but the model runs with positions for 64"):
         worker.model_runner.execute_model([ScheduledSequence(too_long, 65, [0] * 17).to_data()], worker.cache_engine.gpu_cache)
 
@@ -263,7 +263,7 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
     for lens in ([3, 17, 8, 9, 1], [12, 4], [20]):
         scheduled = []
         for i, length in enumerate(lens):
-            seq = Sequence(i, Request(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40))
+            seq = Sequence(i, Request(EngineCoreRequest(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40)))
             seq.num_computed_tokens = length
             scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=20)
@@ -286,7 +286,7 @@ def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
     graphs = DecodeGraphs(worker.model_runner.model, worker.cache_engine.gpu_cache, 2, 3, worker.device)
 
     def step(num_seqs, num_tokens, num_blocks):
-        seq = Sequence(0, Request("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40))
+        seq = Sequence(0, Request(EngineCoreRequest("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40)))
         item = ScheduledSequence(seq, num_tokens, list(range(num_blocks))).to_data()
         return worker.model_runner.prepare_inputs([item] * num_seqs, num_blocks=20)
 

@@ -13,7 +13,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.models.weights import iterate_weights, load_weights
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 
 COMMON = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": 2}
@@ -56,7 +56,7 @@ def engine_logits(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     scheduled, next_block = [], 0
     for i, prompt in enumerate(prompts):
         num_blocks = -(-len(prompt) // block_size)
-        seq = Sequence(i, Request(str(i), prompt, SamplingParams(), max_num_tokens=1000))
+        seq = Sequence(i, Request(EngineCoreRequest(str(i), prompt, SamplingParams(), max_num_tokens=1000)))
         scheduled.append(ScheduledSequence(seq, len(prompt), list(range(next_block, next_block + num_blocks))[::-1]).to_data())
         next_block += num_blocks
     inputs = runner.prepare_inputs(scheduled, worker.cache_engine.gpu_cache[0][0].shape[0])

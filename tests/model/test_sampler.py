@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from minivllm import SamplingParams
 from minivllm.kernels import reference
 from minivllm.kernels.ops import load_platform_kernels
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
 from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key
@@ -42,7 +42,7 @@ def column(value: float, rows: int = 4) -> torch.Tensor:
 
 
 def make_row(params: SamplingParams, prompt=(1,), output=(), seed=0, index=0, eos=()) -> SamplingRow:
-    request = Request("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
+    request = Request(EngineCoreRequest("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed))
     seq = Sequence(0, request)
     seq.token_ids += list(output)
     return SamplingRow(ScheduledSequence(seq, seq.num_tokens, []).to_data(), index)

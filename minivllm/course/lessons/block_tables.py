@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord, TraceConfig
-from minivllm.request import Request
+from minivllm.request import EngineCoreRequest, Request
 from minivllm.request import Sequence as TokenSequence
 from minivllm.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ def make_sequence(name: str, num_tokens: int, num_computed_tokens: int = 0) -> T
         num_tokens: The length of its prompt.
         num_computed_tokens: How many of them have keys and values in the cache.
     """
-    request = Request(name, list(range(1, num_tokens + 1)), SamplingParams(), max_num_tokens=2**20)
+    request = Request(EngineCoreRequest(name, list(range(1, num_tokens + 1)), SamplingParams(), max_num_tokens=2**20))
     seq = TokenSequence(next(_seq_ids), request)
     seq.num_computed_tokens = num_computed_tokens
     return seq

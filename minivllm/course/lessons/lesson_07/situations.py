@@ -13,7 +13,7 @@ from typing import Any
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
@@ -101,7 +101,9 @@ def make_request(name: str, prompt_len: int, output_len: int, priority: int = 0,
     params = SamplingParams(max_tokens=output_len, min_tokens=min(2, output_len), stop_token_ids=[STOP_TOKEN])
     prompt = list(range(100, 100 + prompt_len))
     max_num_tokens = prompt_len + output_len + 1
-    return Request(name, prompt, params, max_num_tokens=max_num_tokens, arrival_time=arrival, priority=priority)
+    return Request(
+        EngineCoreRequest(name, prompt, params, max_num_tokens=max_num_tokens, arrival_time=arrival, priority=priority)
+    )
 
 
 def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from minivllm.course.lessons.assembly import CoreOutput
 from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet, shorten
 from minivllm.engine.core_messages import EngineCoreOutput
 from minivllm.engine.engine_core import EngineCore
-from minivllm.request import Request, Sequence, SequenceStatus
+from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
@@ -154,7 +154,7 @@ class _Ends:
 def make_touched() -> SchedulerOutput:
     """A step that touches sequences in all three ways."""
     a, b, c, d = (
-        Sequence(number, Request(name, [1], SamplingParams(), max_num_tokens=9))
+        Sequence(number, Request(EngineCoreRequest(name, [1], SamplingParams(), max_num_tokens=9)))
         for number, name in enumerate(("a", "b", "c", "d"))
     )
     return SchedulerOutput(

@@ -31,7 +31,7 @@ class PackageCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """As `MyEngineCore.add_request`, which does not ask whether the id is in use."""
-        self.core.scheduler.add_request(Request.from_engine_core_request(request))
+        self.core.scheduler.add_request(Request(request))
 
     def abort_request(self, request_id: str) -> None:
         """As `MyEngineCore.abort_request`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.course.lessons.lesson_08.situations import expect
-from minivllm.request import Request, Sequence
+from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.sampling_params import SamplingParams
 
 _ROUNDS = 120
@@ -70,7 +70,7 @@ def make_tight_scene(cls: Any, seed: str) -> Scene:
 def make_sequence(token_ids: list[int], number: int, num_outputs: int = 0) -> Sequence:
     """A sequence, some of whose tokens are output."""
     prompt = token_ids[: len(token_ids) - num_outputs]
-    seq = Sequence(number, Request(f"r{number}", prompt, SamplingParams(temperature=0), max_num_tokens=10_000))
+    seq = Sequence(number, Request(EngineCoreRequest(f"r{number}", prompt, SamplingParams(temperature=0), max_num_tokens=10_000)))
     seq.token_ids = list(token_ids)
     return seq
 
