@@ -24,13 +24,13 @@ def fill(text: str) -> str:
 
 
 def render(file: Path) -> str:
-    """A measurement as Markdown. If its script has been deleted, the commit that has it is named."""
+    """A measurement as Markdown. If its script has been deleted, the commit that has it is named; if it never had one, its method is."""
     report = json.loads(file.read_text(encoding="utf-8"))
-    command = report["command"]
-    script = SCRIPT.match(command)
+    origin = f"$ {report['command']}" if "command" in report else report["method"]
+    script = SCRIPT.search(origin)
     if script and not (ROOT / script[1]).exists():
-        command += f"    # git show {LAST_COMMIT}:{script[1]}"
-    return "\n".join(["```text", f"$ {command}", report["time"][:10], "", *report["text"], "```", ""])
+        origin += f"    # git show {LAST_COMMIT}:{script[1]}"
+    return "\n".join(["```text", origin, report["time"][:10], "", *report["text"], "```", ""])
 
 
 def main() -> None:
