@@ -222,6 +222,14 @@ class BlockSpaceManager:
         """Host blocks that nobody references."""
         return self.cpu_allocator.num_free
 
+    def get_free_blocks(self) -> tuple[list[int], list[int]]:
+        """The free blocks on the device and on the host, each in the order in which they are handed out."""
+        return self.gpu_allocator.get_free_blocks(), self.cpu_allocator.get_free_blocks()
+
+    def get_cached_blocks(self) -> frozenset[int]:
+        """The device blocks, free or not, that the prefix cache can find."""
+        return self.gpu_allocator.get_cached_blocks()
+
     def reset_prefix_cache(self) -> None:
         """Forget what free and used blocks hold."""
         self.gpu_allocator.forget_all()

@@ -8,17 +8,20 @@ stays where it is when the sequence is preempted. Mirrors `vllm/v1/structured_ou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import secrets
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config import ModelConfig
 from minivllm.errors import RequestError
+from minivllm.request import Request
 from minivllm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -193,6 +196,61 @@ class GrammarCompiler:
         if cause := _try(grammar.fork()):
             raise RequestError(f"structured_outputs cannot be compiled: {_as_line(matcher.get_error() or cause)}")
         return grammar
+
+
+class StructuredOutputManager:
+    """Holds requests until their grammars are compiled, so that the scheduler only gets requests that can run.
+
+    Mirrors `vllm/v1/structured_output/__init__.py`.
+
+    Attributes:
+        compiling: Each request, by id, with its grammar to be.
+    """
+
+    WAIT_SECONDS = 0.01
+    """How long a step with nothing else to do waits for a grammar."""
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        self._eos_token_ids = tuple(sorted(model_config.eos_token_ids))
+        self._compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
+        self.compiling: dict[str, tuple[Request, Future[StructuredOutputGrammar]]] = {}
+
+    def load_tokenizer(self) -> None:
+        """Do now what the first request would do, while others wait."""
+        with contextlib.suppress(RequestError):  # the model has none
+            self._compiler.load_tokenizer(self._eos_token_ids)
+
+    def add_request(self, request: Request) -> None:
+        """Start to compile a request's grammar."""
+        params = request.sampling_params
+        assert params.structured_outputs is not None
+        grammar = self._compiler.submit(params.structured_outputs, request.data.eos_token_ids, params.ignore_eos)
+        self.compiling[request.request_id] = request, grammar
+
+    def abort_request(self, request_id: str) -> None:
+        """Forget a request that is held."""
+        self.compiling.pop(request_id)[1].cancel()
+
+    def take_compiled(self) -> list[tuple[Request, str | None]]:
+        """The requests whose grammars are done, each with the reason if it could not be compiled. They are no longer held."""
+        compiled: list[tuple[Request, str | None]] = []
+        for request, grammar in [held for held in self.compiling.values() if held[1].done()]:
+            del self.compiling[request.request_id]
+            try:
+                request.grammar = grammar.result()
+            except Exception as error:
+                compiled.append((request, str(error)))
+            else:
+                compiled.append((request, None))
+        return compiled
+
+    def wait(self) -> None:
+        """Wait a moment for the first grammar."""
+        wait([grammar for _, grammar in self.compiling.values()], self.WAIT_SECONDS, FIRST_COMPLETED)
+
+    def shutdown(self) -> None:
+        """Compile nothing that was not begun."""
+        self._compiler.shutdown()
 
 
 def _try(grammar: StructuredOutputGrammar) -> str | None:

@@ -9,29 +9,28 @@ Mirrors `EngineCore` in `vllm/v1/engine/core.py`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING
+from functools import partial
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.structured_output import GrammarCompiler, StructuredOutputGrammar
+from minivllm.core.structured_output import StructuredOutputManager
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
-from minivllm.engine.trace import EngineTrace, StepRecord
+from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.trace import EngineTrace
 from minivllm.engine.trace_recorder import TraceRecorder
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.executor.base import Executor
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
-if TYPE_CHECKING:
-    from minivllm.engine.engine_config import EngineConfig
-
 logger = logging.getLogger(__name__)
+
+PendingStep = Callable[[], list[SequenceOutput]]
+"""A step that was launched. Calling it waits for the results."""
 
 
 class EngineCore:
@@ -47,9 +46,6 @@ class EngineCore:
         scheduler_cls, block_space_manager_cls: The classes to use.
         clock: Gives the time in seconds.
     """
-
-    GRAMMAR_SECONDS = 0.01
-    """How long a step waits for a grammar to be compiled, if there is nothing else to do."""
 
     def __init__(
         self,
@@ -86,12 +82,11 @@ class EngineCore:
         self.num_generated_tokens = 0
         self.has_failed = False
         """Whether the model failed in the last step."""
+        self.structured_outputs = StructuredOutputManager(model_config)
+        """Holds the requests whose grammar is being compiled, which the scheduler does not know yet."""
         self._recorder: TraceRecorder | None = None
-        self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
-        self._compiling: dict[str, tuple[Request, Future[StructuredOutputGrammar]]] = {}
-        """Requests whose grammar is being compiled, by id; the scheduler does not know them yet."""
-        self._undelivered: list[EngineCoreOutput] = []
-        """Outputs of a step that was interrupted; the next step returns them."""
+        self._outputs: list[EngineCoreOutput] = []
+        """What `report` returns next."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, executor: Executor | None = None) -> EngineCore:
@@ -105,11 +100,12 @@ class EngineCore:
             ModelLoadError: The model cannot be used.
             ConfigError: The configuration cannot work on this machine.
         """
-        configs = (config.model_config, config.cache_config, config.scheduler_config)
         executor = executor or make_executor(config)
         try:
             return cls(
-                *configs,
+                config.model_config,
+                config.cache_config,
+                config.scheduler_config,
                 executor,
                 scheduler_cls=config.scheduler_cls,
                 block_space_manager_cls=config.block_space_manager_cls,
@@ -141,24 +137,22 @@ class EngineCore:
         Raises:
             RequestError: Its id is in use, or a scheduler of your own cannot resume it.
         """
-        if request.request_id in self.scheduler.requests or request.request_id in self._compiling:
+        if request.request_id in self.scheduler.requests or request.request_id in self.structured_outputs.compiling:
             raise RequestError(
                 f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
             )
-        added = Request(request)
         resumption = request.resumption
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
+        added = Request(request)
         added.ordinal = self.num_requests
         self.num_requests += 1
-        if added.metrics.queued_time is None:  # another core had it before, else
+        if added.metrics.queued_time is None:  # unless another core had it before
             added.metrics.queued_time = self.clock()
-        params = added.sampling_params
-        if params.structured_outputs is None:
+        if added.sampling_params.structured_outputs is None:
             self._schedule_request(added)
-            return
-        grammar = self._grammar_compiler.submit(params.structured_outputs, request.eos_token_ids, params.ignore_eos)
-        self._compiling[request.request_id] = added, grammar
+        else:
+            self.structured_outputs.add_request(added)
 
     def _schedule_request(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -169,47 +163,33 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.add_request(request)
 
-    def load_grammar_tokenizer(self) -> None:
-        """Do now what the first request with structured outputs would do, while others wait."""
-        with contextlib.suppress(RequestError):  # the model has none
-            self._grammar_compiler.load_tokenizer(tuple(sorted(self.model_config.eos_token_ids)))
-
     def _schedule_compiled(self) -> None:
-        """Hand the requests to the scheduler whose grammars have been compiled."""
-        for request_id, (request, grammar) in list(self._compiling.items()):
-            if not grammar.done():
-                continue
-            del self._compiling[request_id]
-            try:
-                request.grammar = grammar.result()
-            except Exception as error:  # the frontend has compiled it, so this is a limit or a lack of memory
+        """Hand over the requests whose grammars have been compiled."""
+        for request, error in self.structured_outputs.take_compiled():
+            if error is None:
+                self._schedule_request(request)
+            else:  # the frontend has compiled it, so this is a limit or a lack of memory
                 request.metrics.finished_time = self.clock()
                 ended = [NewTokens(index, [], finish_reason="error") for index in range(request.sampling_params.n)]
-                metrics, client = request.metrics.copy(), request.data.client_index
-                failed = EngineCoreOutput(
-                    request_id, request.data.number, ended, True, metrics, error=str(error), client_index=client
-                )
-                self._undelivered.append(failed)
-            else:
-                self._schedule_request(request)
+                self._outputs.append(make_output(request, ended, True, error))
 
     def requests_of(self, client_index: int) -> list[str]:
         """The ids of an API server's unfinished requests."""
-        requests = [*self.scheduler.requests.values(), *(request for request, _ in self._compiling.values())]
+        requests = [*self.scheduler.requests.values(), *(request for request, _ in self.structured_outputs.compiling.values())]
         return [request.request_id for request in requests if request.data.client_index == client_index]
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Finish requests and free their blocks. Unknown and finished ids are ignored."""
         for request_id in request_ids:
-            if request_id in self._compiling:
-                self._compiling.pop(request_id)[1].cancel()
+            if request_id in self.structured_outputs.compiling:
+                self.structured_outputs.abort_request(request_id)
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 self.scheduler.abort_request(request_id)
                 request.metrics.finished_time = self.clock()
                 if self._recorder is not None:
                     self._recorder.abort_request(request)
-            self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+            self._outputs = [output for output in self._outputs if output.request_id != request_id]
 
     def stop_sequences(self, sequences: Iterable[StoppedSequence]) -> None:
         """Finish sequences in whose text a stop string was found, and free their blocks. Finished ones are ignored."""
@@ -228,59 +208,120 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished_requests() or bool(self._compiling or self._undelivered)
+        return self.scheduler.has_unfinished_requests() or bool(self.structured_outputs.compiling or self._outputs)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update: advance every scheduled sequence.
+        """Schedule, execute, update, report: advance every scheduled sequence.
 
         If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
         step reports the requests that it ended.
         """
+        scheduled = self.schedule()
+        if scheduled is None:
+            return self.report()
+        try:
+            results = self.collect(scheduled, self.launch(scheduled))
+        except BaseException as error:
+            self._fail_step(scheduled, error)
+            return self.report()
+        now = self.clock()
+        self.update(scheduled, results, now)
+        return self.report(now)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide the next step. None if there is nothing to compute now, or something to report first."""
         self.has_failed = False
-        if self._compiling:
+        if self.structured_outputs.compiling:
             self._schedule_compiled()
-        if self._undelivered:
-            outputs, self._undelivered = self._undelivered, []
-            return self.make_outputs(outputs)
+        if self._outputs:
+            return None
         start = self.clock()
         scheduled = self.scheduler.schedule()
         if not scheduled.scheduled and not scheduled.preempted:
             self._check_idle()
-            wait([grammar for _, grammar in self._compiling.values()], self.GRAMMAR_SECONDS, FIRST_COMPLETED)
-            return self.make_outputs([])
-        self._note_scheduled(scheduled, start)
-        record = self._recorder.begin_step(scheduled, start) if self._recorder is not None else None
-        try:
-            results = self.executor.execute_model(scheduled.to_request())
-            if len(results) != len(scheduled.scheduled):
-                raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
-        except EngineDeadError:  # there will be no more steps
-            raise
-        except Exception as error:
-            self.has_failed = True
-            logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
-            return self.make_outputs(self._fail_step(scheduled, error, record))
-        except BaseException as error:  # Ctrl-C: queues and tables have changed already, so the step cannot be repeated
-            self._undelivered = self._fail_step(scheduled, error, record)
-            raise
-        now = self.clock()
-        advanced = self.scheduler.update(scheduled, results)
-        outputs = self._collect_outputs(scheduled, results, advanced, now)
-        if self._recorder is not None and record is not None:
-            requests = dict.fromkeys(seq.request for seq, _ in advanced)
-            self._recorder.end_step(record, scheduled, results, requests, now)
-        return self.make_outputs(outputs, now)
+            if self.structured_outputs.compiling:
+                self.structured_outputs.wait()
+            return None
+        self.num_steps += 1
+        self.num_preemptions += len(scheduled.preempted)
+        for item in scheduled.scheduled:
+            metrics = item.seq.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = start
+        if self._recorder is not None:
+            self._recorder.begin_step(scheduled, self.scheduler, start)
+        return scheduled
 
-    def make_outputs(self, outputs: list[EngineCoreOutput], timestamp: float | None = None) -> EngineCoreOutputs:
-        """Outputs, with the time and the state of the scheduler."""
-        manager, scheduler = self.block_manager, self.scheduler
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Hand a step to the executor, which computes it when `collect` asks for the results."""
+        return partial(self.executor.execute_model, scheduled.to_request())
+
+    def collect(self, scheduled: SchedulerOutput, pending: PendingStep) -> list[SequenceOutput]:
+        """Wait for the results of a step."""
+        results = pending()
+        if len(results) != len(scheduled.scheduled):
+            raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
+        return results
+
+    def update(self, scheduled: SchedulerOutput, results: list[SequenceOutput], now: float) -> None:
+        """Hand the results to the scheduler, and collect for `report` what they add to each request.
+
+        Args:
+            scheduled, results: The step.
+            now: When the model had computed.
+        """
+        advanced = self.scheduler.update(scheduled, results)
+        step = list(zip(scheduled.scheduled, results, strict=True))
+        errors = {item.seq.request: result.error for item, result in step if result.error is not None}
+        for request in errors:
+            self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
+        outputs: dict[Request, EngineCoreOutput] = {}
+        for seq, i in advanced:
+            request, (item, result) = seq.request, step[i]
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if request not in outputs:
+                outputs[request] = make_output(request, [])
+            outputs[request].sequences.append(self._take_new_tokens(seq, item.seq, result))
+            if seq.grammar is not None and seq.grammar.error:
+                errors.setdefault(request, f"structured_outputs cannot go on: {seq.grammar.error}")
+        for item, result in step:
+            request = item.seq.request
+            if result.prompt_logprobs and (request in outputs or request.request_id in self.scheduler.requests):
+                if request not in outputs:  # a chunk in the middle of the prompt
+                    outputs[request] = make_output(request, [])
+                outputs[request].prompt_logprobs = result.prompt_logprobs
+        for request, output in outputs.items():
+            if request.finished:
+                request.metrics.finished_time = now
+            output.finished, output.error, output.metrics = request.finished, errors.get(request), request.metrics.copy()
+        self._outputs += outputs.values()
+        if self._recorder is not None:
+            requests = dict.fromkeys(seq.request for seq, _ in advanced)
+            self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), results)
+
+    def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
+        """What a step added to a sequence. Its result has a token for each sibling forked from `parent`, or several for one sequence."""
+        token_ids = seq.take_new_tokens()
+        self.num_generated_tokens += len(token_ids)
+        first = seq.index - parent.index
+        logprobs = result.logprobs[first : first + len(token_ids)] if result.logprobs else None
+        return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
+
+    def report(self, timestamp: float | None = None) -> EngineCoreOutputs:
+        """What there is to say to the frontend, and the state of the scheduler.
+
+        Args:
+            timestamp: When the model had computed; now if None.
+        """
+        outputs, self._outputs = self._outputs, []
         stats = SchedulerStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._compiling),
-            num_swapped=len(scheduler.swapped),
-            num_used_blocks=int(self.num_gpu_blocks - manager.get_num_free_gpu_blocks()),  # a learner's may count in NumPy
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting) + len(self.structured_outputs.compiling),
+            num_swapped=len(self.scheduler.swapped),
+            num_used_blocks=int(self.num_gpu_blocks - self.block_manager.get_num_free_gpu_blocks()),  # may be NumPy's
             num_gpu_blocks=self.num_gpu_blocks,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
@@ -289,84 +330,38 @@ class EngineCore:
         return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
 
     def _check_idle(self) -> None:
-        """Nothing was scheduled: raise a RuntimeError if there is something to do, which is a mistake in a learner's scheduler."""
+        """Nothing was scheduled: raise a RuntimeError if there are requests, which is a mistake in a learner's scheduler."""
         if self.scheduler.has_unfinished_requests():
             name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
             unfinished = "1 request is" if count == 1 else f"{count} requests are"
             raise RuntimeError(f"{name} scheduled nothing, though {unfinished} unfinished: it would do so forever.")
 
-    def _note_scheduled(self, scheduled: SchedulerOutput, start: float) -> None:
-        """Count the step, and note which requests it is the first for."""
-        self.num_steps += 1
-        self.num_preemptions += len(scheduled.preempted)
-        for item in scheduled.scheduled:
-            metrics = item.seq.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = start
+    def _fail_step(self, scheduled: SchedulerOutput, error: BaseException) -> None:
+        """Finish every request of a failed step, because the contents of their cache blocks are unknown.
 
-    def _collect_outputs(
-        self, scheduled: SchedulerOutput, results: list[SequenceOutput], advanced: list[tuple[Sequence, int]], now: float
-    ) -> list[EngineCoreOutput]:
-        """What the step added to each request, from what `Scheduler.update` returned."""
-        outputs: dict[Request, EngineCoreOutput] = {}
-        errors: dict[Request, str] = {}
-        for item, result in zip(scheduled.scheduled, results, strict=True):
-            if result.error is not None:
-                errors[item.seq.request] = result.error
-                self.scheduler.abort_request(item.seq.request.request_id, SequenceStatus.FINISHED_ERROR)
-        for seq, i in advanced:
-            # A result has one token for each sibling forked from its sequence, by index; or several for one sequence, with drafts.
-            first, logprobs = seq.index - scheduled.scheduled[i].seq.index, results[i].logprobs
-            token_ids = seq.take_new_tokens()
-            self.num_generated_tokens += len(token_ids)
-            new = NewTokens(seq.index, token_ids, logprobs[first : first + len(token_ids)] if logprobs else None)
-            if seq.finished:
-                new.finish_reason, new.stop_reason = seq.finish_reason, seq.stop_reason
-            if seq.grammar is not None and seq.grammar.error:
-                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
-            request = seq.request
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-            output = outputs.get(request)
-            if output is None:
-                output = outputs[request] = EngineCoreOutput(request.request_id, request.data.number, [], False, request.metrics)
-            output.sequences.append(new)
-        for item, result in zip(scheduled.scheduled, results, strict=True):
-            request = item.seq.request
-            if not result.prompt_logprobs or (request.request_id not in self.scheduler.requests and request not in outputs):
-                continue  # aborted during the step
-            if request not in outputs:  # a chunk in the middle of the prompt
-                outputs[request] = EngineCoreOutput(request.request_id, request.data.number, [], False, request.metrics)
-            outputs[request].prompt_logprobs = result.prompt_logprobs
-        for request, output in outputs.items():
-            output.finished, output.client_index = request.finished, request.data.client_index
-            output.error = errors.get(request)
-            if request.finished:
-                request.metrics.finished_time = now
-            output.metrics = request.metrics.copy()
-        return list(outputs.values())
-
-    def _fail_step(self, scheduled: SchedulerOutput, error: BaseException, record: StepRecord | None) -> list[EngineCoreOutput]:
-        """Finish every request of the failed step: the contents of their cache blocks are unknown."""
+        Raises:
+            EngineDeadError: There will be no more steps.
+            KeyboardInterrupt: And whatever else is no `Exception`. Queues and tables have changed, so the step cannot be repeated.
+        """
+        if isinstance(error, EngineDeadError):
+            raise error
+        if isinstance(error, Exception):
+            self.has_failed = True
+            logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
-        requests, outputs, now = dict.fromkeys(seq.request for seq in sequences), [], self.clock()
-        message = f"The model failed in a step: {type(error).__name__}: {error}."
+        requests, now = dict.fromkeys(seq.request for seq in sequences), self.clock()
         for request in requests:
             unfinished = [seq for seq in request.sequences if not seq.finished]
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
             request.metrics.finished_time = now
             ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
-            metrics = request.metrics.copy()
-            client = request.data.client_index
-            outputs.append(
-                EngineCoreOutput(
-                    request.request_id, request.data.number, ended, True, metrics, error=message, client_index=client
-                )
-            )
-        if record is not None and self._recorder is not None:
-            record.error = f"{type(error).__name__}: {error}"
-            self._recorder.end_step(record, scheduled, [], requests, now)
-        return outputs
+            message = f"The model failed in a step: {type(error).__name__}: {error}."
+            self._outputs.append(make_output(request, ended, True, message))
+        if self._recorder is not None:
+            timing = self.executor.take_timing()
+            self._recorder.end_step(scheduled, requests, now, timing, error=f"{type(error).__name__}: {error}")
+        if not isinstance(error, Exception):
+            raise error
 
     # -- traces --------------------------------------------------------------------------------------------------
 
@@ -377,14 +372,15 @@ class EngineCore:
 
     def start_trace(self) -> EngineTrace:
         """Record from now on, in a new trace. An earlier one stays as it is."""
-        self._recorder = TraceRecorder(self)
+        configs = (self.model_config, self.cache_config, self.scheduler_config)
+        self._recorder = TraceRecorder(*configs, self.scheduler, self.block_manager)
         self.executor.record_timing(True)
         return self._recorder.trace
 
     def snapshot_requests(self) -> None:
         """Describe all requests in the next step's record, and new ones in later records, for a reader who joins now."""
         if self._recorder is not None:
-            self._recorder.snapshot_requests()
+            self._recorder.snapshot_requests(self.scheduler.requests.values())
 
     def stop_trace(self) -> None:
         """Stop recording."""
@@ -393,8 +389,18 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers."""
-        self._grammar_compiler.shutdown()
+        self.structured_outputs.shutdown()
         self.executor.shutdown()
+
+
+def make_output(
+    request: Request, sequences: list[NewTokens], finished: bool = False, error: str | None = None
+) -> EngineCoreOutput:
+    """What to tell the frontend of a request."""
+    data, metrics = request.data, request.metrics.copy()
+    return EngineCoreOutput(
+        data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index
+    )
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -137,7 +137,7 @@ class EngineCoreLoop:
             self._handle(message)
             wait, handled = False, True
         if handled and not self.core.has_unfinished_requests():
-            self._send(self.core.make_outputs([]))
+            self._send(self.core.report())
         return True
 
     def _handle(self, message: ToCore | ExecutorFailed) -> None:

@@ -94,7 +94,7 @@ class EngineCoreProc:
             config = pickle.loads(self._config)
             core = EngineCore.from_config(config)
             if config.has_tokenizer:
-                core.load_grammar_tokenizer()
+                core.structured_outputs.load_tokenizer()
         except Exception as error:
             self._send(CoreFailed(type(error).__name__, str(error)))
             self._context.destroy(linger=1000)

@@ -1,16 +1,19 @@
 """Records the steps of an engine core in an `EngineTrace`.
 
-The core calls it when a request is added, aborted or stopped, after scheduling, and after the scheduler's update. It only reads.
+The core tells it when a request is added, aborted or stopped, when a step is scheduled, and when its results are in. It only reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from typing import Any, Literal
 
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.trace import (
     EngineTrace,
     Finish,
@@ -24,25 +27,9 @@ from minivllm.engine.trace import (
 )
 from minivllm.request import Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
-from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
-
-if TYPE_CHECKING:
-    from minivllm.engine.engine_core import EngineCore
-
+from minivllm.scheduler_output import RankTiming, ScheduledSequence, SchedulerOutput, SequenceOutput
 
 _NOT_RECORDED = ("output_kind", "logits_processors")
-
-
-def _free_blocks(manager: Any, name: str) -> list[int] | None:
-    """The free blocks of one of the manager's pools; None if ascending, or if there is no such pool."""
-    allocator = getattr(manager, name, None)
-    free = allocator.get_free_blocks() if allocator is not None else []
-    return None if free == sorted(free) else free
-
-
-def _num_cached_blocks(manager: Any) -> int:
-    allocator = getattr(manager, "gpu_allocator", None)
-    return len(allocator.get_cached_blocks()) if allocator is not None else 0
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:
@@ -67,34 +54,47 @@ def _plain(value: Any) -> Any:
 
 
 class TraceRecorder:
-    """Records one engine core.
+    """An observer of one engine core.
 
     Args:
-        core: Read, never changed. Requests that it has already are recorded as arrived.
+        model_config, cache_config, scheduler_config: The core's.
+        scheduler: Its requests are recorded as arrived.
+        block_manager: One that does not derive from `BlockSpaceManager` is only asked for tables and the number of free blocks.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        cache_config = core.cache_config
-        self._core = core
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        scheduler: Scheduler,
+        block_manager: BlockSpaceManager,
+    ) -> None:
+        self._block_manager = block_manager
+        self._knows_pools = isinstance(block_manager, BlockSpaceManager)
+        free_blocks = block_manager.get_free_blocks() if self._knows_pools else ([], [])
+        free_gpu_blocks, free_cpu_blocks = (None if blocks == sorted(blocks) else blocks for blocks in free_blocks)
         self.trace = EngineTrace(
             TraceConfig(
-                model=core.model_config.name,
-                scheduler=type(core.scheduler).__name__,
-                block_space_manager=type(core.block_manager).__name__,
+                model=model_config.name,
+                scheduler=type(scheduler).__name__,
+                block_space_manager=type(block_manager).__name__,
                 block_size=cache_config.block_size,
-                num_gpu_blocks=core.block_manager.num_gpu_blocks,
-                num_cpu_blocks=core.block_manager.num_cpu_blocks,
+                num_gpu_blocks=block_manager.num_gpu_blocks,
+                num_cpu_blocks=block_manager.num_cpu_blocks,
                 watermark=cache_config.watermark,
                 enable_prefix_caching=cache_config.enable_prefix_caching,
-                max_model_len=core.model_config.max_model_len,
-                vocab_size=core.model_config.vocab_size,
-                scheduler_config=dataclasses.asdict(core.scheduler_config),
-                free_gpu_blocks=_free_blocks(core.block_manager, "gpu_allocator"),
-                free_cpu_blocks=_free_blocks(core.block_manager, "cpu_allocator"),
-                num_earlier_requests=len(core.scheduler.requests),
-                num_cached_blocks=_num_cached_blocks(core.block_manager),
+                max_model_len=model_config.max_model_len,
+                vocab_size=model_config.vocab_size,
+                scheduler_config=dataclasses.asdict(scheduler_config),
+                free_gpu_blocks=free_gpu_blocks,
+                free_cpu_blocks=free_cpu_blocks,
+                num_earlier_requests=len(scheduler.requests),
+                num_cached_blocks=len(self._cached_blocks()),
             )
         )
+        self._pending: deque[StepRecord] = deque()
+        """Records of the steps that have been scheduled and not yet computed."""
         self._arrived: list[str] = []
         self._aborted: list[str] = []
         self._takes_snapshots = False
@@ -110,7 +110,7 @@ class TraceRecorder:
         """Finished sequences of unfinished requests."""
         self._tables: dict[SequenceKey, tuple[int, ...]] = {}
         """Of the last step: equal tables are stored once."""
-        for request in core.scheduler.requests.values():
+        for request in scheduler.requests.values():
             self.add_request(request)
 
     def add_request(self, request: Request) -> None:
@@ -128,14 +128,14 @@ class TraceRecorder:
             prompt_token_ids=request.prompt_token_ids,
             max_num_tokens=int(request.max_num_tokens),
             params=given_params(request.sampling_params),
-            priority=request.priority,
+            priority=request.data.priority,
             cache_salt=request.data.cache_salt,
         )
 
-    def snapshot_requests(self) -> None:
-        """Describe all requests in the next step's record, and new ones in later records."""
+    def snapshot_requests(self, requests: Iterable[Request]) -> None:
+        """Describe these, which are all there are, in the next step's record, and new ones in later records."""
         self._takes_snapshots = self._describes_all = True
-        self._to_snapshot = list(self._core.scheduler.requests.values())
+        self._to_snapshot = list(requests)
 
     def abort_request(self, request: Request) -> None:
         """A request has been aborted between two steps."""
@@ -151,10 +151,9 @@ class TraceRecorder:
         if seq.request.finished:
             self._finish_request(seq.request)
 
-    def begin_step(self, output: SchedulerOutput, start: float) -> StepRecord:
-        """A step has been scheduled and not yet computed. `end_step` completes the returned record."""
-        scheduler, manager = self._core.scheduler, self._core.block_manager
-        tables = {}
+    def begin_step(self, output: SchedulerOutput, scheduler: Scheduler, start: float) -> None:
+        """A step has been scheduled, and is about to be computed."""
+        manager, tables = self._block_manager, {}
         for seq in scheduler.running:
             key, table = self._key(seq), tuple(map(int, manager.get_block_table(seq)))
             known = self._tables.get(key)
@@ -176,6 +175,8 @@ class TraceRecorder:
             request_snapshots=[self._snapshot(request) for request in self._to_snapshot if not request.finished],
             describes_all=self._describes_all,
             block_tables=tables,
+            ref_counts=_shared_blocks(tables.values()),
+            cached_blocks=self._cached_blocks(),
             blocks_to_copy=list(output.blocks_to_copy),
             blocks_to_swap_out=list(output.blocks_to_swap_out),
             blocks_to_swap_in=list(output.blocks_to_swap_in),
@@ -186,29 +187,30 @@ class TraceRecorder:
             mode = "swap" if seq.status is SequenceStatus.SWAPPED else "recompute"
             record.preempted.append(Preemption(*self._key(seq), mode))
         if record.num_swapped:
-            host_tables = getattr(manager, "swapped_tables", {})
-            record.swapped_tables = {self._key(seq): tuple(host_tables.get(seq.seq_id, ())) for seq in scheduler.swapped}
-        allocator = getattr(manager, "gpu_allocator", None)
-        # A manager written in a lesson may have no allocator: references are then counted in the tables.
-        counts = allocator.ref_counts if allocator is not None else Counter(itertools.chain.from_iterable(tables.values()))
-        record.ref_counts = {block: counts[block] for table in tables.values() for block in table if counts[block] != 1}
-        if allocator is not None and self.trace.config.enable_prefix_caching:
-            record.cached_blocks = allocator.get_cached_blocks()
-        return record
+            record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
+        self._pending.append(record)
 
     def end_step(
-        self, record: StepRecord, output: SchedulerOutput, results: list[SequenceOutput], requests: Iterable[Request], end: float
+        self,
+        output: SchedulerOutput,
+        requests: Iterable[Request],
+        end: float,
+        ranks: list[RankTiming],
+        results: list[SequenceOutput] | None = None,
+        error: str | None = None,
     ) -> None:
-        """A step's tokens have been appended.
+        """The tokens of the step that was scheduled first have been appended, or it has failed.
 
         Args:
-            record: From `begin_step`.
-            output, results: The step and the model's results, which are ignored if `record.error` is set.
+            output: The step.
             requests: Those that got tokens or finished.
             end: When the model had finished.
+            ranks: How each of several workers spent it.
+            results: The model's, unless it failed.
+            error: Why it failed.
         """
-        record.end = end
-        record.ranks = self._core.executor.take_timing()
+        record = self._pending.popleft()
+        record.end, record.ranks, record.error = end, ranks, error
         for i, item in enumerate(output.scheduled):
             part, num_drafts = record.scheduled[i], len(item.draft_token_ids)
             if num_drafts:
@@ -220,7 +222,7 @@ class TraceRecorder:
                     num_drafts=num_drafts,
                     num_accepted=max(0, num_new - 1),
                 )
-            elif record.error is not None or not results[i].token_ids:
+            elif results is None or not results[i].token_ids:
                 record.scheduled[i] = part._replace(num_new_tokens=0)
         for request in requests:
             for seq in request.sequences:
@@ -231,6 +233,10 @@ class TraceRecorder:
             if request.finished:
                 self._finish_request(request)
         self.trace.steps.append(record)
+
+    def _cached_blocks(self) -> frozenset[int]:
+        """The blocks in the prefix cache."""
+        return self._block_manager.get_cached_blocks() if self._knows_pools else frozenset()
 
     def _snapshot(self, request: Request) -> RequestSnapshot:
         metrics = request.metrics
@@ -273,3 +279,11 @@ class TraceRecorder:
         record.finish_reasons = [seq.finish_reason for seq in request.sequences]
         record.stop_reasons = [seq.stop_reason for seq in request.sequences]
         self._finished.difference_update(SequenceKey(name, seq.index) for seq in request.sequences)
+
+
+def _shared_blocks(tables: Collection[tuple[int, ...]]) -> dict[int, int]:
+    """The blocks that several tables name, each with how many."""
+    blocks = list(itertools.chain.from_iterable(tables))
+    if len(set(blocks)) == len(blocks):  # the usual case is quick
+        return {}
+    return {block: count for block, count in Counter(blocks).items() if count > 1}
