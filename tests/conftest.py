@@ -10,7 +10,10 @@ if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 
 import pytest
 import torch
+import warm_processes
 from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("lesson_checks")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a test or transformers imports Triton
@@ -33,6 +36,9 @@ LONG = (
     "test_process_per_request.py",
 )
 """Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting."""
+
+WITH_PROCESSES = {"bench", "distributed", "engine", "serving"}
+"""Folders of tests whose engines run in processes of their own."""
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("short", max_examples=40, **_common)
@@ -80,6 +86,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         order = {name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Processes of engines begin with their imports done, unless with `--long`: see `warm_processes`."""
+    folders = {item.path.parent.name for item in session.items}
+    if session.config.getoption("--long") or not warm_processes.is_possible() or not folders & WITH_PROCESSES:
+        return
+    nursery = warm_processes.Nursery()
+    session.config.add_cleanup(nursery.close)
+    warm_processes.use(nursery)
 
 
 @pytest.fixture(scope="session")
