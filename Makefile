@@ -1,16 +1,16 @@
-# Everything that one does with this project. Each target first sets up the environment, which is quick the second time.
+# Everything you do with this project. Each target sets up the environment first, which is quick the second time.
 
 PYTHON ?= python3
 VENV ?= .venv
-# What is passed on to the demo, to pytest or to JupyterLab, as in: make test ARGS="-k scheduler"
+# Passed on to the demo, to pytest or to JupyterLab, as in: make test ARGS="tests/core/test_scheduler.py"
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lab notebooks exercises lint check-vllm-links gpu-check cpu-check clean
 
-help: ## Say what can be made
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Another Python: make demo PYTHON=python3.12   More options: make test ARGS=\"-k scheduler\""
+	@echo "Another Python: make demo PYTHON=python3.12   One test file: make test ARGS=\"tests/core/test_scheduler.py\""
 
 setup: ## Make the virtual environment: pinned packages and the default model
 	@command -v "$(PYTHON)" >/dev/null || { echo "There is no command '$(PYTHON)' here: install Python 3.10 or newer, or name the one you have, for example \`make demo PYTHON=python3.12\`."; exit 1; }
@@ -19,12 +19,12 @@ setup: ## Make the virtual environment: pinned packages and the default model
 demo: setup ## Serve a few requests with the default model and show what the engine does
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
-# Two processes, each with whole files, in the order of tests/conftest.py; their idle threads must not spin, or each would take the other's processor.
-# ARGS=--long runs the long tests, too, as .ci/run does. ARGS='-m "not slow"' leaves out the slow ones. ARGS="-n 0" runs them in one process, for --pdb.
+# Two processes, each with whole files, in the order of tests/conftest.py. Idle threads must sleep, or each process would slow the other down.
+# ARGS=--long adds the long tests, as .ci/run does; ARGS='-m "not slow"' leaves out the slow ones; ARGS="-n 0 --pdb" runs them in one process, with a debugger.
 test: setup ## Run the tests, those in the notebooks too
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# With the settings in tools/jupyterlab a link to the glossary opens the page, at its term, and not its source.
+# With the settings in tools/jupyterlab, a link to the glossary opens the rendered page at its term.
 lab: setup ## Open the course in JupyterLab, on lesson 00
 	"$(VENV)/bin/python" -m jupyterlab --LabApp.app_settings_dir="$(CURDIR)/tools/jupyterlab" --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
