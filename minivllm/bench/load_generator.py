@@ -1,7 +1,7 @@
 """When requests are sent to a server: at scheduled times (an open loop), or as soon as others have finished (a closed loop).
 
-An open loop is what a service meets: its users come whether it keeps up or not. A closed loop is a fixed number of users who wait for
-their answers before they ask again; it measures a server at constant concurrency. vLLM's `benchmarks/serve.py` calls them `--request-rate`
+An open loop is what a service faces: its users come whether it keeps up or not. A closed loop is a fixed number of users, each waiting
+for an answer before asking again: it measures a server at constant concurrency. vLLM's `benchmarks/serve.py` calls them `--request-rate`
 and `--max-concurrency`.
 """
 
@@ -17,7 +17,7 @@ from minivllm.bench.workloads import WorkloadRequest, arrival_times
 from minivllm.errors import ConfigError
 
 Send = Callable[[WorkloadRequest, float], Awaitable[None]]
-"""Sends a request, which is this many seconds late, and waits for its end. Cancelling it cancels the request."""
+"""Sends a request that is this many seconds late, and waits for its end. Cancelling it cancels the request."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticBatchScheduler, "conti
 def run_offline(
     engine: LLMEngine, scheduler: str, name: str, requests: list[WorkloadRequest], use_tqdm: bool = True
 ) -> EngineRun:
-    """Run a workload, all its requests there from the start, greedily, past end-of-sequence tokens.
+    """Run a workload whose requests all arrive at the start, greedily, past end-of-sequence tokens.
 
     Args:
         engine: An idle engine. The run is recorded in a trace of its own.
@@ -32,7 +32,7 @@ def run_offline(
         ConfigError: The engine has other requests, or a request does not fit the model.
     """
     if engine.has_unfinished_requests():
-        raise ConfigError("run_offline needs an engine with nothing else to do: finish or abort its requests first.")
+        raise ConfigError("run_offline needs an idle engine: finish or abort its requests first.")
     if not requests:
         raise ConfigError("The workload has no requests.")
     limit = engine.model_config.max_model_len

@@ -30,7 +30,7 @@ WORDS = (
 PROBE_SECONDS = 10.0
 """How long a server may take to list its models."""
 KEEP_ALIVE_SECONDS = 2.0
-"""How long an idle connection is kept: less than servers keep it, which might otherwise close it while a request is on its way."""
+"""How long an idle connection is kept. A server that kept it for less might close it just as a request is sent."""
 _LONGEST_DETAIL = 200
 _LONGEST_LINE = 2**20
 """Longest line of a stream, in bytes."""
@@ -66,7 +66,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def brings_tokens(self) -> bool:
-        """Whether this is a piece of the answer, and not only its beginning (a role) or end (a finish reason).
+        """Whether this is a piece of the answer, rather than only its beginning (a role) or end (a finish reason).
 
         A piece may have no text: a token can be half of a character.
         """
@@ -92,7 +92,7 @@ class _Answer(msgspec.Struct):
 
 
 class _FailedRequest(Exception):  # noqa: N818
-    """Why a request failed."""
+    """A failure of a request."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason, self.detail = reason, detail

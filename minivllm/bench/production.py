@@ -1,4 +1,4 @@
-"""Requests as production services got them: when each arrived, how long its prompt and its answer were, and what prompts had in common.
+"""Requests as production services got them: when each arrived, how long its prompt and its answer were, and which beginnings prompts share.
 
 The traces are those of Azure (Patel et al., Splitwise, ISCA 2024) and of Kimi (Qin et al., Mooncake, FAST 2025); see `data/README.md`. They
 have no texts: prompts are made of random token ids.
@@ -24,6 +24,9 @@ from minivllm.bench.workloads import WorkloadRequest, consecutive_tokens
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 
+_DATA = files("minivllm.bench") / "data"
+"""The traces that come with the package."""
+
 
 class TracedRequest(NamedTuple):
     """A request of a production trace: seconds since the first one arrived, and its tokens."""
@@ -34,8 +37,8 @@ class TracedRequest(NamedTuple):
 
 
 def load_conversation_trace() -> list[TracedRequest]:
-    """The 19,366 requests of the trace, in the order of their arrival."""
-    return _read_azure(_lines_of("azure_2023_conversation.csv.gz"))
+    """Azure's 19,366 requests, in the order of their arrival."""
+    return _read_azure(_unpack((_DATA / "azure_2023_conversation.csv.gz").read_bytes()))
 
 
 def _read_azure(lines: list[str]) -> list[TracedRequest]:
@@ -49,13 +52,13 @@ def _read_azure(lines: list[str]) -> list[TracedRequest]:
 
 
 HASHED_BLOCK_SIZE = 512
-"""Tokens for which Mooncake's trace has a hash."""
+"""Tokens per hash in Mooncake's trace."""
 
 
 class HashedRequest(NamedTuple):
-    """A request of which is known what its prompt has in common with others.
+    """A request whose prompt can be compared with others.
 
-    `hash_ids` has a number for each block of `HASHED_BLOCK_SIZE` tokens: equal numbers are equal blocks, and equal tokens before them.
+    `hash_ids` has a number for each block of `HASHED_BLOCK_SIZE` tokens; two blocks with the same number end the same prefix.
     """
 
     arrival_time: float
@@ -65,8 +68,8 @@ class HashedRequest(NamedTuple):
 
 
 def load_mooncake_trace() -> list[HashedRequest]:
-    """The 12,031 requests of the trace, in the order of their arrival."""
-    return _read_mooncake(_lines_of("mooncake_conversation.jsonl.gz"))
+    """Kimi's 12,031 requests, in the order of their arrival."""
+    return _read_mooncake(_unpack((_DATA / "mooncake_conversation.jsonl.gz").read_bytes()))
 
 
 def _read_mooncake(lines: list[str]) -> list[HashedRequest]:
@@ -76,9 +79,8 @@ def _read_mooncake(lines: list[str]) -> list[HashedRequest]:
     ]
 
 
-def _lines_of(name: str) -> list[str]:
-    """The lines of a packed file of the package."""
-    return gzip.decompress(files("minivllm.bench").joinpath("data", name).read_bytes()).decode().splitlines()
+def _unpack(data: bytes) -> list[str]:
+    return gzip.decompress(data).decode().splitlines()
 
 
 def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
@@ -91,16 +93,15 @@ def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
         ConfigError: There is no such file, or it has another format.
     """
     path = Path(name)
-    packaged = files("minivllm.bench").joinpath("data")
     try:
-        data = path.read_bytes() if path.exists() else packaged.joinpath(path.name).read_bytes()
+        data = path.read_bytes() if path.exists() else (_DATA / path.name).read_bytes()
     except OSError as error:
-        known = ", ".join(sorted(item.name for item in packaged.iterdir() if item.name.endswith(".gz")))
+        known = ", ".join(sorted(item.name for item in _DATA.iterdir() if item.name.endswith(".gz")))
         raise ConfigError(
             f"There is no trace {name} that can be read ({error.strerror}): name a file, or one of {known}."
         ) from None
     try:
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+        lines = _unpack(data) if path.suffix == ".gz" else data.decode().splitlines()
         trace = _read_azure(lines) if ".csv" in path.suffixes else _read_mooncake(lines)
     except (OSError, EOFError, IndexError, KeyError, TypeError, ValueError, zlib.error, msgspec.DecodeError) as error:
         raise ConfigError(
@@ -140,7 +141,7 @@ def stream_trace(
         rate_factor: What that rate is multiplied by.
         length: What all lengths are multiplied by. No prompt and no output becomes shorter than 1 token.
         max_len: The longest prompt and output together; a prompt is cut to half of it, then the output to the rest.
-        vocab_size: Token ids are below this, where prompts have nothing in common. Where they have, the token ids of a block are its hash.
+        vocab_size: Random token ids are below this. In a trace with hashes, the token ids of a block are its hash.
         seed: Of the token ids.
 
     Raises:
@@ -173,7 +174,7 @@ def stream_trace(
         if isinstance(request, HashedRequest):
             size = max(1, round(HASHED_BLOCK_SIZE * length))
             prompt = list(itertools.chain.from_iterable([hash_id] * size for hash_id in request.hash_ids))[:prompt_len]
-            prompt += [prompt[-1]] * (prompt_len - len(prompt))  # lost by rounding
+            prompt += [prompt[-1]] * (prompt_len - len(prompt))  # lost in rounding
         else:
             prompt = consecutive_tokens(rng.randrange(vocab_size), prompt_len, vocab_size)
         return WorkloadRequest(prompt, output_len, (request.arrival_time - first) * stretch)

@@ -1,4 +1,4 @@
-"""How a measurement is printed and saved: a table of text, and JSON with the machine, versions, time and command behind it."""
+"""Prints and saves measurements: a table of text, and JSON with the machine, versions, time and command behind it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def quantity(value: float, form: str = ".1f", unit: str = "") -> str:
 
 
 def report(title: str, table: str, results: dict[str, Any], *, file: Path | None = None, command: str | None = None) -> None:
-    """Print a measurement, and save it with what it takes to repeat it.
+    """Print a measurement, and save it with its origin.
 
     Args:
         title: What was measured, in a line.
@@ -63,9 +63,9 @@ def report(title: str, table: str, results: dict[str, Any], *, file: Path | None
 
 
 def find_origin(command: str | None = None) -> dict[str, Any]:
-    """What it takes to repeat a measurement: machine, time, command line (that of the running script if None) and versions."""
+    """Where a measurement comes from: machine, time, command line (that of the running script if None) and versions."""
     command = command or shlex.join(["python", f"{Path(sys.argv[0]).parent.name}/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    if features := os.environ.get("MINIVLLM_CPU_FEATURES"):  # some of what the processor has was refused
+    if features := os.environ.get("MINIVLLM_CPU_FEATURES"):  # part of the processor was switched off
         command = f"MINIVLLM_CPU_FEATURES={features} {command}"
     return {
         "machine": describe_machine(),
@@ -94,7 +94,7 @@ def find_versions() -> dict[str, str]:
 
 def describe_machine() -> str:
     """Processor, cores, memory, GPU, versions and date, in a line."""
-    import torch  # takes a second, and tables are wanted where no tensor is
+    import torch  # takes a second, which formatting a table need not wait for
 
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     memory = psutil.virtual_memory().total / 2**30

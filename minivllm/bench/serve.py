@@ -1,4 +1,4 @@
-"""Load a server as its users would, and time each request: `load_generator` says when to send, `openai_client` sends."""
+"""Loads a server as its users would, and times each request: `load_generator` decides when to send, `openai_client` sends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def measure_serving(
     warm_up: Iterable[WorkloadRequest] = (),
     use_tqdm: bool = True,
 ) -> tuple[list[ServedRequest], bool]:
-    """Send requests. Returns the result of each, in the order of their starts, and whether Ctrl-C stopped the run early.
+    """Send requests. Returns the result of each, ordered by start, and whether Ctrl-C stopped the run early.
 
-    The requests may be endless if the load has a duration; their number, if it is known, is for the progress bar. Those of the warm-up
-    are sent first, all at once, unmeasured.
+    The requests may be endless if the load has a duration; `num_requests` is for the progress bar. The warm-up is sent first, all at
+    once, unmeasured.
 
     Raises:
         ConfigError: A request of the warm-up failed.
@@ -65,8 +65,8 @@ async def _warm_up(client: OpenAIClient, model: str, requests: Iterable[Workload
 
 @contextlib.contextmanager
 def _ctrl_c_sets(interrupted: asyncio.Event) -> Iterator[None]:
-    """Have Ctrl-C stop the run but not the program, which still has results to print. A second Ctrl-C stops the program."""
-    if threading.current_thread() is not threading.main_thread():  # which gets no signals
+    """Ctrl-C stops the run but not the program, which still has results to print. A second Ctrl-C stops the program."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     loop = asyncio.get_running_loop()

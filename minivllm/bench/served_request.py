@@ -1,4 +1,4 @@
-"""What a client saw of its requests, one by one, and what they add up to, in the terms of vLLM's `benchmarks/serve.py`."""
+"""Requests as a client saw them, and the summary of a run, in the terms of vLLM's `benchmarks/serve.py`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class ServedRequest:
         start: When it was sent.
         end: When its answer was complete, or its failure known.
         ttft: From `start` to the first piece of the answer; None if none came, or if the answer was not streamed.
-        itls: From each piece to the next. As in vLLM's benchmark, a piece with several tokens counts as one: that is how long the
-            reader waits.
+        itls: From each piece to the next. As in vLLM's benchmark, a piece with several tokens counts once: the reader waits once.
         output_tokens: As the server counted them, or else the number of pieces.
         counted_by: Who counted them: "usage" of the server, or "pieces".
         error: Why it failed, in words that many requests share, such as "status 429"; None if it did not.
-        detail: What the server or the connection said of that.
+        detail: What the server or the connection said about it.
     """
 
     prompt_tokens: int
@@ -69,15 +68,15 @@ class ServedRequest:
 
 @dataclass(kw_only=True)
 class ServingResult(RunSummary):
-    """What a run adds up to, seen from the client. Tokens are those of the completed requests.
+    """The results of a run, seen from the client. Tokens are those of the completed requests.
 
     `seconds` is from the first request's start to the last one's end, failed requests included.
 
     Attributes:
         failures: How many requests failed, by reason.
         peak_concurrency: The most requests in flight at one moment.
-        asked_rate: Requests per second that an open loop should send; None in a closed loop, and if all are sent at once.
-        sent_rate: Requests per second that were sent, over the time from the first to the last; None of less than two.
+        asked_rate: Requests per second that an open loop should send; None in a closed loop, or if all are sent at once.
+        sent_rate: Requests per second that were sent, from the first to the last; None for less than two.
         max_lateness: Seconds by which the latest request was sent after its scheduled time.
         tokens_counted_by: Who counted the output tokens: "usage", "pieces", or both where requests differ.
         short_answers: Completed requests with fewer output tokens than were asked for.
@@ -93,7 +92,7 @@ class ServingResult(RunSummary):
 
 
 def summarize(requests: Sequence[ServedRequest], load: Load, goals: Goals) -> ServingResult:
-    """What the requests of a run, at least one, add up to."""
+    """Summarize the requests of a run; there is at least one."""
     completed = [request for request in requests if request.error is None]
     starts = sorted(request.start for request in requests)
     return ServingResult.of(

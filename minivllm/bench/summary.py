@@ -1,5 +1,5 @@
-"""What a run adds up to: throughput, goodput, and how long its users waited. Every benchmark, the simulator and the figures use it;
-`trace_summary.py` reads it from a trace.
+"""The results of a run: throughput, goodput, and how long its users waited. Every benchmark, the simulator and the figures use them;
+`trace_summary.py` computes them from a trace.
 
 The terms are those of vLLM's `benchmarks/serve.py`: TTFT is the time to first token, ITL the inter-token latency, TPOT the time per
 output token after the first. A request with several sequences (n > 1) has one TTFT and the ITLs of each sequence.
@@ -34,7 +34,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Distribution(NamedTuple):
-    """Mean and nearest-rank percentiles of some times, in seconds; not a number (nan) if there were none."""
+    """Mean and nearest-rank percentiles of times in seconds; nan if there were none."""
 
     mean: float
     p50: float
@@ -54,7 +54,7 @@ NOT_MEASURED = Distribution.of(())
 
 
 class LatencyHistogram:
-    """The distribution of any number of times in little memory: percentiles are exact to 1 percent, the mean is exact."""
+    """The distribution of any number of times in constant memory: the mean is exact, percentiles to 1 percent."""
 
     _BINS_PER_E = 1 / math.log(1.01)
     _SHORTEST = 1e-6
@@ -64,7 +64,7 @@ class LatencyHistogram:
         """By bin: bin i ends at 1.01 to the power of i seconds."""
         self._sum = 0.0
         self._latest = (math.nan, 0)
-        """A time and its bin: the sequences of a batch have the same one after the other."""
+        """The latest time and its bin: the sequences of a batch have the same ITL."""
 
     def add(self, seconds: float) -> None:
         """Count a time."""
@@ -97,14 +97,14 @@ def time_per_output_token(ttft: float, latency: float, num_tokens: int) -> float
 
 @dataclass(frozen=True)
 class RequestLatency:
-    """What a completed request of an engine waited, in seconds. A server's client notes the same in a `ServedRequest`.
+    """The latencies of an engine's completed request, in seconds. Seen from a server's client, they are a `ServedRequest`.
 
     Attributes:
         request_id: The request.
         ttft: From its arrival to its first token.
         latency: From its arrival to its last token (end to end).
-        itls: From one output to the next of the same sequence, for all its sequences one after another. Tokens that come together, as
-            speculative decoding gives them, are one output, so that no ITL is 0.
+        itls: From one output of a sequence to its next, for each sequence in turn. Tokens that come together (speculative decoding) are
+            one output, so no ITL is 0.
         num_tokens: Tokens of its longest sequence.
         prompt_tokens, output_tokens: Tokens of its prompt, and of all its sequences.
     """
@@ -119,7 +119,7 @@ class RequestLatency:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first, tokens that come together counted one by one."""
+        """Mean seconds per output token after the first; tokens that come together count one by one."""
         return time_per_output_token(self.ttft, self.latency, self.num_tokens)
 
 
@@ -143,8 +143,7 @@ class Goals:
     def are_met_by(self, request: RequestLatency | ServedRequest) -> bool:
         """Whether a completed request meets all goals.
 
-        A request with a single output token has no TPOT to miss. One that completed without any token is taken to have begun at its
-        end: its user waited that long to see that nothing comes.
+        A request with one output token has no TPOT to miss. The TTFT of one without any token is its latency: its user waited that long.
         """
         ttft = request.latency if request.ttft is None else request.ttft
         pairs = ((self.ttft, ttft), (self.tpot, request.tpot), (self.e2e, request.latency))
@@ -161,11 +160,11 @@ class Goals:
 
 @dataclass(kw_only=True)
 class RunSummary:
-    """What a run adds up to. Times in seconds, their distributions over the completed requests.
+    """The results of a run. Times are in seconds; distributions are over the completed requests.
 
     Attributes:
         num_requests: All requests of the run.
-        completed: Those that finished by themselves; the others failed, were aborted, or were still unfinished.
+        completed: Requests that finished by themselves; the others failed, were aborted, or are unfinished.
         prompt_tokens, output_tokens: Of the completed requests, unless a subclass says otherwise.
         seconds: From the first arrival to the end.
         ttft: From a request's arrival to its first token.
@@ -196,9 +195,9 @@ class RunSummary:
         goals: Goals | None = None,
         **more: Any,
     ) -> Self:
-        """The summary of a run from its completed requests and its seconds.
+        """The summary of a run from its completed requests and its duration.
 
-        Without `num_requests`, there were no others; without goals, there is no goodput. `more` are the fields of a subclass.
+        `num_requests` counts the others, too (default: there were none). Without goals there is no goodput. `more`: fields of a subclass.
         """
         summary = cls(
             num_requests=len(requests) if num_requests is None else num_requests,
@@ -251,14 +250,14 @@ class RunSummary:
 
 @dataclass(kw_only=True)
 class EngineRun(RunSummary):
-    """What a run of an engine adds up to, its steps included.
+    """The results of an engine's run, with its steps.
 
-    `prompt_tokens` and `output_tokens` count all requests here, those that did not complete too.
+    `prompt_tokens` and `output_tokens` count all requests, completed or not.
 
     Attributes:
         scheduler: The policy, or the scheduler's class.
         workload: Name of the workload.
-        num_steps, busy_seconds: The engine's steps, and the time that they took.
+        num_steps, busy_seconds: The engine's steps, and how long they took.
         num_preemptions: How often a sequence lost its blocks.
         mean_running, mean_cache_use: Running sequences, and the fraction of the KV cache in use, averaged over `busy_seconds`.
         peak_cache_use: The largest fraction of the KV cache in use.
@@ -276,7 +275,7 @@ class EngineRun(RunSummary):
     trace: EngineTrace | None = field(default=None, repr=False, compare=False)
 
     def add_step(self, seconds: float, num_running: int, cache_use: float, num_preemptions: int) -> None:
-        """Count a step: how long it took, and what held while it ran."""
+        """Count a step, with the state while it ran."""
         self.num_steps += 1
         self.busy_seconds += seconds
         self.num_preemptions += num_preemptions

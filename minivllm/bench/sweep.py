@@ -29,9 +29,9 @@ class SweepPoint:
 def sweep_max_num_seqs(
     make_engine: Callable[[int], LLMEngine], values: Sequence[int], name: str, requests: list[WorkloadRequest], rounds: int = 1
 ) -> list[SweepPoint]:
-    """Run a workload with each value of `max_num_seqs`, each on an engine of its own, which prepares for batches of that size.
+    """Run a workload with each value of `max_num_seqs`, each on an engine of its own, prepared for batches of that size.
 
-    All requests are there from the start. Each value is run `rounds` times, after a short warm-up.
+    All requests arrive at the start. Each value is run `rounds` times, after a short warm-up.
 
     Raises:
         ConfigError: A number is less than 1, or a request does not fit the model.
@@ -61,7 +61,7 @@ def summarize(value: int, runs: list[EngineRun]) -> SweepPoint:
 
 
 def format_points(points: list[SweepPoint]) -> str:
-    """The values as a table of text; the last column is the throughput relative to the first value's."""
+    """The values as a table of text, with the speed-up over the first."""
     headers = ("max_num_seqs", "tokens/s", "mean latency", "running", "speed-up")
     rows = [
         (

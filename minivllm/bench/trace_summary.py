@@ -1,4 +1,4 @@
-"""What a traced run adds up to, and how long each of its requests waited."""
+"""Summarizes a traced run, and how long each of its requests waited."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, StepR
 
 
 def request_latencies(trace: EngineTrace) -> list[RequestLatency]:
-    """What all completed requests of a trace waited, in the order of arrival.
+    """The latencies of all completed requests of a trace, in the order of arrival.
 
-    Requests that are unfinished, aborted or failed are left out: how long they would have waited is not known. Of a request older than
-    the trace, the ITLs are those that the trace has seen.
+    Unfinished, aborted and failed requests are left out. A request older than the trace has only the ITLs that the trace recorded.
     """
     times = output_times(trace)
     result = []
@@ -51,7 +50,7 @@ def output_times(trace: EngineTrace) -> dict[SequenceKey, list[float]]:
 
 
 def new_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceKey, int]]:
-    """Each sequence that got tokens in a step, and how many. The step that completes a prompt gives one to each sibling too."""
+    """Each sequence that got tokens in a step, and how many. The step that completes a prompt gives each sibling one, too."""
     for part in step.scheduled:
         if part.num_new_tokens == 0:
             continue
@@ -63,7 +62,7 @@ def new_tokens(trace: EngineTrace, step: StepRecord) -> Iterator[tuple[SequenceK
 
 
 def count_output_tokens(trace: EngineTrace) -> int:
-    """All tokens that were generated: those of the finished requests, and those that the others got in the trace's steps."""
+    """All generated tokens: of finished requests, and of the others as far as the trace's steps show."""
     finished = {name for name, request in trace.requests.items() if request.finish_reasons}
     kept = sum(len(token_ids) for name in finished for token_ids in trace.requests[name].output_token_ids)
     return kept + sum(count for step in trace for key, count in new_tokens(trace, step) if key.request_id not in finished)
@@ -76,7 +75,7 @@ def time_origin(trace: EngineTrace) -> float:
 
 
 def summarize_trace(trace: EngineTrace, goals: Goals | None = None) -> EngineRun:
-    """What a traced run adds up to, from the first arrival to the end of the last step."""
+    """Summarize a traced run, from the first arrival to the end of the last step."""
     seconds = trace[-1].end - time_origin(trace) if len(trace) else 0.0
     run = EngineRun.of(
         request_latencies(trace),

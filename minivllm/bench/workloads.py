@@ -34,11 +34,11 @@ class WorkloadRequest:
 
 
 def arrival_times(arrivals: str, rate: float, *, burst_size: int = 8, seed: int = 0) -> Iterator[float]:
-    """When requests arrive, in seconds, without end.
+    """When requests arrive, in seconds: an endless iterator.
 
     Args:
-        arrivals: "poisson": independently of each other, as those of many users do. "bursts": `burst_size` at a time, the bursts
-            themselves as Poisson arrivals. "at-once": all at the start.
+        arrivals: "poisson": independently of each other, as from many users. "bursts": `burst_size` at a time, with Poisson arrivals of
+            the bursts. "at-once": all at the start.
         rate: Requests per second, on average.
         burst_size: Requests in a burst.
         seed: The same seed gives the same times.
@@ -76,21 +76,20 @@ def generate_requests(
     vocab_size: int = 50_000,
     seed: int = 0,
 ) -> Iterator[WorkloadRequest]:
-    """Requests in the order of their arrival, drawn one by one, so that a million of them take no memory.
+    """Requests in the order of their arrival, drawn one by one: a million of them take no memory.
 
     A prompt is consecutive token ids from a random one on, as in vLLM's random data set.
 
     Args:
         num_requests: How many; None draws without end.
         arrivals, arrival_rate, burst_size: See `arrival_times`.
-        distribution: Of lengths. "uniform": every request has the mean lengths. "longtail": log-normal with sigma 1, like those of
-            real services: most are short, a few very long; one in twenty is more than five times the median. The means hold for many
-            requests, and only roughly for few.
+        distribution: Of lengths. "uniform": every request has the mean lengths. "longtail": log-normal with sigma 1, as in real
+            services: most are short, one in twenty is more than five times the median. The means hold for many requests, roughly for few.
         mean_prompt_len, mean_output_len: Tokens.
         max_len: The longest prompt and output together; the prompt takes at most half of it.
         num_shared_prompt_tokens: Tokens that all prompts begin with, on top of their lengths.
         vocab_size: Token ids are below this.
-        seed: Of everything. Arrivals and lengths do not depend on each other's options.
+        seed: Of arrivals and lengths, which do not depend on each other's options.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -123,7 +122,7 @@ def generate_requests(
 
 
 def consecutive_tokens(first: int, count: int, vocab_size: int) -> list[int]:
-    """A prompt without a meaning: consecutive token ids from the first on."""
+    """A meaningless prompt: consecutive token ids from `first` on."""
     return [(first + i) % vocab_size for i in range(count)]
 
 
@@ -137,9 +136,9 @@ def make_workload(
     max_len: int = 8192,
     seed: int = 0,
 ) -> list[WorkloadRequest]:
-    """The requests of `generate_requests`, all there at the start, with lengths scaled so that they have exactly their means.
+    """The requests of `generate_requests`, all arriving at the start, with lengths scaled to have exactly their means.
 
-    So workloads of both distributions come to the same number of tokens, up to what `max_len` cuts off.
+    So workloads of both distributions have the same number of tokens, except for what `max_len` cuts off.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -164,15 +163,15 @@ def _scale(lengths: list[int], mean: int) -> list[int]:
     """Lengths of at least 1, scaled so that they sum to `len(lengths) * mean`."""
     total = len(lengths) * mean
     scaled = [max(1, round(length * total / sum(lengths))) for length in lengths]
-    while difference := total - sum(scaled):  # what rounding has added or taken
+    while difference := total - sum(scaled):  # from rounding
         scaled[scaled.index(max(scaled))] += difference if difference > 0 else -1
     return scaled
 
 
 def warm_up_requests(requests: list[WorkloadRequest], width: int) -> list[WorkloadRequest]:
-    """A short workload to warm up with: as many requests as may run at once, and then fewer and fewer.
+    """A short workload to warm up with: `width` requests at once, then fewer and fewer.
 
-    So what an engine prepares for a batch size, in the first step of that size, is prepared before anything is measured.
+    So whatever an engine prepares in its first step of a batch size is prepared before anything is measured.
     """
     return [
         WorkloadRequest(request.prompt_token_ids, min(request.output_len, 1 + i)) for i, request in enumerate(requests[:width])

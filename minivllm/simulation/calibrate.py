@@ -21,7 +21,7 @@ from minivllm.executor.simulated import CostModel, StepWork, count_work
 from minivllm.simulation.engine import simulate
 
 INTERRUPTED = 1.5
-"""A step that took this many times its predicted time was interrupted by something outside the engine."""
+"""A step this many times slower than predicted was interrupted by something outside the engine."""
 STEPS_PER_POINT = 12
 """The fewest steps behind each point of the decode curve."""
 
@@ -29,7 +29,7 @@ STEPS_PER_POINT = 12
 def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
     """The work of each step of a trace, and the seconds from its start to the next step's.
 
-    So the engine's work between steps counts too, but not idle time. After the last step nothing counts; failed steps are left out.
+    So the engine's work between steps counts, but not idle time. Failed steps are left out.
     """
     costs = []
     for number, step in enumerate(trace):
@@ -44,7 +44,7 @@ def step_costs(trace: EngineTrace) -> list[tuple[StepWork, float]]:
 def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
     """The cost model that fits the steps of some runs best: non-negative least squares of relative errors.
 
-    Errors are relative because a long step says no more than a short one.
+    Errors are relative, so that a short step counts as much as a long one.
 
     Raises:
         ConfigError: The runs have too few steps.
@@ -59,8 +59,8 @@ def fit_costs(traces: Sequence[EngineTrace]) -> CostModel:
         row = [1.0, work.prefill_tokens > 0, work.prefill_tokens, work.prefill_pairs, work.context_tokens]
         rows.append(row + _hats(points, work.decode_seqs))
     matrix, seconds = np.array(rows), np.array([time for _, time in costs])
-    # Weighted by their measured times, interrupted steps hardly count, but slow steps count too little as well. So the first fit finds the
-    # interrupted steps, and the second leaves them out and weights the others by their predicted times.
+    # Dividing by measured times gives interrupted steps little weight, but slow steps too little as well. So the first fit finds the
+    # interrupted steps, and the second leaves them out and divides by predicted times.
     predicted = matrix @ _least_squares(matrix / seconds[:, None], np.ones(len(seconds)))
     kept = (predicted > 0) & (seconds < INTERRUPTED * predicted)
     matrix, seconds, predicted = matrix[kept], seconds[kept], predicted[kept]
@@ -127,7 +127,7 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def calibration_settings(max_num_seqs: int, vocab_size: int, max_model_len: int, seed: int = 0) -> list[Setting]:
-    """A run for each batch size, with prompts of many lengths, so that all terms of the cost model occur in many combinations."""
+    """A run for each batch size, with prompts of many lengths: the terms of the cost model occur in many combinations."""
     settings = []
     for size in batch_sizes(max_num_seqs):
         rng = random.Random(seed + size)
@@ -175,7 +175,7 @@ def run_setting(engine: LLMEngine, setting: Setting) -> EngineRun:
 
 
 def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: list[EngineRun]) -> Prediction:
-    """Simulate a setting on an engine with the same cache, and set it beside the medians of the measurements."""
+    """Simulate a setting on an engine with the same cache, and compare with the medians of the measurements."""
     simulated = simulate(
         setting.requests,
         cost_model=costs,
@@ -198,7 +198,7 @@ def predict(costs: CostModel, engine: LLMEngine, setting: Setting, measured: lis
 
 
 def unseen_settings(max_num_seqs: int, vocab_size: int, max_model_len: int) -> list[Setting]:
-    """Runs that the calibration does not have: other lengths, distributions and batch sizes, and static batching."""
+    """Runs unlike the calibration's: other lengths, distributions and batch sizes, and static batching."""
     lengths = {"uniform": (24, 32, 48), "longtail": (32, 64, 40)}
     values = sorted({max(1, max_num_seqs // 8), max(1, max_num_seqs // 3), max(1, 5 * max_num_seqs // 8), max_num_seqs})
     settings = []
@@ -213,7 +213,7 @@ def unseen_settings(max_num_seqs: int, vocab_size: int, max_model_len: int) -> l
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model, how well it fits its own steps, and how well it predicts other runs."""
+    """A cost model, how well it fits the steps it comes from, and how well it predicts other runs."""
 
     costs: CostModel
     num_steps: int
@@ -228,7 +228,7 @@ class Calibration:
 
 
 def calibrate(engine: LLMEngine, rounds: int = 2) -> Calibration:
-    """Measure calibration runs and other runs, in turns; fit a cost model to the former and predict the latter.
+    """Measure calibration runs and unseen runs in turns; fit a cost model to the former and predict the latter.
 
     Args:
         engine: An idle engine, with the largest `max_num_seqs` to simulate.

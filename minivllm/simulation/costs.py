@@ -1,4 +1,4 @@
-"""Cost models: the default one, and how they are saved."""
+"""The default cost model, and loading others from files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DEFAULT_COSTS = CostModel(
     ),
 )
 """SmolLM2-135M in float32 on 2 cores with AVX-512, from benchmarks/results/calibrate_2026-11-21.json: an engine that reads its weights from
-memory in every step. Steps of more than 24 sequences took another path on that day, and cost more.
+memory in every step. Steps of more than 24 sequences took another, slower path then.
 """
 
 
 def load_costs(path: Path) -> CostModel:
-    """A cost model from a JSON file: what `minivllm bench calibrate --json` wrote, or only the model's fields, in seconds.
+    """A cost model from a JSON file: written by `minivllm bench calibrate --json`, or only the model's fields, in seconds.
 
     Raises:
         ConfigError: The file is missing or not a cost model.

@@ -101,7 +101,7 @@ def simulate(
 ) -> EngineRun:
     """Run requests to completion, in order of arrival.
 
-    Without a trace, a finished request leaves only three numbers in memory: a million can be drawn one by one.
+    Without a trace, a finished request takes 24 bytes: simulate a million.
 
     Args:
         requests: From `generate_requests`, or any list sorted by arrival time.
@@ -174,7 +174,7 @@ def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time:
 
 
 class _Tally:
-    """Counts a simulation in its `EngineRun`, without the latencies between tokens. A finished request takes 24 bytes."""
+    """Counts a simulation in its `EngineRun`, without ITLs. A finished request takes 24 bytes."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.run = EngineRun()

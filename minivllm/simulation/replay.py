@@ -1,7 +1,7 @@
-"""Replay a recorded run: the real scheduler and block manager, without the model, on the recorded requests.
+"""Replays a recorded run: the real scheduler and block manager, without the model, on the recorded requests.
 
-Scheduling depends only on when requests arrive, on their tokens, and on when they finish, all of which a trace has. So a replay must
-produce the same batches, block tables and preemptions, step by step; `first_difference` says where it does not.
+Scheduling depends only on requests' arrivals, tokens and ends, all of which a trace has. So a replay must produce the same batches, block
+tables and preemptions, step by step; `first_difference` finds where it does not.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def replay(
 ) -> EngineTrace:
     """Replay a trace without a model.
 
-    Requests are added and aborted before the same steps, steps take the same time, and requests get the same tokens. Once another class
-    decides differently, the rest of the replay means nothing.
+    Requests are added and aborted before the same steps, steps take the same time, and requests get the same tokens. After a decision
+    that differs from the recorded one, the rest of the replay means nothing.
 
     Args:
         trace: It must begin with no requests in the engine and nothing in its prefix cache.
@@ -97,7 +97,7 @@ def _order_free_blocks(allocator: BlockAllocator, blocks: list[int] | None) -> N
 
 
 def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None:
-    """The first step and field in which two traces differ, times and errors aside, with both values; None if there is none."""
+    """The first step and field in which two traces differ, except for times and errors, with both values; None if they agree."""
     for number, (step, other) in enumerate(zip(recorded, replayed, strict=False)):
         for item in dataclasses.fields(StepRecord):
             ours, theirs = getattr(step, item.name), getattr(other, item.name)
@@ -133,8 +133,8 @@ def _params_of(record: RequestRecord) -> SamplingParams:
 class _RecordedModel(SimulatedExecutor):
     """Returns the recorded tokens, takes the recorded time, and fails where the model failed.
 
-    Where a stop token finished a sequence, it returns the end-of-sequence token instead: the keys and values of a last token are never
-    read, so nothing else changes.
+    Where a stop token finished a sequence, it returns the end-of-sequence token: a last token's keys and values are never read, so
+    nothing else changes.
     """
 
     def __init__(self, clock: VirtualClock, trace: EngineTrace) -> None:
@@ -167,7 +167,7 @@ class _RecordedModel(SimulatedExecutor):
 def _recorded_stops(
     outputs: EngineCoreOutputs, trace: EngineTrace, num_tokens: Counter[tuple[str, int]]
 ) -> list[StoppedSequence]:
-    """Sequences that a stop string finished after this step, which the core cannot know. Updates `num_tokens`."""
+    """Sequences that a stop string finished after this step, which only the frontend can know. Updates `num_tokens`."""
     stopped = []
     for output in outputs.outputs:
         record = trace.requests[output.request_id]

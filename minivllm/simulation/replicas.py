@@ -1,7 +1,7 @@
 """Many replicas on a virtual clock: real engine cores with `SimulatedExecutor`, and the router of the server in front of them.
 
-Things happen in the order of their time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinator` does. What a
-step brought is known to nobody before the step has ended.
+Events happen in order of time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinator` does. A step's
+outputs are known when it ends, not before.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from minivllm.simulation.engine import in_order, make_simulated_engine
 
 @dataclass(kw_only=True)
 class ReplicaRun(RunSummary):
-    """What a run of several replicas adds up to. Percentiles are exact to 1 percent.
+    """The results of a run of several replicas. Percentiles are exact to 1 percent.
 
     Attributes:
         routing: The name of the router.
         num_replicas: How many there were.
-        prefix_hit_rate: The part of the prompt tokens that was found in a prefix cache.
-        requests: Of each replica.
-        mean_in_flight: Of each replica: its unfinished requests, averaged over the run.
-        busy: Of each replica: the part of the run in which it computed.
+        prefix_hit_rate: The fraction of prompt tokens found in a prefix cache.
+        requests: Each replica's number of requests.
+        mean_in_flight: Each replica's unfinished requests, averaged over the run.
+        busy: The fraction of the run in which each replica computed.
         num_preemptions: How often a sequence lost its blocks.
     """
 
@@ -60,7 +60,7 @@ class ReplicaRun(RunSummary):
         return max(self.mean_in_flight) / mean if mean else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """As for `RunSummary`."""
+        """Plain data."""
         return super().to_json() | {"imbalance": self.imbalance}
 
 
@@ -73,7 +73,7 @@ def simulate_replicas(
     progress_total: int | None = None,
     **engine_options: Any,
 ) -> ReplicaRun:
-    """Route requests to replicas and run them to completion. What has finished takes no memory.
+    """Route requests to replicas and run them to completion. A finished request takes no memory.
 
     Args:
         requests: In the order of arrival.
@@ -99,7 +99,7 @@ def simulate_replicas(
     coordinator = LoadPublisher(start)
     tally = _Tally(num_replicas, start, goals)
     ends: list[tuple[float, int]] = []
-    """When the steps that run now end, each with its replica."""
+    """When the running steps end, each with its replica."""
     num_added, now = 0, start
     bar = tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True)
     with bar, _rare_collections():
@@ -141,7 +141,7 @@ def simulate_replicas(
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Requests and their sequences refer to each other, so the garbage collector is needed; but every 700 objects is too often."""
+    """Requests and their sequences are cycles, so the garbage collector is needed; but every 700 objects is too often."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 20, 20)
     try:
@@ -158,7 +158,7 @@ class _Replica:
         engine = make_simulated_engine(clock=self.clock, trace=False, **options)
         self.core, self.cache_tokens = engine.core, engine.cache_tokens
         self.outputs: EngineCoreOutputs | None = None
-        """Of the step that ends at the clock's time; None if no step runs."""
+        """Outputs of the step that ends at the clock's time; None if no step is running."""
         self.busy_seconds = 0.0
 
     def add(self, number: int, request: WorkloadRequest) -> None:
@@ -199,7 +199,7 @@ class _Tally:
         self._start, self._goals = start, goals
         self._ttft, self._itl, self._tpot, self._latency = (LatencyHistogram() for _ in range(4))
         self._progress: dict[str, tuple[float, int]] = {}
-        """Of each request with tokens: when the latest came, and how many there are."""
+        """For each unfinished request with tokens: when the latest came, and how many there are."""
         self._num_cached_tokens = self._num_good = 0
         self._request_seconds = [0.0] * num_replicas
 
@@ -210,7 +210,7 @@ class _Tally:
         self._run.requests[replica] += 1
 
     def take(self, replica: int, outputs: EngineCoreOutputs) -> int:
-        """Count what a step brought. Returns how many requests it finished."""
+        """Count a step's outputs. Returns how many requests it finished."""
         now, num_finished = outputs.timestamp, 0
         for output in outputs.outputs:
             if output.error is not None:

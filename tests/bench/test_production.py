@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from minivllm.bench.production import TracedRequest, load_conversation_trace, replay_trace
-from minivllm.bench.workers import Workers
+from minivllm.course.lessons.lesson_09.workers import Workers
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import EngineArgs
 from minivllm.errors import ConfigError, MinivllmError

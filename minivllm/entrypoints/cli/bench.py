@@ -1,9 +1,9 @@
-"""The benchmarks: `minivllm bench offline`, `latency` and `sweep`."""
+"""Benchmarks of an engine in this process: `minivllm bench offline`, `latency`, `sweep` and `calibrate`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
     from minivllm.engine.llm_engine import LLMEngine
 
 
-def add_benchmarks(benches) -> None:  # noqa: ANN001
-    """Register the benchmarks."""
-    _add_offline(benches)
-    _add_latency(benches)
-    _add_sweep(benches)
-
-
-def _add_offline(benches) -> None:  # noqa: ANN001
+def add_offline(benches) -> None:  # noqa: ANN001
+    """Register `minivllm bench offline`."""
     parser = add_command(
         benches, "offline", run_bench_offline, "compare static and continuous batching on the same workload",
         "minivllm bench offline --distribution longtail --plot timelines.png",
@@ -46,7 +40,8 @@ def _add_offline(benches) -> None:  # noqa: ANN001
     parser.set_defaults(max_num_seqs=16)
 
 
-def _add_latency(benches) -> None:  # noqa: ANN001
+def add_latency(benches) -> None:  # noqa: ANN001
+    """Register `minivllm bench latency`."""
     example = "minivllm bench latency --batch-sizes 1 8 64 --json latency.json"
     parser = add_command(benches, "latency", run_bench_latency, "TTFT and ITL by batch size", example)
     group = parser.add_argument_group("requests")
@@ -59,7 +54,8 @@ def _add_latency(benches) -> None:  # noqa: ANN001
     parser.set_defaults(max_num_seqs=None)
 
 
-def _add_sweep(benches) -> None:  # noqa: ANN001
+def add_sweep(benches) -> None:  # noqa: ANN001
+    """Register `minivllm bench sweep`."""
     parser = add_command(
         benches, "sweep", run_bench_sweep, "throughput and latency against max_num_seqs",
         "minivllm bench sweep --workload benchmarks/workloads/offline_64.json --plot sweep.png",
@@ -71,6 +67,18 @@ def _add_sweep(benches) -> None:  # noqa: ANN001
     add_option(group, "--plot FILE", picture, "draw both curves here")
     add_engine_options(parser, leave_out="max_num_seqs")
     parser.set_defaults(distribution=["longtail"])
+
+
+def add_calibrate(benches) -> None:  # noqa: ANN001
+    """Register `minivllm bench calibrate`."""
+    parser = add_command(
+        benches, "calibrate", run_calibrate, "fit the simulator's cost model to this machine and check its predictions",
+        "minivllm bench calibrate --max-num-seqs 32 --json costs.json",
+    )  # fmt: skip
+    add_option(parser, "--rounds", 3, "how often each run is repeated")
+    add_option(parser, "--json FILE", Path, "write the cost model and the predictions here")
+    add_engine_options(parser)
+    parser.set_defaults(max_num_seqs=32)
 
 
 def add_workload_options(
@@ -112,19 +120,19 @@ def one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[st
     return next(iter(workloads.items()))
 
 
-def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
-    """Build the engine from the options."""
-    from minivllm.entrypoints.llm import LLM
-
-    return LLM(**engine_args(arguments) | overrides).llm_engine
-
-
 def find_model_config(arguments: argparse.Namespace) -> ModelConfig:
     """The model's configuration, without loading its weights."""
     from minivllm.models.hub import resolve_model
     from minivllm.models.registry import load_model_config
 
     return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
+
+
+def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
+    """Build the engine from the options."""
+    from minivllm.entrypoints.llm import LLM
+
+    return LLM(**engine_args(arguments) | overrides).llm_engine
 
 
 def report_engine(arguments: argparse.Namespace, what: str, table: str, results: dict[str, Any]) -> None:
@@ -151,7 +159,6 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
     engine = make_engine(arguments)
     workloads = make_workloads(arguments, engine.model_config)
     names = [(name, policy) for name in workloads for policy in arguments.scheduler]
-    trace_files = _trace_files(arguments.save_trace, names) if arguments.save_trace else []
     runs = [run_offline(engine, policy, name, workloads[name]) for name, policy in names]
     results = {"results": [run.to_json() for run in runs]}
     report_engine(arguments, f"at most {arguments.max_num_seqs} running", format_runs(runs), results)
@@ -161,15 +168,13 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
         last = runs[-len(arguments.scheduler) :]
         draw_timelines({run.scheduler: run.trace for run in last}, last[0].workload).savefig(arguments.plot, dpi=150)
         print(f"\nTimelines of the {last[0].workload} workload: {arguments.plot}")
-    for path, run in zip(trace_files, runs, strict=False):
+    for run in runs if arguments.save_trace else ():
+        path: Path = arguments.save_trace
+        if len(runs) > 1:
+            path = path.with_name(f"{path.stem}.{run.workload}.{run.scheduler}{path.suffix}")
         run.trace.save(path)
         print(f"\nTrace of the {run.workload} workload, {run.scheduler}: {path}")
     return 0
-
-
-def _trace_files(path: Path, runs: Sequence[tuple[str, str]]) -> list[Path]:
-    """A trace file per run: `path`, or, for several runs, `path` with the run in its name."""
-    return [path] if len(runs) == 1 else [path.with_name(f"{path.stem}.{name}.{policy}{path.suffix}") for name, policy in runs]
 
 
 def run_bench_latency(arguments: argparse.Namespace) -> int:
@@ -204,4 +209,15 @@ def run_bench_sweep(arguments: argparse.Namespace) -> int:
         columns = zip(*((p.max_num_seqs, p.output_tokens_per_second, p.mean_latency) for p in points), strict=True)
         draw_sweep(*map(list, columns), f"{arguments.model}, {name}: {len(requests)} requests").savefig(arguments.plot, dpi=150)
         print(f"\nCurves: {arguments.plot}")
+    return 0
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Measure, fit, predict unseen runs, and print a table."""
+    from minivllm.simulation.calibrate import calibrate, format_report
+
+    print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
+    calibration = calibrate(make_engine(arguments), arguments.rounds)
+    what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"
+    report_engine(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
     return 0

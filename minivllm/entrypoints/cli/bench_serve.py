@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import WorkloadRequest, generate_requests, load_workload, make_workload, warm_up_requests
 from minivllm.entrypoints.cli import bench
-from minivllm.entrypoints.cli.options import add_command, add_option, picture
+from minivllm.entrypoints.cli.options import add_command, add_goal_options, add_option, picture
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
         parser, f"requests to send (default: all of the file, or {NUM_REQUESTS}; with --duration, as many as it takes)"
     )
     group = parser.add_argument_group("results")
-    for name, words in {"ttft": "its first token", "tpot": "each further token on average", "e2e": "its last token"}.items():
-        add_option(group, f"--{name}-goal MS", float, f"a request counts for goodput if {words} took at most MS milliseconds")
+    add_goal_options(group)
     add_option(group, "--json FILE", Path, "write the results here, with each request's times")
     add_option(group, "--plot FILE", picture, "draw the distributions and the requests over time here")
     parser.set_defaults(num_requests=None, distribution=["longtail"])
@@ -107,7 +106,7 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace, load: Load) -> tuple[str, list[ServedRequest], bool]:
-    """Returns the model's name, what became of the requests, and whether Ctrl-C interrupted them."""
+    """Returns the model's name, the requests as served, and whether Ctrl-C interrupted them."""
     from minivllm.bench.openai_client import OpenAIClient
     from minivllm.bench.serve import measure_serving
 

@@ -66,7 +66,7 @@ def demo(folder: Path) -> None:
 
 
 def _draw(traces: dict[str, EngineTrace], folder: Path) -> str:
-    """Draw the timelines. Returns where they are, or what it takes to draw them."""
+    """Draw the timelines. Returns where they are, or what is missing to draw them."""
     try:
         from minivllm.viz.timeline import draw_timelines
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`minivllm demo failover`: a replica is killed in the middle of its answers, which go on at another one, to the byte."""
+"""`minivllm demo failover`: a replica is killed in the middle of its answers, and another continues them, byte for byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEAM = " ┃ "
 
 @dataclass
 class _Answer:
-    """A text as it comes: where it was when the replica was killed, and when its tokens came."""
+    """A growing text, its length when the replica was killed, and when its tokens came."""
 
     text: str = ""
     seam: int = 0

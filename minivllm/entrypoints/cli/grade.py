@@ -17,18 +17,18 @@ grades.csv (a row per submission), junit.xml (a test case per check) and feedbac
 The learner is LEARNER in FOLDER/LEARNER/…, else what the file name adds to the lesson's (alice_04_paged_kv_cache.ipynb is alice's),
 else the name of the notebook's folder. Of several files by one learner for one lesson, the latest is graded, and the feedback says so.
 
-Grades are written as they are made: a run that was interrupted goes on where it stopped when it is started again with the same
---output. A notebook that ran out of time because something else had the processor is tried once more, alone.
+Grades are written as they are made: an interrupted run resumes when it is started again with the same --output. A notebook that ran
+out of time because the machine was busy is tried once more, alone.
 
 Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, endless loops,
 excessive memory, output or disk use, and crashes of Python. On Linux with bubblewrap installed (`apt install bubblewrap`), each
 notebook also runs in a sandbox: it sees Python, its packages, the course and its own folder, no network, no other process and none of
-your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: it is kept from opening the
-solutions and other submissions by ordinary means, but one that wants to can read and delete your files, use the network and end the
-grader. With or without: each check of lessons 04 and 07 that passes is tried
-again with random input. The learner's class is observed at work, and compared with the solution's outside of the learner's process, so
-that a forged check earns nothing. What is not found for certain is whose class it is: a notebook that visibly uses the engine's own is
-remarked on, and one that hides it is not."""
+your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: ordinary means keep it from
+opening the solutions and other submissions, but a malicious one can read and delete your files, use the network and kill the grader.
+
+Either way, each check of lessons 04 and 07 that passes is repeated with random input. The learner's class is observed at work and
+compared with the solution's outside the learner's process, so a forged check earns nothing. Whose class it is cannot be proved: a
+notebook that visibly uses the engine's own gets a remark, one that hides it does not."""
 
 
 def add_grade_command(commands) -> None:  # noqa: ANN001

@@ -1,4 +1,4 @@
-"""`minivllm serve --headless`: replicas on a machine without an API server, for one that is elsewhere.
+"""`minivllm serve --headless`: runs replicas on this machine for an API server on another.
 
 Ctrl-C or SIGTERM   the replicas get no more requests, finish what they have, and end
 a second            they end now

@@ -89,6 +89,12 @@ def add_save_trace_option(group: argparse._ActionsContainer, more: str = "") -> 
     add_option(group, "--save-trace FILE", Path, words + more)
 
 
+def add_goal_options(group: argparse._ActionsContainer) -> None:
+    """Add an option for each of the `Goals` of a request."""
+    for name, words in {"ttft": "its first token", "tpot": "each further token on average", "e2e": "its last token"}.items():
+        add_option(group, f"--{name}-goal MS", float, f"a request counts for goodput if {words} took at most MS milliseconds")
+
+
 def engine_args(arguments: argparse.Namespace) -> dict:
     """The keyword arguments of `LLM` from the command line."""
     return {name: getattr(arguments, name) for name in EngineArgs.names() if hasattr(arguments, name)}

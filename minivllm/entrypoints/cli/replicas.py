@@ -1,4 +1,4 @@
-"""`minivllm replicas`: which replicas a server has, and restart them one after another while it serves."""
+"""`minivllm replicas`: lists a server's replicas, and restarts them one after another while it serves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,12 @@ POLL_SECONDS = 0.2
 
 def add_replicas_command(commands) -> None:  # noqa: ANN001
     """Register `minivllm replicas`."""
-    parser = add_command(
-        commands,
-        "replicas",
-        run_list,
-        "list the replicas of a running server, or restart them",
-        "minivllm replicas restart --rolling",
-    )
+    summary = "list the replicas of a running server, or restart them"
+    parser = add_command(commands, "replicas", run_list, summary, "minivllm replicas restart --rolling")
     _add_server_options(parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    restart = add_command(
-        actions,
-        "restart",
-        run_restart,
-        "restart replicas while the others serve: nobody's answer is lost",
-        "minivllm replicas restart 0 2",
-    )
+    summary = "restart replicas while the others serve: no answer is lost"
+    restart = add_command(actions, "restart", run_restart, summary, "minivllm replicas restart 0 2")
     restart.add_argument("ranks", nargs="*", type=int, metavar="RANK", help="the replicas to restart, one after another")
     restart.add_argument("--rolling", action="store_true", help="restart all of them, one after another")
     add_option(restart, "--timeout SECONDS", 600.0, "how long a replica may take to finish what it has and to be ready again")
@@ -49,7 +39,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Server:
-    """A running server, by HTTP."""
+    """A running server, over HTTP."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         import httpx
@@ -104,7 +94,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for_others(server: _Server, rank: int, timeout: float) -> None:
-    """Wait until those that are on their way back are there: while this one restarts, they get its requests."""
+    """Wait until replicas that are starting are ready: while this one restarts, they get its requests."""
     end = time.monotonic() + timeout
     while coming := [
         other for other, replica in server.replicas().items() if other != rank and replica["state"] in ("starting", "unreachable")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128
-"""`max_num_batched_tokens` on a CPU with chunked prefill, unless told otherwise: with more, a long prompt holds up those who wait for their
-next token (docs/serving.md). But when all seats decode, there is still room for so many tokens of prompts."""
+"""The default of `max_num_batched_tokens` on a CPU with chunked prefill, and how much of it is left for prompts when `max_num_seqs`
+sequences decode. With more, a long prompt holds up every running answer (docs/serving.md)."""
 
 
 def add_serve_command(commands) -> None:  # noqa: ANN001
@@ -51,15 +51,10 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
         help="start another engine when one dies, where its requests go on; without it, the server exits with status 1 when the last one dies "
         "(default: with --data-parallel-size)",
     )  # fmt: skip
-    add_option(
-        group, "--allow-kill", False, "show buttons on the live page that kill replicas; only where no other machine can reach it"
-    )
-    add_option(
-        group,
-        "--headless",
-        False,
-        "serve no HTTP here: run --data-parallel-size-local replicas for the API server at --data-parallel-address",
-    )
+    kill = "show buttons on the live page that kill replicas; only where no other machine can reach it"
+    add_option(group, "--allow-kill", False, kill)
+    headless = "serve no HTTP here: run --data-parallel-size-local replicas for the API server at --data-parallel-address"
+    add_option(group, "--headless", False, headless)
     add_option(group, "--api-server-count", 1, "processes that serve HTTP, on the same port and for the same replicas")
     add_option(group, "--chat-template FILE", Path, "a Jinja template to use instead of the model's")
     group.add_argument(
@@ -73,13 +68,8 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
 
 def add_make_key_command(commands) -> None:  # noqa: ANN001
     """Register `minivllm make-key`."""
-    parser = add_command(
-        commands,
-        "make-key",
-        run_make_key,
-        "make the key that machines with replicas of a model share",
-        "minivllm make-key replicas.key",
-    )
+    summary = "make the key that machines with replicas of a model share"
+    parser = add_command(commands, "make-key", run_make_key, summary, "minivllm make-key replicas.key")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="a new file; copy it to all machines, and give it as --data-parallel-key-file"
     )
@@ -95,7 +85,7 @@ def run_make_key(arguments: argparse.Namespace) -> int:
 
 
 def limit_steps(args: EngineArgs) -> EngineArgs:
-    """The arguments, with `max_num_batched_tokens` for chunks on a CPU if it was left open."""
+    """The arguments, with the default `max_num_batched_tokens` for chunked prefill on a CPU if none is given."""
     from minivllm.worker.worker import resolve_device
 
     if not args.enable_chunked_prefill or args.max_num_batched_tokens is not None or resolve_device(args.device).type != "cpu":
@@ -122,7 +112,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """Serve, with one API server or several."""
     if arguments.api_server_count == 1:
         return serve(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the folder would stay
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or the folder would be left behind
     with tempfile.TemporaryDirectory(prefix="minivllm-metrics-", ignore_cleanup_errors=True) as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
         try:
@@ -151,24 +141,15 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
         raise ConfigError(
             f"With --allow-kill the server listens for this machine alone, and not on {arguments.host}: leave out --host."
         )
+    names = ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count", "allow_kill")
     settings = ServerSettings(
         api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
-        **{
-            name: getattr(arguments, name)
-            for name in (
-                "max_request_bytes",
-                "max_waiting",
-                "request_timeout",
-                "shutdown_timeout",
-                "api_server_count",
-                "allow_kill",
-            )
-        },
+        **{name: getattr(arguments, name) for name in names},
         allowed_origins=tuple(arguments.allowed_origins),
         chat_template=arguments.chat_template and _read_text(arguments.chat_template),
         may_manage=is_local or bool(arguments.api_key or os.environ.get(API_KEY_VARIABLE)),
     )
-    if arguments.mode == "static":  # as it was before there were chunks
+    if arguments.mode == "static":  # which has no chunked prefill
         args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)
     if arguments.served_model is not None:
         if args.model not in (EngineArgs.model, arguments.served_model):

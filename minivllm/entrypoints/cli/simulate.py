@@ -1,4 +1,4 @@
-"""The simulator: `minivllm simulate`, and `minivllm bench calibrate`, which fits its cost model."""
+"""`minivllm simulate`: one engine under several schedulers, or replicas behind several routers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.workloads import ARRIVALS, DISTRIBUTIONS, WorkloadRequest
 from minivllm.config import PREEMPTION_MODES
 from minivllm.data_parallel.routing import ROUTERS
-from minivllm.entrypoints.cli import bench
-from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, check_writable, picture
+from minivllm.entrypoints.cli.options import add_command, add_goal_options, add_option, picture
 from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.bench.summary import EngineRun
+    from minivllm.simulation.replicas import ReplicaRun
 
 MOST_TRACED = 2_000
 """Most requests whose trace can still be drawn."""
@@ -48,19 +51,14 @@ def add_simulate(commands) -> None:  # noqa: ANN001
     add_option(group, "--num-shared-prompt-tokens", 0, "tokens in the shared prompt prefix")
     add_option(group, "--seed", 0, "seed of lengths and arrivals")
     group = parser.add_argument_group("requests of a production service, instead")
-    add_option(
-        group,
-        "--trace FILE",
-        str,
-        "a trace of requests, such as azure_2023_conversation.csv.gz or mooncake_conversation.jsonl.gz",
-    )
+    traces = "a trace of requests, such as azure_2023_conversation.csv.gz or mooncake_conversation.jsonl.gz"
+    add_option(group, "--trace FILE", str, traces)
     add_option(group, "--rate-factor", 1.0, "how many times as fast they arrive")
     add_option(group, "--length-factor", 1.0, "how many times as long prompts and outputs are")
     group = parser.add_argument_group("replicas")
     add_option(group, "--replicas N", int, "replicas of the model behind a router, each an engine as below")
     add_option(group, "--routing", list(ROUTERS), "each runs the same requests", choices=list(ROUTERS))
-    for name, words in (("ttft", "its first token"), ("tpot", "each token after it"), ("e2e", "the whole answer")):
-        add_option(group, f"--{name}-goal MS", float, f"a request counts for goodput if {words} took at most MS milliseconds")
+    add_goal_options(group)
     add_option(group, "--figure FILE", picture, "draw how the routers compare: .png, .pdf or .svg")
     group = parser.add_argument_group("engine")
     add_option(group, "--scheduler", list(SCHEDULERS), "each runs the same requests", choices=list(SCHEDULERS))
@@ -81,15 +79,32 @@ def add_simulate(commands) -> None:  # noqa: ANN001
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """Simulate the requests under each scheduler and print a table."""
+    """Simulate the requests under each scheduler, or with each router, and print a table."""
     from minivllm.bench.report import to_json
     from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
-    from minivllm.simulation.engine import format_simulations, simulate
 
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS} | {"cost_model": costs}
-    if arguments.replicas is not None:
-        return _run_replicas(arguments, options)
+    results = (_run_schedulers if arguments.replicas is None else _run_replicas)(arguments, options)
+    if arguments.json:
+        content = {"command": arguments.command, "results": [result.to_json() for result in results]}
+        arguments.json.write_text(to_json(content))
+    if arguments.save_trace:
+        results[-1].trace.save(arguments.save_trace)
+        print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
+        print(f"Draw it: minivllm trace show {shlex.quote(str(arguments.save_trace))}")
+    if arguments.figure:
+        from minivllm.viz.routing import draw_routing
+
+        draw_routing(results).savefig(arguments.figure, dpi=150)
+        print(f"\nFigure: {arguments.figure}")
+    return 0
+
+
+def _run_schedulers(arguments: argparse.Namespace, options: dict[str, Any]) -> list[EngineRun]:
+    """One engine, with each scheduler."""
+    from minivllm.simulation.engine import format_simulations, simulate
+
     for name in ("figure", "ttft_goal", "tpot_goal", "e2e_goal"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} compares routers: give --replicas too.")
@@ -98,27 +113,47 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     num_requests, _ = _make_requests(arguments)
     if arguments.save_trace and num_requests > MOST_TRACED:
         raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
-    results = [
-        simulate(
-            _make_requests(arguments)[1],
-            scheduler=scheduler,
-            trace=arguments.save_trace is not None,
-            progress_total=num_requests if num_requests >= PROGRESS_FROM else None,
-            max_concurrency=arguments.max_concurrency,
-            **options,
-        )
-        for scheduler in dict.fromkeys(arguments.scheduler)
-    ]
+    options |= {
+        "trace": arguments.save_trace is not None,
+        "progress_total": num_requests if num_requests >= PROGRESS_FROM else None,
+        "max_concurrency": arguments.max_concurrency,
+    }
+    schedulers = dict.fromkeys(arguments.scheduler)
+    results = [simulate(_make_requests(arguments)[1], scheduler=scheduler, **options) for scheduler in schedulers]
     print(f"{num_requests} requests, {results[0].output_tokens} output tokens, simulated")
     print(f"\n{format_simulations(results)}")
-    if arguments.json:
-        content = {"command": arguments.command, "results": [result.to_json() for result in results]}
-        arguments.json.write_text(to_json(content))
-    if arguments.save_trace:
-        results[-1].trace.save(arguments.save_trace)
-        print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
-        print(f"Draw it: minivllm trace show {shlex.quote(str(arguments.save_trace))}")
-    return 0
+    return results
+
+
+def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> list[ReplicaRun]:
+    """Replicas, with each router."""
+    from minivllm.bench.summary import Goals
+    from minivllm.simulation.replicas import format_replicas, simulate_replicas
+
+    if arguments.save_trace or arguments.max_concurrency is not None:
+        raise ConfigError("--save-trace and --max-concurrency are for one engine: leave out --replicas.")
+    goals = Goals(ttft=arguments.ttft_goal, tpot=arguments.tpot_goal, e2e=arguments.e2e_goal)
+    if len(arguments.scheduler) > 1 and arguments.scheduler != list(SCHEDULERS):
+        raise ConfigError("With --replicas, routers are compared under one --scheduler: name one.")
+    scheduler = "continuous" if len(arguments.scheduler) > 1 else arguments.scheduler[0]
+    if arguments.routing == ["prefix-aware"] and not arguments.enable_prefix_caching:
+        print("Without --enable-prefix-caching, prefix-aware finds nothing in a cache.", file=sys.stderr)
+    num_requests, _ = _make_requests(arguments)
+    options |= {
+        "goals": goals,
+        "scheduler": scheduler,
+        "progress_total": num_requests if num_requests >= PROGRESS_FROM else None,
+    }
+    routers = dict.fromkeys(arguments.routing)
+    results = [
+        simulate_replicas(_make_requests(arguments)[1], arguments.replicas, routing=router, **options) for router in routers
+    ]
+    replicas = "1 replica" if arguments.replicas == 1 else f"{arguments.replicas} replicas"
+    print(f"{num_requests} requests, {results[0].output_tokens} output tokens, {replicas}, simulated")
+    if goals.describe():
+        print(f"goodput: requests per second with {goals.describe()}")
+    print(f"\n{format_replicas(results)}")
+    return results
 
 
 def _make_requests(arguments: argparse.Namespace) -> tuple[int, Iterator[WorkloadRequest]]:
@@ -144,73 +179,3 @@ def _make_requests(arguments: argparse.Namespace) -> tuple[int, Iterator[Workloa
         seed=arguments.seed,
     )
     return arguments.num_requests or len(trace), requests
-
-
-def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Simulate the requests with each router and print a table."""
-    from minivllm.bench.report import to_json
-    from minivllm.bench.summary import Goals
-    from minivllm.simulation.replicas import format_replicas, simulate_replicas
-
-    if arguments.save_trace or arguments.max_concurrency is not None:
-        raise ConfigError("--save-trace and --max-concurrency are for one engine: leave out --replicas.")
-    for path in (arguments.figure, arguments.json):
-        check_writable(path)
-    goals = Goals(ttft=arguments.ttft_goal, tpot=arguments.tpot_goal, e2e=arguments.e2e_goal)
-    if len(arguments.scheduler) > 1 and arguments.scheduler != list(SCHEDULERS):
-        raise ConfigError("With --replicas, routers are compared under one --scheduler: name one.")
-    scheduler = "continuous" if len(arguments.scheduler) > 1 else arguments.scheduler[0]
-    if arguments.routing == ["prefix-aware"] and not arguments.enable_prefix_caching:
-        print("Without --enable-prefix-caching, prefix-aware finds nothing in a cache.", file=sys.stderr)
-    results = []
-    for routing in dict.fromkeys(arguments.routing):
-        num_requests, requests = _make_requests(arguments)
-        progress = num_requests if num_requests >= PROGRESS_FROM else None
-        results.append(
-            simulate_replicas(
-                requests,
-                arguments.replicas,
-                routing=routing,
-                goals=goals,
-                progress_total=progress,
-                scheduler=scheduler,
-                **options,
-            )
-        )
-    replicas = "1 replica" if arguments.replicas == 1 else f"{arguments.replicas} replicas"
-    print(f"{num_requests} requests, {results[0].output_tokens} output tokens, {replicas}, simulated")
-    if goals.describe():
-        print(f"goodput: requests per second with {goals.describe()}")
-    print(f"\n{format_replicas(results)}")
-    if arguments.json:
-        content = {"command": arguments.command, "results": [result.to_json() for result in results]}
-        arguments.json.write_text(to_json(content))
-    if arguments.figure:
-        from minivllm.viz.routing import draw_routing
-
-        draw_routing(results).savefig(arguments.figure, dpi=150)
-        print(f"\nFigure: {arguments.figure}")
-    return 0
-
-
-def add_calibrate(benches) -> None:  # noqa: ANN001
-    """`minivllm bench calibrate`."""
-    parser = add_command(
-        benches, "calibrate", run_calibrate, "fit the simulator's cost model to this machine and check its predictions",
-        "minivllm bench calibrate --max-num-seqs 32 --json costs.json",
-    )  # fmt: skip
-    add_option(parser, "--rounds", 3, "how often each run is repeated")
-    add_option(parser, "--json FILE", Path, "write the cost model and the predictions here")
-    add_engine_options(parser)
-    parser.set_defaults(max_num_seqs=32)
-
-
-def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Measure, fit, predict held-out runs, and print a table."""
-    from minivllm.simulation.calibrate import calibrate, format_report
-
-    print(f"This takes about {2 * arguments.rounds} minutes ...", file=sys.stderr)
-    calibration = calibrate(bench.make_engine(arguments), arguments.rounds)
-    what = f"cost of a step with up to {arguments.max_num_seqs} sequences, {arguments.rounds} rounds"
-    bench.report_engine(arguments, what, format_report(calibration), {"calibration": calibration.to_json()})
-    return 0

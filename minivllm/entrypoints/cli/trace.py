@@ -18,13 +18,8 @@ _COMMANDS = ("show", "export")
 
 def add_trace_commands(commands) -> None:  # noqa: ANN001
     """Register both commands."""
-    show = add_command(
-        commands,
-        "show",
-        run_trace_show,
-        "draw all figures of a saved trace and print its numbers",
-        "minivllm trace show trace.json",
-    )
+    summary = "draw all figures of a saved trace and print its numbers"
+    show = add_command(commands, "show", run_trace_show, summary, "minivllm trace show trace.json")
     add_option(show, "--output FOLDER", Path, "where the figures go (default: out/NAME)")
     add_option(show, "--step N", int, "step of the block map (default: the one with the most blocks in use)")
     export = add_command(
@@ -32,7 +27,7 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
         "minivllm trace export trace.json, or minivllm trace --to chrome trace.json",
     )  # fmt: skip
     add_option(export, "--to", "chrome", "format", choices=("chrome",))
-    add_option(export, "--output FILE", Path, "where it goes (default: beside the trace, as NAME.chrome.json)")
+    add_option(export, "--output FILE", Path, "where it goes (default: next to the trace, as NAME.chrome.json)")
     for command in (show, export):
         command.add_argument("file", type=Path, metavar="FILE", help="a file that --save-trace wrote")
 

@@ -23,7 +23,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every response: the page may contact only this server, and no other site may frame or read it."""
+"""Headers of every response: the page may contact only this server, and no other site may frame or read it."""
 
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _FILES = {path.name: path for path in (Path(__file__).parent / "static").iterdir() if path.suffix in _MEDIA_TYPES}

@@ -8,7 +8,7 @@
     dead       last: why the engine failed
 
 A comment every few seconds keeps a silent connection open. Each page has its own stream, and a task that collects steps in bounded
-buffers: a page that does not read holds nobody up.
+buffers: a page that does not read delays no other.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Views:
             self.news.set()
 
     def report_replicas(self) -> dict[str, Any]:
-        """All replicas at a glance: their queues, their blocks and their rate; how many requests have gone on elsewhere, and were lost."""
+        """All replicas at a glance: queues, blocks and rates; how many requests were resumed on another replica, and were lost."""
         engine, replicas = self._engine, []
         for status in engine.replicas.statuses():
             stats = engine.stats_by_engine.get(status.rank, SchedulerStats())

@@ -1,6 +1,6 @@
 """The engine's steps as the live page needs them: the newest in full, the others as points of its curves.
 
-Pure bookkeeping over StepRecords. To a page that is opened in mid-run, a record describes the requests that are there already.
+Pure bookkeeping over StepRecords. For a page opened mid-run, a record describes the requests that are already there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Sequence:
 
 
 class StepView:
-    """Takes every step, and reports what changed since the last report. Requests that no record has described yet are left out."""
+    """Takes every step, and reports what changed since the last report. Leaves out requests that no record has described yet."""
 
     def __init__(self) -> None:
         self._step: StepRecord | None = None
@@ -90,13 +90,13 @@ class StepView:
         self._told_tables.clear()
 
     def _forget_all_but(self, request_ids: set[str]) -> None:
-        """Others have ended in steps that were missed."""
+        """The others ended in steps that were missed."""
         self._requests = {name: request for name, request in self._requests.items() if name in request_ids}
         self._sequences = {key: seq for key, seq in self._sequences.items() if key.request_id in request_ids}
         self._waiting = {key: None for key in self._waiting if key.request_id in request_ids}
 
     def _add_request(self, request: RequestSnapshot) -> None:
-        """A request has come, perhaps from another engine core, or was there before the page."""
+        """Take a new request, perhaps from another engine core, or one that was there before the page."""
         is_new = request.request_id not in self._requests
         self._requests[request.request_id] = request
         for index, (num_computed, num_generated) in request.progress.items():
@@ -181,8 +181,8 @@ class StepView:
     def report(self) -> dict[str, Any] | None:
         """What changed since the last report, and the current state, as JSON-ready data; None if no step was taken.
 
-        A block table is reported as `keep`, the number of leading blocks that are unchanged, and `blocks`, those that follow; cached
-        blocks as those added and removed. `curve` has a list per quantity, with an entry per step: `length` is its duration, and
+        A block table is reported as `keep`, the number of unchanged leading blocks, and `blocks`, the ones after them; cached blocks as
+        the ones added and removed. `curve` has a list per quantity, with an entry per step: `length` is its duration, and
         `mean_gap` and `max_gap` its inter-token latencies (None if no sequence has two tokens), all in seconds.
         """
         step = self._step

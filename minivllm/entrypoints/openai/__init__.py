@@ -1,1 +1,1 @@
-"""OpenAI's protocol: what requests and answers look like, and how the engine's outputs become answers."""
+"""OpenAI's protocol: requests, responses, and how the engine's outputs become them."""

@@ -28,9 +28,8 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 MAX_CHARACTERS_PER_TOKEN = 16
 """Texts with more characters than this per token of context are refused before tokenization.
 
-Prose has three to five characters a token, deeply indented code up to eight. Anything above 16 is nearly all runs of one character, and
+Prose has three to five characters a token, deeply indented code up to eight. A text above 16 is mostly runs of one character, and
 tokenizing megabytes of it only to refuse it would waste CPU time."""
-
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
@@ -90,7 +89,7 @@ class Answer(ABC):
 
     @abstractmethod
     async def make_prompts(self) -> list[Prompt]:
-        """The prompts for the engine, with their lengths checked. Raises RequestError."""
+        """The prompts for the engine, their lengths checked. Raises RequestError."""
 
     @abstractmethod
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
@@ -138,7 +137,7 @@ class Answer(ABC):
         return {**self.head, "choices": choices, "usage": self.usage, **extras}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Generate, and yield server-sent events, those of an output together: a chunk per choice. What they share is encoded once.
+        """Generate, and yield the server-sent events of each output: a chunk per choice. The fields they share are encoded once.
 
         Raises:
             RequestError, EngineDeadError, ApiError: It failed; before the first event if the request is invalid.
@@ -162,7 +161,7 @@ class Answer(ABC):
         return b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
 
     async def _chunks(self) -> AsyncGenerator[list[Json], None]:
-        """What the chunks of each output have beside `head`."""
+        """The chunks of each output, without `head`."""
         begun: set[int] = set()
         n = self.params.n
         async with aclosing(self._outputs()) as stream:
@@ -208,7 +207,7 @@ class Answer(ABC):
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
                 if output.error is not None:
-                    would_fail_again = output.error.startswith("structured_outputs")  # OpenAI's client would retry twice
+                    would_fail_again = output.error.startswith("structured_outputs")  # stops OpenAI's client from retrying
                     raise ApiError(500, output.error, headers={"x-should-retry": "false"} if would_fail_again else None)
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The server aborted the request: try again.")
@@ -226,7 +225,7 @@ def make_choice(index: int, completion: CompletionOutput | None, **content: Any)
 
 
 async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Merge streams: outputs as they come, with their stream's number. If this one is closed or fails, all are closed."""
+    """Merge streams: outputs as they come, each with its stream's number. Closes all of them at the end, or when one fails."""
     if len(streams) == 1:  # the usual case needs no queue
         async with aclosing(streams[0]) as stream:
             async for output in stream:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from minivllm.entrypoints.openai.limits import EXPECTED
 from minivllm.errors import ContextLengthError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
 logger = logging.getLogger(__name__)
@@ -28,17 +29,6 @@ RETRY_SECONDS = {429: 1, 503: 5}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 _MAX_MESSAGE = 1000
 """Longest error message, in characters: it may quote the input."""
-
-EXPECTED = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists: at most 4096 prompts, none of them empty",
-    "input": "a text, or a list of 1 to 2048 messages whose parts are of type input_text or output_text (tools, images and files are not supported)",
-    "bad_words": "a list of at most 1024 words, none of them blank",
-    "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
-    "json": "a JSON schema: an object, or its text",
-    "stop": "a string, or a list of at most 64 strings",
-    "content": "text, or a list of at most 4096 parts of type text (images, audio and files are not supported)",
-}
-"""What fields that take several types must be, by name."""
 
 _KINDS = {
     "int": "a whole number",
@@ -116,7 +106,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=_first_word(str(error)))
     if isinstance(error, ModelLoadError):  # the chat template
         return ApiError(500, str(error))
-    if isinstance(error, RequestGivenUpError):  # OpenAI's client would retry twice
+    if isinstance(error, RequestGivenUpError):  # stops OpenAI's client from retrying
         return ApiError(500, str(error), code="request_given_up", headers={"x-should-retry": "false"})
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")

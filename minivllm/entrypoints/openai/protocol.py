@@ -17,17 +17,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from typing_extensions import TypedDict
 
 from minivllm.entrypoints.openai.errors import quoted
+from minivllm.entrypoints.openai.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
-
-MAX_LOGPROBS = 20
-"""The most candidates per token that a client may ask for, as in OpenAI's chat and vLLM."""
-MAX_STOP_STRINGS = 64
-MAX_BAD_WORDS = 1024
-MAX_LOGIT_BIAS = 4096
-MAX_TOKEN_IDS = 16_384
-"""Of allowed_token_ids."""
-MAX_CHOICES = 4096
 
 _ONLY_NULL = (
     "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -155,13 +155,13 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: Count | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = Field(
-        None, description="The tokens to choose from."
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None = (
+        Field(None, description="The tokens to choose from.")
     )
     bad_words: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
         Field(None, description="Words whose tokens must not be generated.")
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

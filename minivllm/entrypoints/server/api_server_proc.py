@@ -1,4 +1,4 @@
-"""The process of an API server beside the first; see `api_server_processes.py`."""
+"""The process of a further API server; see `api_server_processes.py`."""
 
 from __future__ import annotations
 

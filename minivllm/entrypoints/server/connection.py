@@ -1,6 +1,6 @@
 """uvicorn's connection with timeouts for clients that stop reading or send no request.
 
-Without them, a client that stops reading its stream would hold its capacity for ever, and silent clients would use up the server's
+Without them, a client that stops reading its stream would hold its capacity forever, and silent clients would use up the server's
 file descriptors.
 """
 
@@ -21,7 +21,7 @@ HEAD_SECONDS = 20.0
 ABORT = "abort_connection"
 """Key in a request's `scope["state"]`: the function that aborts its connection, dropping unsent data."""
 RESET_SECONDS = (0.05, 0.5, 3.0)
-"""After which times to look whether a client that sends no more has reset its connection."""
+"""When to check whether a client that closed its sending side has reset the connection."""
 LAST_WORD_SECONDS = 2.0
 """How long a slow client has to receive the end of its response."""
 
@@ -54,11 +54,11 @@ class Connection(H11Protocol):
             self._start("head", HEAD_SECONDS)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio has it
-        """The client sends no more. Answer its request all the same, if it still listens: one that does not resets the connection at the next byte."""
+        """The client has closed its sending side. Answer if it still listens; one that does not resets the connection at the next byte."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scope["method"] != "POST":
             return False
-        if self.scope["http_version"] != "1.1":  # it would not know the next byte's meaning
+        if self.scope["http_version"] != "1.1":  # it does not know 100 Continue
             return False
         cycle.keep_alive = False
         if not cycle.response_started:
@@ -73,7 +73,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The socket buffer is full. Called while closing too, which would otherwise wait for the client for ever."""
+        """The socket buffer is full. Also called while closing, which would otherwise wait forever for the client."""
         super().pause_writing()
         self._start("take", TAKE_SECONDS)
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MANY_FILES = 65_536
 _POLL_SECONDS = 0.2
-"""How long another API server may be gone before it is noticed."""
+"""How often to look whether another API server has died."""
 _LEEWAY = 10.0
 """Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
 
@@ -91,7 +91,7 @@ def run_server(
 
 
 def warn_of_chat_template(engine: AsyncLLMEngine) -> None:
-    """Say so if the model's chat template does not work, before a client finds out."""
+    """Warn if the model's chat template does not work, before a client finds out."""
     if engine.tokenizer is None or not engine.tokenizer.hf_tokenizer.chat_template:
         return
     try:
@@ -105,14 +105,14 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def freeze_heap() -> None:
-    """Keep the garbage collector away from what there is now, and stays: it would take a tenth of a second of the event loop to look at it all. Mirrors
-    `freeze_gc_heap` of vLLM."""
+    """Hide the present, permanent objects from the garbage collector: scanning them would block the event loop for a tenth of a second.
+    Mirrors vLLM's `freeze_gc_heap`."""
     gc.collect()
     gc.freeze()
 
 
 def raise_file_limit() -> None:
-    """Raise the limit on open files, and so on connections. Mirrors `set_ulimit` of vLLM."""
+    """Raise the limit on open files, and thereby on connections. Mirrors vLLM's `set_ulimit`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -125,9 +125,9 @@ class ApiServer(uvicorn.Server):
 
     Args:
         state: What it serves, and how.
-        address: That of the socket it will listen on.
+        address: Of the socket it will listen on.
         others: Further API servers, which end with this one.
-        is_first: Whether it is the first of several API servers, or the only one: it prints the greeting, and counts signals.
+        is_first: Whether it is the first API server, which prints the greeting and counts signals.
     """
 
     LAST_WORDS_SECONDS = 1.0
@@ -160,13 +160,13 @@ class ApiServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal as the module's docstring says."""
         self.should_exit = True
-        if not self._is_first:  # the first one counts, and tells by END_NOW
+        if not self._is_first:  # the first API server counts them, and sends END_NOW
             return
         self._num_signals += 1
         if self._num_signals == 2:
             self._state.closing.end_now()
             if self._others is not None:
-                self._others.end_now()
+                self._others.send_signal(END_NOW)
         elif self._num_signals > 2:
             os._exit(128 + sig)  # the engine process notices, and exits too
 
@@ -176,7 +176,7 @@ class ApiServer(uvicorn.Server):
         Raises:
             ConfigError: Another process took the port while the model was loading.
         """
-        for listener in sockets or ():  # so that the next server need not wait for closing connections
+        for listener in sockets or ():  # the next server need not wait for closing connections
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             await super().startup(sockets)
@@ -194,7 +194,7 @@ class ApiServer(uvicorn.Server):
         """Stop listening, wait for running requests, here and in the other API servers, and shut the engine down."""
         self._state.closing.begin(self._state.settings.shutdown_timeout)
         if self._others is not None:
-            self._others.finish()
+            self._others.send_signal(signal.SIGTERM)
         await super().shutdown(sockets)
         for watch in self._watches:
             watch.cancel()
@@ -207,7 +207,9 @@ class ApiServer(uvicorn.Server):
             await self._state.engine.wait_dead()
         except Exception:
             logger.exception("Watching the engine failed; the server shuts down.")
-        await self._exit_with_failure()
+        await asyncio.sleep(self.LAST_WORDS_SECONDS)
+        self.exit_status = 1
+        self.should_exit = True
 
     async def _watch_others(self, others: ApiServerProcesses) -> None:
         while not self._state.closing.begun:
@@ -217,14 +219,9 @@ class ApiServer(uvicorn.Server):
                 self._state.engine.replicas.drop_client(client_index)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _exit_with_failure(self) -> None:
-        await asyncio.sleep(self.LAST_WORDS_SECONDS)
-        self.exit_status = 1
-        self.should_exit = True
-
 
 def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """Bound sockets that do not listen yet. The kernel divides connections evenly among several.
+    """Bound sockets that do not listen yet. The kernel balances connections among them.
 
     Raises:
         ConfigError: The address or the port cannot be bound.
@@ -248,7 +245,7 @@ def _bind_many(kind: tuple[int, int, int], address: tuple, count: int) -> list[s
     listeners: list[socket.socket] = []
     try:
         while len(listeners) < count:
-            try:  # without SO_REUSEADDR, so that `bind` of another server fails while this one loads its model
+            try:  # without SO_REUSEADDR: `bind` of another server must fail while this one loads its model
                 listeners.append(_bind_one(kind, address, socket.SO_REUSEPORT))
             except OSError:  # connections of an earlier server are still closing
                 listeners.append(_bind_one(kind, address, socket.SO_REUSEPORT, socket.SO_REUSEADDR))

@@ -22,7 +22,7 @@ from minivllm.entrypoints.server.state import Closing
 
 MAX_REQUEST_ID = 128
 OPEN_PATHS = ("/health", "/ping")
-"""What a load balancer asks, which has no key."""
+"""For load balancers, which have no key."""
 
 
 class RequestMiddleware:

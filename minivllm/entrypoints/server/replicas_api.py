@@ -1,8 +1,8 @@
-"""Routes for whoever runs the server: which replicas there are, restart one in order, kill one to see what happens.
+"""Routes for operators: list the replicas, restart one, kill one to see what happens.
 
-    GET  /replicas                  all of them, also while none is ready
-    POST /replicas/{rank}/restart   it finishes what it has, others get the new requests, and another is started in its place
-    POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and its requests go on elsewhere
+    GET  /replicas                  all of them, even while none is ready
+    POST /replicas/{rank}/restart   it finishes its requests while others get the new ones, and is then replaced
+    POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and its requests go on at other replicas
 
 A POST needs `Content-Type: application/json`, which no page of another site can send.
 """
@@ -54,7 +54,7 @@ class AcceptedResponse(TypedDict):
 
 
 def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
-    """Each replica in order: its state, its queues, its blocks, its rate, and how often it has died."""
+    """Each replica in order: state, queues, blocks, rate, and how often it has died."""
     replicas: list[ReplicaHealth] = []
     for status in engine.replicas.statuses():
         stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
@@ -85,7 +85,7 @@ async def list_replicas(request: Request) -> Response:
 
 @router.post("/replicas/{rank}/restart", responses={202: {"model": AcceptedResponse}})
 async def restart_replica(rank: int, request: Request) -> Response:
-    """Let a replica finish what it has, and start another in its place."""
+    """Let a replica finish its requests, and replace it."""
     state = _checked(request, rank)
     if not state.settings.may_manage:
         raise ApiError(
@@ -114,7 +114,7 @@ def _state_of(state: ServerState, rank: int) -> str:
 
 
 def _checked(request: Request, rank: int) -> ServerState:
-    """The server's state, if the request can be meant for it."""
+    """The server's state, if it has this replica and the request may change it."""
     if not has_json(request):
         raise ApiError(415, "Content-Type must be application/json.")
     state = state_of(request)

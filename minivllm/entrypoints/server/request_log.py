@@ -97,7 +97,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueuedLog(logging.Handler):
-    """Writes lines in a thread of its own, so that a log that nobody reads, or a full disk, stops nobody. What it cannot write is dropped and counted.
+    """Writes lines in a thread of its own, so that a full disk or pipe does not block the server. Lines it cannot write are dropped and counted.
 
     Args:
         stream: Where to.
@@ -109,21 +109,21 @@ class QueuedLog(logging.Handler):
 
     def __init__(self, stream: TextIO, capacity: int = 10_000) -> None:
         super().__init__()
-        try:  # not the stream itself: its lock would be held while a write waits, also when the process ends
+        try:  # not the stream itself: a blocked write would hold its lock, even at the end of the process
             self._write = functools.partial(_write_all, os.dup(stream.fileno()))
         except OSError:  # a stream without a file
             self._write = functools.partial(_write_text, stream)
         self._lines: queue.Queue[str] = queue.Queue(capacity)
         self._num_dropped = 0
         self._count_lock = threading.Lock()
-        """Not the handler's, which is held while `close` waits for the last lines."""
+        """Not the handler's lock, which is held while `close` waits for the last lines."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record's line."""
         try:
             line = self.format(record)
-        except Exception as error:  # a mistake where it was logged, which must not end what logs
+        except Exception as error:  # a mistake in the logging call must not end the code that logs
             cause = f"{type(error).__name__}: {error}"
             line = self.format(_make_record("A message of %s could not be written: %s", record.name, cause))
         try:
@@ -132,7 +132,7 @@ class QueuedLog(logging.Handler):
             self._count_dropped(1)
 
     def close(self) -> None:
-        """Wait for the last lines, but not for ever."""
+        """Wait for the last lines, but not forever."""
         deadline = time.monotonic() + self.CLOSE_SECONDS
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -173,7 +173,7 @@ def _make_record(message: str, *arguments: object) -> logging.LogRecord:
 
 
 def say(sentence: str) -> None:
-    """Write a line to standard error. A full disk is no reason to end, and a full pipe none to wait: then it is dropped."""
+    """Write a line to standard error, or drop it if the disk or the pipe is full."""
     if sys.stderr is None:
         return
     try:
@@ -183,7 +183,7 @@ def say(sentence: str) -> None:
         return
     with contextlib.suppress(OSError, ValueError):
         if select.select((), (file,), (), 0)[1]:
-            os.write(file, sentence.encode() + b"\n")  # print would keep what it cannot write, and try again at the end
+            os.write(file, sentence.encode() + b"\n")  # print would keep an unwritten line, and retry at exit
 
 
 def configure_logging(level: str) -> None:

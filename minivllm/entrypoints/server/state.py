@@ -33,14 +33,14 @@ class ServerSettings:
     Args:
         api_keys: Any of them grants access; empty means no authentication.
         max_request_bytes: Largest request body.
-        max_waiting: Sequences that may wait beyond those that run.
+        max_waiting: Sequences that may wait, besides the running ones.
         request_timeout: Time limit per request in seconds, or None.
         shutdown_timeout: Grace period for running requests at shutdown, in seconds.
-        api_server_count: API servers, which divide the sequences in flight among them.
+        api_server_count: API servers, which share the sequences in flight evenly.
         chat_template: A Jinja template to use instead of the model's.
         allowed_origins: Web pages that may use the server from a browser (CORS); "*" means all.
-        allow_kill: Whether whoever reaches the server may kill replicas.
-        may_manage: Whether whoever gets past the key may restart replicas.
+        allow_kill: Any client may kill replicas.
+        may_manage: Any client that has the key, if there is one, may restart replicas.
 
     Raises:
         ConfigError: A value is out of range.
@@ -77,7 +77,7 @@ class Admission:
     """Limits the sequences in flight, counted from before tokenization.
 
     Args:
-        capacity: How many there may be.
+        capacity: The most sequences.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -121,7 +121,7 @@ class Closing:
         """Set when running requests must end."""
         self._requests: set[asyncio.Task] = set()
         self._watchers: set[asyncio.Task] = set()
-        """GET requests, which are not waited for."""
+        """GET requests, which shutdown does not wait for."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._at_once = False
 

@@ -10,7 +10,8 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import NotRequired, TypedDict
 
-from minivllm.entrypoints.openai.errors import EXPECTED, quoted
+from minivllm.entrypoints.openai.errors import quoted
+from minivllm.entrypoints.openai.limits import EXPECTED, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from minivllm.entrypoints.openai.protocol import (
     UNSERVED,
     Body,
@@ -23,15 +24,10 @@ from minivllm.entrypoints.openai.protocol import (
 )
 from minivllm.errors import RequestError
 
-MAX_MESSAGES = 2048
-MAX_PARTS = 4096
-"""Per message."""
-MAX_TOOLS = 128
-
 
 @functools.cache
 def _reserved_kwargs() -> frozenset[str]:
-    """What transformers' `apply_chat_template` takes for itself, and what it calls the conversation in a template."""
+    """The parameters of transformers' `apply_chat_template`, and "messages", a template's name for the conversation."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"} | {"messages"}
@@ -68,7 +64,7 @@ class ToolCall(Body):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object, if they are one."""
+        """With the arguments decoded, if they are valid JSON."""
         try:
             arguments = msgspec.json.decode(self.function.arguments)
         except (msgspec.DecodeError, RecursionError):
@@ -106,7 +102,7 @@ class NamedToolChoice(Body):
 
 
 class Message(Body):
-    """A message of a conversation. A tool's has the result of a call of the assistant's."""
+    """A message of a conversation. The role "tool" has the result of one of the assistant's calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -174,7 +170,7 @@ class ChatCompletionRequest(GenerationBody):
             raise RequestError(f"tool_choice is {quoted(choice.function.name)}, but there is no such tool.")
         must_call = choice == "required" or isinstance(choice, NamedToolChoice)
         if must_call and self.structured_outputs_params() is not None:
-            raise RequestError("tool_choice must be auto or none where the text's form is given, too.")
+            raise RequestError("tool_choice must be auto or none if response_format or structured_outputs is given.")
 
 
 class TokenLogprob(TypedDict):

@@ -38,7 +38,7 @@ class ChatAnswer(Answer):
         if body.tools and body.tool_choice in (None, "auto"):
             sampling["skip_special_tokens"] = False  # a call may begin with one
         self._parsers: dict[int, ToolCallParser] = {}
-        """Of each streamed answer."""
+        """For each streamed answer, by its index."""
         super().__init__(engine, body, SamplingParams(**sampling), num_prompts=1)
 
     async def make_prompts(self) -> list[Prompt]:
@@ -91,7 +91,7 @@ class ChatAnswer(Answer):
         return last.for_template()["content"] if self.chat.echo and last.role == "assistant" else ""
 
     def _choice(self, index: int, completion: CompletionOutput, parser: ToolCallParser, **content: Json) -> Json:
-        """A choice. One that calls a function has a finish reason of its own, unless the function was named: then it just stops, as in OpenAI's API."""
+        """A choice. If it calls a function its finish reason is "tool_calls", unless the request named the function: then "stop", as in OpenAI's API."""
         choice = make_choice(index, completion, **content, logprobs=self._logprobs(completion))
         if self.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -124,19 +124,19 @@ async def encode_chat(
     *,
     is_cut: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation, encoded in a thread: a long one would block the event loop.
+    """The token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
     Args:
         engine: Has the tokenizer.
         messages: The conversation.
         add_generation_prompt: End with the opening of the assistant's turn.
         options: For the chat template.
-        is_cut: The tokens are cut to a length later, so there may be more than fit.
+        is_cut: The prompt is truncated later, so it may be longer than the context.
 
     Raises:
         RequestError: The chat template rejects it, or it is far too long.
     """
-    await asyncio.sleep(0)  # others' turn, after the messages were validated
+    await asyncio.sleep(0)  # let others run: validating the messages may have taken long
     conversation = [message.for_template() for message in messages]
     if not is_cut:
         check_length(len(conversation), "messages", engine)

@@ -1,8 +1,8 @@
-"""Tool calls on chat: what constrains the text of a model that must call a function, and how its text becomes calls.
+"""Tool calls in chat: the schema for a model that must call a function, and parsers that turn its text into calls.
 
-A model that may call one ("auto") writes calls as Hermes and Qwen do, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one is
-named, the text is its arguments; if any is required, a list of `{"name": ..., "parameters": {...}}`, as in vLLM: both by a grammar. Mirrors
-`vllm/tool_parsers/hermes_tool_parser.py`.
+With tool_choice "auto", the model writes calls as Hermes and Qwen do: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If the
+request names a function, a grammar makes the text its arguments; with "required", a list of `{"name": ..., "parameters": {...}}`, as in
+vLLM. Mirrors `vllm/tool_parsers/hermes_tool_parser.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolCallParser(ABC):
-    """Divides the growing text of one answer into content and calls.
+    """Splits the growing text of one answer into content and calls.
 
     Attributes:
         num_calls: Calls so far.
@@ -32,7 +32,7 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """What is new after more text: content, and calls or parts of calls."""
+        """Take more text. Returns what is new: content, and calls or parts of calls."""
 
     def _call(self, name: str, arguments: str) -> ToolCallDelta:
         self.num_calls += 1
@@ -45,7 +45,7 @@ class ToolCallParser(ABC):
 
 
 class NoCalls(ToolCallParser):
-    """All is content."""
+    """Everything is content."""
 
     def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
         """The text."""
@@ -67,14 +67,14 @@ class NamedCall(ToolCallParser):
 
 
 class RequiredCalls(ToolCallParser):
-    """The text is a list of calls, which are given out when it is complete."""
+    """The text is a list of calls, returned when it is complete."""
 
     def __init__(self) -> None:
         super().__init__()
         self._text = ""
 
     def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """All calls at the end; the text itself if it was cut."""
+        """All calls at the end; the text itself if it was cut short."""
         self._text += text
         if not is_last:
             return "", []
@@ -86,17 +86,17 @@ class RequiredCalls(ToolCallParser):
 
 
 class HermesCalls(ToolCallParser):
-    """Calls in the text, each between `<tool_call>` and `</tool_call>`; all but spaces around them is content."""
+    """Calls in the text, each between `<tool_call>` and `</tool_call>`; the rest, except spaces around them, is content."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rest = ""
-        """What may be, or is, a call, and is not complete."""
+        """Text that is, or may become, an incomplete call."""
         self._blank: str | None = ""
-        """Spaces before a call or after one, which are not content if nothing else is; None after other content."""
+        """Spaces around calls, which are content only if other content follows; None once it has."""
 
     def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """Content as it comes, but for what may be the beginning of a call; each call when it is complete."""
+        """Content as it comes, except a possible beginning of a call; each call when it is complete."""
         self._rest += text
         content, calls = "", []
         while True:
@@ -112,7 +112,7 @@ class HermesCalls(ToolCallParser):
                 content, self._rest = content + self._show(before), BEGIN + inside
                 break
             call = _read_call(body)
-            if call is None and BEGIN in body:  # one that never ended, and then another
+            if call is None and BEGIN in body:  # a call that never ended, then another
                 position = body.index(BEGIN)
                 body, end, after = body[:position], "", body[position:] + end + after
             content += self._show(before if call else before + BEGIN + body + end)
@@ -125,7 +125,7 @@ class HermesCalls(ToolCallParser):
         return content, calls
 
     def _show(self, text: str) -> str:
-        """The content in a text that is no call."""
+        """The content of a text outside calls."""
         if self._blank is None:
             return text
         self._blank += text
@@ -136,12 +136,12 @@ class HermesCalls(ToolCallParser):
 
 
 def _length_of_beginning(text: str) -> int:
-    """How many characters at the end of a text may be the beginning of a call."""
+    """How many characters at the end of a text may begin `<tool_call>`."""
     return next((length for length in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:length])), 0)
 
 
 def _divide(text: str) -> tuple[str, str, str]:
-    """The text of a call, its end, and what follows; the end may stand in a string of the call, too, where it means nothing."""
+    """A call's text, its end tag, and the rest. An end tag inside a JSON string of the call does not count."""
     position = text.find(END)
     while position >= 0 and text[:position].replace("\\\\", "").replace('\\"', "").count('"') % 2:
         position = text.find(END, position + 1)
@@ -160,7 +160,7 @@ class _RequiredCall(msgspec.Struct):
 
 
 def _decode(text: str, kind: type[_Decoded]) -> _Decoded:
-    """What the model wrote. Raises ValueError if it is not JSON that another program can read, or not of this kind."""
+    """Decode the model's JSON. Raises ValueError if it is invalid, is not of this type, or has half a surrogate pair."""
     try:
         decoded = msgspec.json.decode(text, type=kind)
         json.dumps(json.loads(text), ensure_ascii=False).encode()  # no half characters
@@ -170,7 +170,7 @@ def _decode(text: str, kind: type[_Decoded]) -> _Decoded:
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call, if it is one."""
+    """Name and arguments of a call; None if the text is not one."""
     try:
         call = _decode(text, _HermesCall)
     except ValueError:
@@ -189,7 +189,7 @@ def make_parser(body: ChatCompletionRequest) -> ToolCallParser:
 
 
 def schema_of_calls(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    """The JSON schema of the text, if a call is required."""
+    """The JSON schema of the text if a call is required, else None."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, NamedToolChoice):
         return next(_parameters(tool) for tool in tools if tool.function.name == choice.function.name)
@@ -210,7 +210,7 @@ def schema_of_calls(body: ChatCompletionRequest) -> dict[str, Any] | None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments: those that it names and no others, unless it says otherwise, as in vLLM."""
+    """The schema of a function's arguments. A plain one allows no unnamed arguments, as in vLLM."""
     schema = tool.function.parameters or {"type": "object", "properties": {}}
     if (
         schema.keys() <= {"type", "properties", "required", "title", "description", "$defs", "definitions"}
@@ -221,14 +221,14 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 _VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def _move_refs(schema: Any, where: str) -> Any:
-    """A schema that has become a part of another one: its references to itself point to where it is now."""
+    """Embed a schema in another at `where`: its references to itself are rewritten."""
     if isinstance(schema, list):
         return [_move_refs(item, where) for item in schema]
-    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):  # references in one that has an address are to that
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):  # relative to its $id
         return schema
     moved = {key: value if key in _VALUES else _move_refs(value, where) for key, value in schema.items()}
     reference = schema.get("$ref")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import NotRequired, TypedDict
 
+from minivllm.entrypoints.openai.limits import MAX_PROMPTS
 from minivllm.entrypoints.openai.protocol import (
     UNSERVED,
     Count,
@@ -18,8 +19,6 @@ from minivllm.entrypoints.openai.protocol import (
     Usage,
 )
 from minivllm.errors import RequestError
-
-MAX_PROMPTS = 4096
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _Prompts = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)

@@ -35,13 +35,13 @@ class CompletionAnswer(Answer):
         self.prompts = split_prompts(body.prompt)
         self.echo = bool(body.echo)
         self.only_echo = max_tokens == 0
-        """The engine generates one token all the same, which is dropped."""
+        """The engine still generates one token, which is dropped."""
         self._echoes: list[str] = []
         """The text of each prompt, with `echo`."""
         self._offsets: dict[int, TokenOffsets] = {}
-        """Of each streamed continuation."""
+        """For each streamed continuation, by its index."""
         self._prompt_token_ids: dict[int, list[int]] = {}
-        """Of each that has not begun."""
+        """For each that has not begun."""
         params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
         super().__init__(engine, body, params, len(self.prompts))
 
@@ -98,7 +98,7 @@ class CompletionAnswer(Answer):
             self.usage["completion_tokens"], self.usage["total_tokens"] = 0, self.usage["prompt_tokens"]
 
     def _token_offsets(self, index: int, output: RequestOutput) -> TokenOffsets:
-        """For the tokens of a continuation, after the prompt with `echo`."""
+        """For a continuation's tokens, which come after the prompt with `echo`."""
         begin = len(self._echoes[index // self.params.n]) if self.echo else 0
         return TokenOffsets(self.engine.tokenizer, output.prompt_token_ids, self.params.skip_special_tokens, begin)
 
@@ -113,7 +113,7 @@ class CompletionAnswer(Answer):
         assert self.params.logprobs is not None and output.prompt_logprobs is not None
         tokenizer, token_ids = tokenizer_of(self.engine), output.prompt_token_ids
         first_token = tokenizer.decode(token_ids[:1], skip_special_tokens=False)
-        # The tokenizer may have put tokens before the text, which are not in it.
+        # The tokenizer may have prepended tokens that are not in the text.
         begin = len(self._echoes[index // self.params.n]) - len(tokenizer.decode(token_ids, skip_special_tokens=False))
         offsets = TokenOffsets(tokenizer, [], False, begin)
         return completion_logprobs(
@@ -129,7 +129,7 @@ def split_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list
 
 
 def without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """An empty continuation, for requests that want only the prompt."""
+    """An empty continuation, for requests of only the prompt."""
     has_logprobs = completion.logprobs is not None
     return CompletionOutput(completion.index, "", [], logprobs=[] if has_logprobs else None, finish_reason="length")
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
-from minivllm.entrypoints.openai.chat.protocol import MAX_MESSAGES, ChatCompletionRequest, ChatTemplateKwargs, Message
+from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest, ChatTemplateKwargs, Message
+from minivllm.entrypoints.openai.limits import MAX_MESSAGES
 from minivllm.entrypoints.openai.protocol import UNSERVED, Body, PositiveCount, SamplingBody
 from minivllm.errors import RequestError
 
@@ -48,7 +49,7 @@ class TextConfig(Body):
 
 
 _RESPONSES_FIELDS = {*SamplingBody.model_fields, "chat_template_kwargs", "parallel_tool_calls", "stream_options", "tool_choice"}
-"""Of a chat's fields, those that a request to /v1/responses may have."""
+"""A chat's fields that /v1/responses has, too."""
 
 
 class ResponsesRequest(SamplingBody):
@@ -93,7 +94,7 @@ class ResponsesRequest(SamplingBody):
         return self
 
     def to_chat(self) -> ChatCompletionRequest:
-        """The same as a request to /v1/chat/completions. Messages are not validated again, which would take as long as the first time."""
+        """The same as a request to /v1/chat/completions. Messages are not validated a second time, which takes long."""
         messages = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         fields = {name: getattr(self, name) for name in (*SamplingBody.model_fields, "chat_template_kwargs")}
         if self.text is not None and self.text.format is not None:
@@ -124,14 +125,14 @@ class OutputMessage(TypedDict):
 
 
 class InputTokensDetails(TypedDict):
-    """`cached_tokens`: found in the prefix cache. What is written to it costs nothing here."""
+    """`cached_tokens`: found in the prefix cache. `cache_write_tokens` is 0: writing to it is free here."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """No reasoning is told apart."""
+    """`reasoning_tokens` is 0: reasoning is not counted separately."""
 
     reasoning_tokens: int
 
@@ -147,7 +148,7 @@ class ResponsesUsage(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    """Why an answer has no end."""
+    """Why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 

@@ -1,6 +1,6 @@
 """/v1/responses: the next message of a conversation, in the form of OpenAI's Responses API. Mirrors vllm/entrypoints/openai/responses/serving.py.
 
-A request is one to /v1/chat/completions in other words, and so is its answer. Nothing is stored: a conversation goes on if the client sends
+Requests and answers are those of /v1/chat/completions in another form. Nothing is stored: to continue a conversation, the client sends
 its earlier messages again.
 """
 
@@ -27,7 +27,7 @@ from minivllm.entrypoints.openai.responses.protocol import (
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}
-"""Of the text: the only part of the only item."""
+"""The text's place: the only part of the only item."""
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -58,7 +58,7 @@ class ResponsesAnswer(ChatAnswer):
         return dict(self._response(self._status))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Generate, and yield server-sent events, those of an output together.
+        """Generate, and yield the server-sent events of each output.
 
         Raises:
             RequestError, EngineDeadError, ApiError: It failed; before the first event if the request is invalid.
@@ -122,7 +122,7 @@ class ResponsesAnswer(ChatAnswer):
         return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: Status) -> ResponsesResponse:
-        """The response at this moment. Only one that has ended has output and usage."""
+        """The response so far. Only a response that has ended has output and usage."""
         body, has_ended = self.responses_body, status in ("completed", "incomplete")
         form = body.text and body.text.format
         return {

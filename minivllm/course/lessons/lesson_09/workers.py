@@ -1,6 +1,6 @@
 """Serving without batches: worker processes, each with a model of its own, that take one request after another from a queue.
 
-This is how many services begin, and lesson 09 begins with it too. `benchmarks/process_per_request.py` is slower still.
+Many services begin like this. `benchmarks/process_per_request.py` is slower still.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Workers:
             raise
 
     def run(self, requests: Sequence[WorkloadRequest]) -> EngineRun:
-        """Answer requests that are all there from the start. Each worker first answers one that does not count, to warm up.
+        """Answer requests that all arrive at the start. Each worker first answers an unmeasured one, to warm up.
 
         Raises:
             MinivllmError: A request failed.
@@ -96,7 +96,7 @@ class Workers:
             warm.abort()
             raise
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error  # what went wrong, rather than that another worker noticed it
+            raise error  # the cause, not a broken barrier in another worker
         return EngineRun.of(done, time.perf_counter() - starts[0], scheduler=f"{len(workers)} workers")
 
     def shutdown(self) -> None:
@@ -113,7 +113,7 @@ class Workers:
 
 
 def _answer(engine: LLMEngine, request: WorkloadRequest) -> list[float]:
-    """Have one request answered; when each of its tokens came."""
+    """Answer one request. Returns when each of its tokens came."""
     params = request.sampling_params(RequestOutputKind.DELTA)
     engine.add_request("the only one", request.prompt_token_ids, params)
     times: list[float] = []
