@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from server_process import start_server  # noqa: E402
 
-from minivllm.bench.served_request import ServedRequest  # noqa: E402
+from minivllm.bench.summary import ServedRequest  # noqa: E402
 from minivllm.bench.workloads import generate_requests  # noqa: E402
 from minivllm.simulation.engine import simulate  # noqa: E402
 from minivllm.simulation.what_if import what_if  # noqa: E402

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from minivllm.bench.served_request import ServedRequest
+from minivllm.bench.summary import ServedRequest
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.errors import ConfigError
 

@@ -18,7 +18,6 @@ from minivllm.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from minivllm.bench.served_request import ServedRequest
     from minivllm.engine.trace import EngineTrace
 
 
@@ -121,6 +120,56 @@ class RequestLatency:
     def tpot(self) -> float | None:
         """Mean seconds per output token after the first; tokens that come together count one by one."""
         return time_per_output_token(self.ttft, self.latency, self.num_tokens)
+
+
+@dataclass
+class ServedRequest:
+    """One request, as its client saw it. Times in seconds; `start` and `end` since the first request of the run was sent.
+
+    Attributes:
+        prompt_tokens: As the server counted them; those of the workload if it did not say.
+        asked_tokens: How many output tokens were asked for.
+        lateness: How late it was sent in an open loop; no latency includes this.
+        start: When it was sent.
+        end: When its answer was complete, or its failure known.
+        ttft: From `start` to the first piece of the answer; None if none came, or if the answer was not streamed.
+        itls: From each piece to the next. As in vLLM's benchmark, a piece with several tokens counts once: the reader waits once.
+        output_tokens: As the server counted them, or else the number of pieces.
+        counted_by: Who counted them: "usage" of the server, or "pieces".
+        error: Why it failed, in words that many requests share, such as "status 429"; None if it did not.
+        detail: What the server or the connection said about it.
+    """
+
+    prompt_tokens: int
+    asked_tokens: int
+    lateness: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+    ttft: float | None = None
+    itls: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    counted_by: str = "pieces"
+    error: str | None = None
+    detail: str = ""
+
+    @property
+    def latency(self) -> float:
+        """End to end: from sending the request to the end of its answer, in seconds."""
+        return self.end - self.start
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per output token after the first; None if there is none, or the first one's time is not known."""
+        if self.ttft is None:
+            return None
+        return time_per_output_token(self.ttft, self.latency, self.output_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, times rounded to microseconds."""
+        return {
+            name: [round(gap, 6) for gap in value] if name == "itls" else round(value, 6) if isinstance(value, float) else value
+            for name, value in vars(self).items()
+        }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ WHOLE = Look("not streamed: until the answer", whiteness=0.45, height=0.8)
 
 
 class TimedRequest(Protocol):
-    """The times of a request in seconds, as in `minivllm.bench.served_request.ServedRequest`.
+    """The times of a request in seconds, as in `minivllm.bench.summary.ServedRequest`.
 
     Attributes:
         start: When it was sent, counted from the first request.

@@ -25,8 +25,8 @@ import minivllm
 from minivllm.bench import openai_client
 from minivllm.bench.load_generator import Load, generate_load
 from minivllm.bench.openai_client import OpenAIClient, read_events
-from minivllm.bench.served_request import ServedRequest, format_serving, peak_concurrency, summarize
-from minivllm.bench.summary import Distribution, Goals
+from minivllm.bench.serve import format_serving, peak_concurrency, summarize
+from minivllm.bench.summary import Distribution, Goals, ServedRequest
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints.cli import main as cli
 from minivllm.errors import ConfigError
@@ -191,7 +191,7 @@ def test_events_are_read_however_their_bytes_are_cut(texts, data):
 
 
 def generate(load: Load, requests, seconds: float, interrupt_after: float | None = None) -> list[tuple[float, float, bool]]:
-    """Start, end and whether it was given up, for each request of a service that takes so many seconds."""
+    """Start, end and whether it was given up, for each request of a service that takes this many seconds."""
     calls = []
 
     async def run() -> None:

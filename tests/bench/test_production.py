@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from minivllm.bench.production import TracedRequest, load_conversation_trace, replay_trace
-from minivllm.course.lessons.lesson_09.workers import Workers
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import EngineArgs
+from minivllm.course.lessons.lesson_09.workers import Workers
 from minivllm.errors import ConfigError, MinivllmError
 
 TRACE = [TracedRequest(10.0, 100, 8), TracedRequest(10.5, 300, 40), TracedRequest(14.0, 20, 400)]

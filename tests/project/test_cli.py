@@ -63,7 +63,7 @@ def test_chat_streams_answers_and_remembers(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Say hi.\n\n/clear\nSay hi.\n/exit\nnever read\n"))
     assert cli.main(["chat", "--temperature", "0", "--max-tokens", "5", *SMALL]) == 0
     first, second = capsys.readouterr().out.strip().split("\n")
-    assert first == second, "after /clear the conversation begins anew"
+    assert first == second, "after /clear a new conversation begins"
 
 
 def test_chat_says_when_the_context_is_full(capsys, monkeypatch):

@@ -282,7 +282,7 @@ def test_the_usage_so_far_comes_with_each_chunk_when_asked_for(server):
 
 
 def test_each_token_is_a_chunk_even_without_text(server, monkeypatch):
-    """Whoever measures the time between tokens counts chunks; only those that came together share one."""
+    """A client that measures the time between tokens counts chunks: only tokens that came together share one."""
     monkeypatch.setattr(server.engine.scripted, "seconds_per_step", 0.05)
     monkeypatch.setattr(server.engine.scripted, "script", server.engine.tokenizer.encode("😀😀😀"))
     num_tokens = len(server.engine.scripted.script)

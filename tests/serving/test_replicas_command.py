@@ -124,7 +124,7 @@ def test_buttons_that_kill_are_for_this_machine_alone(capsys):
 
 
 def test_restarted_one_after_another_under_load(served, expected, capsys):
-    """Those that had begun finish where they are, and those that come meanwhile are answered as well."""
+    """Running requests finish where they are, and new ones are answered meanwhile."""
     before = {item["process_id"] for item in replicas(served)}
     answers, is_over = [], threading.Event()
 

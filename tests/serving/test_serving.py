@@ -284,7 +284,7 @@ def engine_process(served):
 
 
 def kill_the_engine_under_streams(served, num_streams):
-    """How each of so many clients learned of the engine's death, and after how many seconds."""
+    """How each client learned of the engine's death, and after how many seconds."""
     num_begun = threading.Semaphore(0)
 
     def read(_):

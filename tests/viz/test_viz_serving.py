@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from minivllm.bench.served_request import ServedRequest
+from minivllm.bench.summary import ServedRequest
 from minivllm.viz.serving import ANSWERED, WAITING, WHOLE, draw_serving
 
 ANSWERED_ONE = ServedRequest(4, 3, start=1.0, end=4.0, ttft=1.0, itls=[0.5, 1.5], output_tokens=3)

@@ -20,7 +20,7 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.bench.load_generator import Load
-    from minivllm.bench.served_request import ServedRequest
+    from minivllm.bench.summary import ServedRequest
 
 API_KEY_VARIABLES = ("MINIVLLM_API_KEY", "OPENAI_API_KEY")
 NUM_REQUESTS = 32
@@ -72,7 +72,7 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
     """Load the server; print, save and draw what was measured. The status is 1 if no request completed."""
     from minivllm.bench.load_generator import Load
     from minivllm.bench.report import report
-    from minivllm.bench.served_request import format_serving, summarize
+    from minivllm.bench.serve import format_serving, summarize
     from minivllm.bench.summary import Goals
 
     goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.e2e_goal)

@@ -19,11 +19,10 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
-
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.dashboard.step_view import StepView
+from minivllm.entrypoints.openai.sse import sse
 from minivllm.errors import EngineDeadError
 
 COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")
@@ -45,7 +44,7 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
         may_kill: Whether the page has buttons that kill replicas.
     """
     more = {"num_engines": engine.num_engines, "replica": replica, "may_kill": may_kill and engine.num_engines > 1}
-    yield _event("engine", describe_engine(engine, replica) | more)
+    yield sse(describe_engine(engine, replica) | more, "engine")
     views = _Views(engine, replica)
     view, news, replicas = views.steps, views.news, b""
     watcher = asyncio.create_task(views.follow())
@@ -53,7 +52,7 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
     said, last_said = b"", now()
     try:
         while not watcher.done():
-            if engine.num_engines > 1 and (told := _event("replicas", views.report_replicas())) != replicas:
+            if engine.num_engines > 1 and (told := sse(views.report_replicas(), "replicas")) != replicas:
                 yield told
                 replicas = told
             try:
@@ -62,7 +61,7 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
                 name = "busy" if views.is_busy else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := _event(name, {count: getattr(views.stats, count) for count in COUNTS})) != said:
+                if (silence := sse({count: getattr(views.stats, count) for count in COUNTS}, name)) != said:
                     yield silence
                     said, last_said = silence, now()
                 elif now() - last_said > HEARTBEAT_PAUSE:
@@ -71,12 +70,12 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
                 continue
             news.clear()
             if report := view.report():
-                yield _event("steps", report)
+                yield sse(report, "steps")
                 said, last_said = b"", now()
             await asyncio.sleep(EVENT_PAUSE)
         if report := view.report():  # perhaps the step in which it died
-            yield _event("steps", report)
-        yield _event("dead", {"message": _why_it_ended(watcher)})
+            yield sse(report, "steps")
+        yield sse({"message": _why_it_ended(watcher)}, "dead")
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
@@ -141,7 +140,3 @@ def _why_it_ended(watcher: asyncio.Task[None]) -> str:
     except EngineDeadError as error:
         return str(error)
     return "The engine has shut down."
-
-
-def _event(name: str, content: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

@@ -21,6 +21,7 @@ from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
 from minivllm.entrypoints.openai.protocol import GenerationBody, Json, Usage
+from minivllm.entrypoints.openai.sse import DONE, sse
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -30,9 +31,6 @@ MAX_CHARACTERS_PER_TOKEN = 16
 
 Prose has three to five characters a token, deeply indented code up to eight. A text above 16 is mostly runs of one character, and
 tokenizing megabytes of it only to refuse it would waste CPU time."""
-
-DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
@@ -154,11 +152,11 @@ class Answer(ABC):
         """The events after all output."""
         if not self.body.include_usage:
             return DONE
-        return b"data: " + msgspec.json.encode({**self.head, "choices": [], "usage": self.usage}) + b"\n\n" + DONE
+        return sse({**self.head, "choices": [], "usage": self.usage}) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         """The events that end a stream which has begun."""
-        return b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE
+        return sse(error.body) + DONE
 
     async def _chunks(self) -> AsyncGenerator[list[Json], None]:
         """The chunks of each output, without `head`."""

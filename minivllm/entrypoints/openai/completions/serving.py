@@ -136,9 +136,4 @@ def without_tokens(completion: CompletionOutput) -> CompletionOutput:
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """Concatenate log-probabilities."""
-    return {
-        "tokens": first["tokens"] + second["tokens"],
-        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
-        "text_offset": first["text_offset"] + second["text_offset"],
-    }
+    return cast("CompletionLogprobs", {name: first[name] + second[name] for name in first})  # type: ignore[literal-required]

@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
 
-import msgspec
-
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.chat.serving import ChatAnswer
 from minivllm.entrypoints.openai.errors import ApiError
@@ -24,6 +22,7 @@ from minivllm.entrypoints.openai.responses.protocol import (
     ResponsesResponse,
     ResponsesUsage,
 )
+from minivllm.entrypoints.openai.sse import sse
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}
@@ -106,9 +105,9 @@ class ResponsesAnswer(ChatAnswer):
         return self._event(kind, item_id=self._item_id, **PLACE, **content)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **content})
+        event = sse({"type": kind, "sequence_number": self._num_events, **content}, kind)
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return event
 
     @property
     def _status(self) -> Literal["completed", "incomplete"]:
