@@ -2,10 +2,10 @@
 
     python benchmarks/agreement.py            # 200 prompts, 64 tokens each: about half an hour on 2 cores
     python benchmarks/agreement.py --num-prompts 20 --max-len 200
-    python benchmarks/agreement.py --num-prompts 50 --ranks 2 3    # the model divided among 2 and among 3 workers
+    python benchmarks/agreement.py --num-prompts 50 --ranks 2 3    # the model split across 2 and across 3 workers
 
-Every way of running must give transformers' tokens. transformers sees each distinct answer in one pass over prompt and answer: at each
-position, its most likely token must be ours. By induction, that is the same as comparing with its own greedy generation. Where its logits
+Every way of running must give transformers' tokens. transformers judges each distinct answer in one pass over prompt and answer: at each
+position, its most likely token must be ours. By induction, this equals a comparison with its own greedy generation. Where its logits
 for the two tokens differ by less than 1e-4, either is right.
 """
 

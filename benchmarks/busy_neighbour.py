@@ -1,11 +1,10 @@
-"""What one busy process beside the engine costs: speed alone, beside a loop, and beside another engine; against another version and vLLM, in
-turns.
+"""What a busy process next to the engine costs: its speed alone, next to a loop, and next to another engine; also for another version and for vLLM.
 
     python benchmarks/busy_neighbour.py --vllm-python .venv-vllm/bin/python --json busy_neighbour.json
     python benchmarks/busy_neighbour.py --against ../old-checkout
 
-Each engine is a process of its own. A sample during which something else computes is taken again. With vLLM a round takes some seven
-minutes: beside the loop, it generates a few tokens in a second.
+Each engine is a process of its own, and all take turns. A sample during which something else computes is repeated. With vLLM a round takes about seven
+minutes: next to the loop, it generates a few tokens per second.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BATCHES = {1: 48, 16: 32}
 """Sequences at once, and the tokens that each of them generates."""
 PROMPT_LEN = 16
 LEAST_KEPT, LEAST_ALONE, LEAST_TOGETHER = 0.7, 0.97, 0.8
-"""The project's bars: speed beside the loop relative to that alone, alone relative to the other version, and of two engines together relative
+"""The project's bars: speed next to the loop relative to alone, alone relative to the other version, and of two engines together relative
 to one."""
 MOST_DISTURBANCE, ATTEMPTS = 0.2, 3
 """How many cores other processes may use during a sample, and how often a sample is taken before a disturbed one counts."""
@@ -41,7 +40,7 @@ LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n for _ 
 
 
 def serve(dtype: str) -> None:
-    """The engine's process: reads numbers of sequences and tokens, and answers with the seconds that they take."""
+    """The engine's process: reads a number of sequences and of tokens, and answers with the seconds they take."""
     from minivllm import EngineArgs, LLMEngine, SamplingParams
 
     engine = LLMEngine.from_engine_args(EngineArgs("smollm2-135m", max_num_seqs=16, max_model_len=1024, dtype=dtype))
@@ -58,7 +57,7 @@ def serve(dtype: str) -> None:
 
 
 def make_prompts(number: int, num_seqs: int) -> list[list[int]]:
-    """Prompts of `PROMPT_LEN` tokens that differ from those of the samples before."""
+    """Prompts of `PROMPT_LEN` tokens, different for each sample."""
     first = 1000 * (number % 48)  # there are 49,152 tokens
     return [[first + 20 * i + j for j in range(PROMPT_LEN)] for i in range(num_seqs)]
 
@@ -89,7 +88,7 @@ class Variant:
 
 
 class Peer:
-    """vLLM, which is stopped while it is not its turn: its threads would spin."""
+    """vLLM, stopped while others have their turn: its threads would spin."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine, self.pid = engine, engine.pid
@@ -130,7 +129,7 @@ def _cpu_seconds(ours: list[int]) -> float:
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[list[subprocess.Popen]]:
-    """Single-threaded loops in a session of their own, as another terminal's are."""
+    """Single-threaded loops in a session of their own, as in another terminal."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP], start_new_session=True) for _ in range(count)]
     try:
         time.sleep(0.3)
@@ -142,9 +141,9 @@ def busy_loops(count: int) -> Iterator[list[subprocess.Popen]]:
 
 
 def measure(variants: dict[str, Variant | Peer], twins: dict[str, Variant], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each variant and situation, a round after the other, every second one backwards.
+    """Tokens per second of each variant and situation, round after round, every second one backwards.
 
-    Those of two engines at once are added up.
+    The speeds of two engines at once are added up.
     """
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     for variant in (*variants.values(), *twins.values()):

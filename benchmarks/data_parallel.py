@@ -2,7 +2,7 @@
 
     python benchmarks/data_parallel.py --json data_parallel.json
 
-Both are loaded at the same time and run the same requests in turns, so that they meet the same machine; who has no work sleeps. 32 sequences
+Both are loaded at the same time and take turns at the same requests, so that the machine is the same for both; an idle engine sleeps. 32 sequences
 run in all: 16 at each replica. Routing is timed with 1,000 replicas: prompts of 1,000 tokens, half of which begin with the same 600.
 """
 

@@ -1,8 +1,8 @@
 """Attention of a decode step on the CPU: the Numba backend against the torch backend, which gathers blocks first.
 
 All 30 layers of SmolLM2-135M (9 query heads, 3 KV heads of 64, float32, block size 16), including the writes of new keys and values. Each
-layer has its own cache, with blocks in random order. A step must read the keys and values of its contexts; how fast the machine can read
-at best is measured beside it, with the same threads, by touching every cache line of the same blocks.
+layer has its own cache, with blocks in random order. A step must read the keys and values of its contexts; how fast the machine can do
+that is measured, too: the same threads touch every cache line of the same blocks.
 """
 
 from __future__ import annotations

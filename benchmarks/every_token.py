@@ -1,15 +1,16 @@
-"""A replica is killed after each of the 40 tokens of requests of many kinds: what the clients receive, and whether it is what they would have received.
+"""Kills a replica after each of the 40 tokens of requests of many kinds, and compares what the clients receive with undisturbed answers.
 
     python benchmarks/every_token.py --json tokens.json
     python benchmarks/every_token.py --dtype bfloat16 --json tokens.json
     python benchmarks/every_token.py --quantization int8 --json tokens.json
 
-The requests go to a server of two replicas over HTTP, all to the same one, which is killed when one of them has so many tokens. The answers, with their log-probabilities, are compared with those of `LLM`, which nobody disturbs. A kind of
-request that was not killed at some position gets another turn, until each was killed at every one.
+The requests go over HTTP to one of a server's two replicas, which is killed when one of them has received a given number of tokens. The answers and their
+log-probabilities are compared with those of `LLM`. This is repeated until a request of each kind was killed at every position.
 
-In float32 they must be equal. In bfloat16 and int8, a token that is computed together with its prompt can differ in its last bits from one that was decoded. So where an answer differs, this shows that rounding
-decided, and nothing else: an engine in this process that computes prompt and output so far at once, and goes on from there, gives exactly the client's answer; and at the first token that differs, the logarithms of the
-probabilities of both candidates are the same either way to within `TIE` nats. For that, the server runs without chunked prefill, where what else is in a step could decide as well. The exit status is 1 if anything else differs.
+In float32 they must be equal. In bfloat16 and int8, a token that is computed together with its prompt can differ in its last bits from one that was decoded. So where
+an answer differs, this shows that rounding alone decided: an engine in this process that recomputes prompt and output and continues from there gives exactly
+the client's answer, and at the first token that differs, the log-probabilities of both candidates move against each other by at most `TIE` nats. The server runs without chunked
+prefill, where the rest of a step could decide, too. The exit status is 1 if anything else differs.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def kinds_of_requests(stop: str) -> dict[str, Kind]:
 async def kill_at(
     server: ServerProcess, kinds: dict[str, Kind], leader: str, position: int, victim: int
 ) -> tuple[dict[str, Stream], dict[str, int]]:
-    """Send a request of each kind at once to a replica, and kill it when one of them has so many pieces.
+    """Send a request of each kind at once to a replica, and kill it when one of them has received this many pieces.
 
-    Returns what came, and how many pieces of each had come.
+    Returns what came, and how many pieces of each had come by then.
     """
     url, streams = server.base_url, {name: Stream() for name in kinds}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
@@ -122,7 +123,7 @@ def num_pieces(got: Stream) -> int:
 
 
 async def count_pieces(server: ServerProcess, kinds: dict[str, Kind]) -> dict[str, int]:
-    """How many pieces an answer of each kind has that is streamed, if nobody disturbs it. A whole one has the tokens of "greedy"."""
+    """How many pieces an undisturbed streamed answer of each kind has. One that is not streamed has the tokens of "greedy"."""
     streams = {name: Stream() for name in kinds}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         await asyncio.gather(
@@ -139,12 +140,12 @@ async def count_pieces(server: ServerProcess, kinds: dict[str, Kind]) -> dict[st
 
 
 class Recomputed:
-    """The answers to a request whose output so far is computed anew at some position, with its prompt, as after a preemption.
+    """The answers to a request whose prompt and output so far are recomputed at some position, as after a preemption.
 
     Attributes:
         texts: Of each continuation, by the position, its text.
-        shifts: Of each continuation, by the position, how far the scores of two tokens moved against each other where it took another
-            one than in the undisturbed answer, in nats; 0 if it is equal.
+        shifts: Of each continuation, by the position, how far the scores of the two tokens moved against each other, in nats, where it
+            chose another than the undisturbed answer; 0 if it is equal.
     """
 
     def __init__(self, llm: LLM, kind: Kind, undisturbed: RequestOutput) -> None:
@@ -176,7 +177,7 @@ class Recomputed:
                 self.shifts[index][position] = 0.0 if new is None else shift(old, new, position)
 
     def explain(self, texts: dict[int, str]) -> float | None:
-        """How far scores moved, at most, if each text is one that began anew somewhere, within `TIE`. None if one is not."""
+        """How far scores moved at most, if each text is one recomputed at some position, within `TIE`; None if one is not."""
         moved = []
         for index, text in texts.items():
             found = [self.shifts[index][position] for position, known in self.texts[index].items() if known == text]

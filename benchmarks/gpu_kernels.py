@@ -1,9 +1,9 @@
-"""The compiled Triton kernels against what the GPU can do: its copy bandwidth and its matrix rate, measured beside them.
+"""The compiled Triton kernels against what the GPU can do: its copy bandwidth and its matrix rate, measured in the same run.
 
     python benchmarks/gpu_kernels.py [--out result.json] [--sweep]
 
 bfloat16, the sizes of current models (heads of 128, 8 KV heads). Times are medians of many launches, with the cache of the
-GPU cleared before each (`triton.testing.do_bench`). Bytes are those that must move: each input read once, each output
+GPU cleared before each (`triton.testing.do_bench`). Bytes are the least that must move: each input read once, each output
 written once. `--sweep` also tries other tile sizes, warps and pipeline stages for the two attention kernels.
 """
 

@@ -1,4 +1,4 @@
-"""The linear layers of a step of SmolLM2-135M, by rows in the batch and way to compute them, and what the machine can do at best.
+"""The linear layers of a step of SmolLM2-135M, by rows in the batch and way to compute them, against the machine's limits.
 
 All layers run one after another, as in a decode step, so that no weight is still in a cache when its turn comes again.
 """

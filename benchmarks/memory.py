@@ -3,8 +3,8 @@
     python benchmarks/memory.py --json memory.json
 
 Each way runs in a process of its own. Its memory is the peak of resident memory minus what it was before the model was loaded, with torch,
-transformers and Numba imported; the used part of the KV cache is included. Linux only, which tracks the peak. Seconds are those of `LLM(...)`, and
-of the first answer of one token, which may have to read compiled kernels from the disk.
+transformers and Numba imported; the used part of the KV cache is included. Linux only, which tracks the peak. Seconds are timed for `LLM(...)` and
+for the first answer of one token, which may have to load compiled kernels from disk.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python benchmarks/soak.py --streams 64 --seconds 600 --data-parallel-size 4 --api-server-count 2
 
 Starts `minivllm serve`. Clients stream one answer after another, and a third of them disconnect in mid-stream; others send malformed
-requests; now and then comes a burst of more requests than may wait. Afterwards blocks, tasks, file descriptors and memory must be as
-before. At last the first API server is killed while it serves, and all processes must end with it. Otherwise the exit status is 1.
+requests; now and then there is a burst of more requests than may wait. Afterwards blocks, tasks, file descriptors and memory must be as
+before. Last, the first API server is killed while it serves, and all processes must end with it. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ BURST_EVERY, BURST_EXCESS = 10.0, 32
 SETTLE_SECONDS = 20.0
 """How long the server has to settle after the last client is gone."""
 MOST_WARM_UP_SECONDS, STILL_SECONDS, STILL_GROWTH, WARM_UP_REQUESTS = 120.0, 5, 0.01, 48
-"""The load before the run ends when so many requests were completed, which touch every block, and for some seconds memory has grown by less
-than this share. A leak outlives it."""
+"""The warm-up ends when this many requests have completed, which touches every block, and memory has grown by less than this share for some
+seconds. A leak outlives it."""
 MOST_GROWTH = 0.05
 KILL_SECONDS = 10.0
 """Of load at the end, in the middle of which the first API server is killed."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how close that is to what the machine can do at best.
+"""Where the time of a step goes, and how close that is to the machine's limits.
 
 python benchmarks/step_profile.py --workload benchmarks/workloads/offline_64.json
 """
@@ -112,7 +112,7 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
     """Run a workload four times: to warm up, as it is, and twice with every kernel called from Python, without and with a stopwatch.
 
     Compiled layers (`layers.compiled`) cannot be timed inside, so the parts come from a run without them, and the time of a
-    step with them stands beside the parts. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
+    step with them is given alongside. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
     two runs, whose steps are the same, gives the cost of a switch, and its median is subtracted from each part.
 
     Args:
@@ -200,7 +200,7 @@ class RankProfile:
         num_steps, num_tokens: The steps, and the tokens computed in them.
         milliseconds: Of a step, from scheduling to the new tokens.
         computing, communication: Milliseconds of it, by rank. Communication is mostly waiting for the slowest rank.
-        bytes_per_token: What all ranks together hand to each other for a token.
+        bytes_per_token: Bytes that all ranks together send to each other for a token.
     """
 
     num_steps: int

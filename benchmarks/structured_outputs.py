@@ -2,7 +2,7 @@
 
     python benchmarks/structured_outputs.py --json structured.json
 
-The masks are those of random walks through the grammars of the schemas below, one that is forced token by token as well as free text.
+The masks come from random walks through the grammars below, from one that forces every token to free text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/tensor_parallel.py --json tensor_parallel.json
 
-Both engines are loaded at the same time and run in turns, so that they meet the same machine; a worker without work sleeps. The model has 3 KV
-heads, of which the ranks get 2 and 1; a second model, with random weights and the same sizes but 4 KV heads, shows what is lost by that.
+Both engines are loaded at the same time and take turns, so that the machine is the same for both; an idle worker sleeps. The model has 3 KV
+heads, of which the ranks get 2 and 1; a second model, with random weights and the same sizes but 4 KV heads, shows what that costs.
 All-reduce alone is timed between two processes that do nothing else, in shared memory and over gloo. Linux only.
 """
 

@@ -1,7 +1,7 @@
-"""Takes the main measurements of this machine's processor: `make cpu-check`. An hour or two, in which nothing else should run.
+"""Takes the main measurements of this machine's processor: `make cpu-check`. It takes an hour or two, in which nothing else should run.
 
-First the tests of the kernels, then measurements of docs/benchmarks.md from short to long. Each prints its table, and is stored in
-benchmarks/results as NAME_PROCESSOR_DATE.json. Those beside vLLM need its environment: `python tools/setup_vllm.py`.
+First the tests of the kernels, then the measurements, from short to long. Each prints its table, and is stored in
+benchmarks/results as NAME_PROCESSOR_DATE.json. Comparisons with vLLM need its environment: `python tools/setup_vllm.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MEASUREMENTS: dict[str, tuple[str, str]] = {
     "long_prompts": (f"{COMPARISON} --distribution uniform --num-requests 32 --mean-prompt-len 508 --mean-output-len 64", ""),
     "busy_neighbour": (f"benchmarks/busy_neighbour.py --vllm-python {VLLM_PYTHON}", ""),
 }
-"""Name, what Python is to run, and MINIVLLM_CPU_FEATURES: whatever AMX would do is done by VDPBF16PS, or in registers."""
+"""By name: the Python command, and MINIVLLM_CPU_FEATURES, to measure VDPBF16PS, or products in registers, in place of AMX."""
 
 
 def run(command: str, features: str = "") -> str:
@@ -61,14 +61,14 @@ def run(command: str, features: str = "") -> str:
 
 
 def find_free_name(name: str) -> str:
-    """A file for the result. What was measured before is kept."""
+    """A file for the result; earlier ones are kept."""
     ending = f"{llvmlite.binding.get_host_cpu_name()}_{datetime.date.today().isoformat()}"
     names = (f"{RESULTS}/{name}_{ending}{suffix}.json" for suffix in ("", *"bcdefghijklmnopqrstuvwxyz"))
     return next(file for file in names if not (ROOT / file).exists())
 
 
 def main() -> int:
-    """0 if the tests passed, and all measurements were taken and met their bars, where they have some."""
+    """0 if the tests passed and all measurements were taken and met their bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("tests", *MEASUREMENTS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")

@@ -70,8 +70,8 @@ def main() -> int:
 def set_up(venv: Path) -> None:
     """Makes the environment in a folder, unless it is there and made from the present pins.
 
-    The stamp is written last. A folder without one was left by a setup that did not finish, and is made anew; one whose
-    stamp tells of other pins is brought up to date.
+    The stamp is written last. A folder without one was left by an unfinished setup and is recreated; one whose
+    stamp has other pins is updated.
     """
     stamp = venv / STAMP
     wanted = stamp_text(venv)

