@@ -33,14 +33,14 @@ class Source:
         lesson: Two digits.
         name: The learner's class.
         check_id: The check after which it counts as theirs.
-        rooms: The parts of the engine's map that it stands for.
+        components: The parts of the engine's map that it stands for.
         load: The package's class.
     """
 
     lesson: str
     name: str
     check_id: str
-    rooms: tuple[str, ...]
+    components: tuple[str, ...]
     load: Callable[[], type]
 
 
@@ -99,9 +99,9 @@ class EngineParts:
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
-    def rooms(self) -> tuple[str, ...]:
-        """The learner's rooms on the engine's map."""
-        return tuple(room for name in self.mine for room in SOURCES[name].rooms)
+    def components(self) -> tuple[str, ...]:
+        """The learner's components on the engine's map."""
+        return tuple(component for name in self.mine for component in SOURCES[name].components)
 
     def with_packages(self, names: Iterable[str]) -> EngineParts:
         """The same parts, but those of these names from the package."""
@@ -117,7 +117,7 @@ class EngineParts:
                 if name in self.mine
                 else f"the package's: {self.reasons.get(name, 'as asked')}"
             )
-            lines.append(f"{' and '.join(source.rooms):22} {whose}")
+            lines.append(f"{' and '.join(source.components):22} {whose}")
         return "\n".join(lines)
 
 

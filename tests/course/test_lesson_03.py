@@ -49,7 +49,7 @@ ISOLATED = {
 
 
 @pytest.mark.parametrize("old, new, failed", ISOLATED.values(), ids=ISOLATED)
-def test_a_mistake_fails_on_its_own_floor_only(old, new, failed):
+def test_a_mistake_fails_on_its_own_stage_only(old, new, failed):
     assert run_cells(without_earlier_checks(CELLS, edited(CELLS, old, new))).failed == failed
 
 

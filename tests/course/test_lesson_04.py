@@ -30,7 +30,7 @@ TEXT = "a real model writes the same text"
 _MUST_COPY = "return place < len(table) and self.gpu_pool.ref_counts[table[place]] > 1"
 
 
-FLOORS = {
+STAGES = {
     "pool": [POOL],
     "allocating": [ALLOCATE, FREE],
     "admitting": [ROOM],
@@ -47,15 +47,15 @@ class TestChecks(LessonChecks):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("floor", FLOORS)
-def test_no_small_change_gets_past_the_checks_of_its_floor(floor):
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_small_change_gets_past_the_checks_of_its_stage(stage):
     """Each small change to an answer (`mutate_lesson.py` makes them) fails at a check right below it, never only at a later one."""
     run_cells(CELLS)  # everything is imported before the forks
     through = {}
-    for mutant in mutants_of(next(cell for cell in CELLS if cell.name == floor)):
-        first = first_failure([mutant.cell if cell.name == floor else cell for cell in CELLS])
+    for mutant in mutants_of(next(cell for cell in CELLS if cell.name == stage)):
+        first = first_failure([mutant.cell if cell.name == stage else cell for cell in CELLS])
         if (
-            first not in FLOORS[floor] and mutant.change != "allocating: False → True"
+            first not in STAGES[stage] and mutant.change != "allocating: False → True"
         ):  # enable_prefix_caching: not used before lesson 10
             through[mutant.change] = first
     assert through == {}
@@ -138,7 +138,7 @@ class LosesSharedBlocks(BlockSpaceManager):
 
 @pytest.mark.parametrize("wrong", [KeepsTheWatermark, TakesWhileAsking, LosesSharedBlocks], ids=lambda cls: cls.__name__)
 def test_the_engine_would_notice_too(wrong):
-    """What the floors' own checks catch is also seen in the engine: the runs reach these cases."""
+    """What the stages' own checks catch is also seen in the engine: the runs reach these cases."""
     from minivllm.course.lessons import lesson_04
 
     with pytest.raises((AssertionError, IndexError)):
@@ -171,10 +171,10 @@ def classes_of_the_walkthrough():
 
 @pytest.mark.slow
 def test_pasting_the_walkthrough_earns_little():
-    """Each floor gets the walkthrough's finished manager, which is more than a paste cell by cell."""
+    """Each stage gets the walkthrough's finished manager, which is more than a paste cell by cell."""
     classes = classes_of_the_walkthrough()
-    floors = ("Allocating", "Admitting", "Growing", "Sharing", "Swapping")
-    pasted = "\n\n".join(["from collections import deque", *classes, *(f"{floor} = MyBlockSpaceManager" for floor in floors)])
+    stages = ("Allocating", "Admitting", "Growing", "Sharing", "Swapping")
+    pasted = "\n\n".join(["from collections import deque", *classes, *(f"{stage} = MyBlockSpaceManager" for stage in stages)])
     cells = []
     for cell in CELLS:
         if cell.kind != "answer":

@@ -28,7 +28,7 @@ def cells():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [cell.name for cell in read_cells("07") if cell.kind == "answer"])
-def test_one_floor_left_out_fails_its_own_check_first(cells, name):
+def test_one_stage_left_out_fails_its_own_check_first(cells, name):
     number = [cell.name for cell in cells if cell.kind == "answer"].index(name)
     outcome = run_cells(
         [Cell(cell.name, untouched(cell.source), cell.kind) if cell.name == name else cell for cell in cells],

@@ -53,7 +53,7 @@ def test_a_class_is_taken_with_what_it_needs_and_nothing_else_is_run(tmp_path):
     assert parts.mine == ("scheduler_cls",)
     assert parts.scheduler_cls.__name__ == "MyScheduler" and issubclass(parts.scheduler_cls, Scheduler)
     assert parts.scheduler_cls.number == 6 and parts.scheduler_cls.mark == "mine"
-    assert parts.rooms == ("Scheduler",)
+    assert parts.components == ("Scheduler",)
     assert "yours, MyScheduler of lesson 07" in str(parts) and "there is no exercise 01 in this folder" in str(parts)
 
 

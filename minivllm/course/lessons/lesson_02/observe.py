@@ -2,7 +2,7 @@
 
 See `lesson_04.observe`. Numbers are reported in hundredths, as whole numbers, and only where the correct result is not near the border
 between two of them: rounding, which differs between right solutions, then cannot change a report. As in the checks, correct parts stand
-for the floors below.
+for the stages below.
 """
 
 from __future__ import annotations

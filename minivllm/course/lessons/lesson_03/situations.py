@@ -39,7 +39,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def isolate(cls: Any, **methods: Any) -> Any:
-    """A learner's class with correct versions of methods of lower floors, so that their mistakes fail at their own checks only."""
+    """A learner's class with correct versions of methods of lower stages, so that their mistakes fail at their own checks only."""
     return type(cls.__name__, (cls,), methods)
 
 

@@ -1,7 +1,7 @@
 """The checks of lesson 04 for each part of a block manager.
 
 Each takes a learner's class and tries it on inputs that are not in the notebook. Its assertions say what was expected, what came and
-where to look. They use only names that the exercise introduces. A floor's check also tries what the floor inherits and may have broken, and
+where to look. They use only names that the exercise introduces. A stage's check also tries what the stage inherits and may have broken, and
 every question is asked through `ask`, which finds one that changes something.
 """
 

@@ -128,7 +128,7 @@ class _Manager:
         return copied is not None and tuple(copied) == (table[place], manager.get_block_table(seq)[place])
 
     def ask(self, question: str, *arguments: Any, **options: Any) -> None:
-        """Write down the answer to a question, if this floor has it."""
+        """Write down the answer to a question, if this stage has it."""
         if question in self.methods:
             answer = getattr(self.manager, question)(*arguments, **options)
             self.observations.append([question, answer if question == "num_blocks_for" else bool(answer)])

@@ -1,6 +1,6 @@
 """What the grader asks of a learner's scheduler from outside: random situations, and all that can be seen afterwards.
 
-See `lesson_04.observe`. As in the checks, methods of lower floors are replaced by correct ones.
+See `lesson_04.observe`. As in the checks, methods of lower stages are replaced by correct ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.course.lessons.lesson_07.engine import describe_steps, run_simulated
-from minivllm.course.lessons.lesson_07.scheduler import isolate_floors
+from minivllm.course.lessons.lesson_07.scheduler import isolate_stages
 from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
     advance,
@@ -148,11 +148,11 @@ def _observe_decisions(cls: type, rng: random.Random) -> list[Any]:
     return observations
 
 
-def _on_floor(floor: int, *observers: _Observe) -> _Observe:
-    """Observe a class whose lower floors are replaced by correct methods."""
+def _on_stage(stage: int, *observers: _Observe) -> _Observe:
+    """Observe a class whose lower stages are replaced by correct methods."""
 
     def observe(cls: type, rng: random.Random) -> list[Any]:
-        isolated = isolate_floors(cls, floor)
+        isolated = isolate_stages(cls, stage)
         return [observation for observer in observers for observation in observer(isolated, rng)]
 
     return observe
@@ -166,11 +166,11 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-1": ("Arrivals", _observe_add_request),
     "check-2": ("Departures", _observe_abort_request),
     "check-3": ("Limits", _observe_fits),
-    "check-4": ("Admission", _on_floor(4, _observe_admit)),
-    "check-5": ("PrefillOrDecode", _on_floor(5, _observe_schedule(_DECODE, may_preempt=False))),
-    "check-6": ("Progress", _on_floor(6, _observe_update)),
-    "check-7": ("Recompute", _on_floor(7, _observe_schedule(_RECOMPUTE), _observe_preempt("recompute"))),
-    "check-8": ("SwapOut", _on_floor(8, _observe_schedule(_SWAP_OUT), _observe_preempt("swap"))),
+    "check-4": ("Admission", _on_stage(4, _observe_admit)),
+    "check-5": ("PrefillOrDecode", _on_stage(5, _observe_schedule(_DECODE, may_preempt=False))),
+    "check-6": ("Progress", _on_stage(6, _observe_update)),
+    "check-7": ("Recompute", _on_stage(7, _observe_schedule(_RECOMPUTE), _observe_preempt("recompute"))),
+    "check-8": ("SwapOut", _on_stage(8, _observe_schedule(_SWAP_OUT), _observe_preempt("swap"))),
     "check-9": ("SwapIn", _observe_swap_in),
     "check-10": ("MyScheduler", _observe_decisions),
     "check-11": ("MyScheduler", _observe_decisions),

@@ -139,7 +139,7 @@ def check_fits(cls: type) -> None:
 
 def check_admit(cls: type) -> None:
     """`admit`: in order, up to the first sequence that does not fit."""
-    isolated = isolate_floors(cls, 4)
+    isolated = isolate_stages(cls, 4)
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(isolated, f"admit {seed}", running=(0, 3), waiting=(0, 6), spare=(0, 14), budget=(8, 30))
         said = f"{describe(mine)} Then admit(output)."
@@ -156,7 +156,7 @@ def check_admit(cls: type) -> None:
 
 def check_schedule(cls: type) -> None:
     """`schedule` and `decode`: prefill if any sequence can be admitted, else one token per running sequence."""
-    _check_schedule(isolate_floors(cls, 5), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
+    _check_schedule(isolate_stages(cls, 5), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
         "phase": "which comes first, prefill or decode", "batch": "who is in the step, and how many tokens it computes",
         "blocks": "block_manager.append_slots(seq): the newest token needs a slot",
     }, may_preempt=False)  # fmt: skip
@@ -164,7 +164,7 @@ def check_schedule(cls: type) -> None:
 
 def check_update(cls: type) -> None:
     """`update`: tokens are counted and appended, and finished sequences leave."""
-    isolated = isolate_floors(cls, 6)
+    isolated = isolate_stages(cls, 6)
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(isolated, f"update {seed}", running=(1, 5), waiting=(0, 2), spare=(8, 8), prefill=True)
         rng = random.Random(f"updated {seed}")
@@ -200,17 +200,17 @@ def check_update(cls: type) -> None:
 
 def check_recompute(cls: type) -> None:
     """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
-    _check_schedule(isolate_floors(cls, 5), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
+    _check_schedule(isolate_stages(cls, 5), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
         "batch": "who has a slot for its newest token; a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
-    _check_preempt(isolate_floors(cls, 5), "recompute")
+    _check_preempt(isolate_stages(cls, 5), "recompute")
 
 
 def check_swap_out(cls: type) -> None:
     """`preempt` with `preemption_mode="swap"`: to the host if there is room, else recompute."""
-    made = isolate_floors(cls, 5)
+    made = isolate_stages(cls, 5)
     scene = {"running": (2, 9), "spare": (0, 1), "mode": "any", "host": (0, 16), "longest_prompt": 3}
     _check_schedule(made, "swap out", scene, {
         "swapped": "config.preemption_mode and can_swap_out", "blocks_to_swap_out": "the pairs that swap_out returns",
@@ -246,7 +246,7 @@ def check_swap_in(cls: type) -> None:
     hints = {
         "phase": "`fits`, whether a newcomer may join before those that are swapped out, and when schedule() calls swap_in: after `decode`, "
         "even if that was left with nobody, and never after a prefill",
-        "preempted": "`decode` and `preempt`, as on the floors below",
+        "preempted": "`decode` and `preempt`, as on the stages below",
         "batch": "who is in the step: those that run, then those that come back",
         "swapped_in": "when schedule() calls swap_in: after a decode, and only if nobody was preempted in this step",
     }
@@ -359,7 +359,7 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
     """Let both schedulers schedule three steps in many situations.
 
     Args:
-        may_preempt: Whether this floor knows what to do when blocks run out; if not, only steps in which they do not are tried.
+        may_preempt: Whether this stage knows what to do when blocks run out; if not, only steps in which they do not are tried.
     """
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(cls, f"{name} {seed}", **scene)
@@ -388,12 +388,12 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
 # -- correct methods, in place of a learner's ------------------------------------------------------------------------
 
 
-def isolate_floors(cls: type, floor: int) -> type:
-    """The class with those methods of lower floors replaced by correct ones that a floor's check calls."""
-    if floor == 6:
+def isolate_stages(cls: type, stage: int) -> type:
+    """The class with those methods of lower stages replaced by correct ones that a stage's check calls."""
+    if stage == 6:
         methods: dict[str, Any] = {"finish": _finish}
     else:
-        methods = {"fits": _fits} if floor == 4 else {"fits": _fits, "admit": _admit}
+        methods = {"fits": _fits} if stage == 4 else {"fits": _fits, "admit": _admit}
     return type(cls.__name__, (cls,), methods)
 
 

@@ -209,7 +209,7 @@ _ALWAYS = {
     "token_ids": "what changes token_ids: only `update` does",
     "tables in the batch": "append_slots before add: `add` hands the block table to the model as it is at that moment",
 }
-"""Where to look for what is the same on every floor."""
+"""Where to look for what is the same on every stage."""
 
 
 def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], outputs: Outputs | None = None, skip: str = "") -> None:

@@ -50,7 +50,7 @@ class CountedDevice(Device):
         return num_tokens * _BYTES_PER_TOKEN + num_seqs * _BYTES_PER_SEQ
 
 
-_CHECKS_OF_ROOMS = {
+_CHECKS_OF_COMPONENTS = {
     "LLM": ("answers come in the order of the prompts, and nothing is left behind",),
     "LLMEngine": ("who is turned away leaves no trace", "tokens become text, and the end is noticed on both sides"),
     "EngineCore": ("every new token is told, and who has ended is gone", "a failed step ends its own requests and no others"),
@@ -59,10 +59,10 @@ _CHECKS_OF_ROOMS = {
 }
 
 
-def built_rooms() -> list[str]:
-    """The rooms of the engine's map that a learner has built in this exercise: those whose checks have passed in this kernel."""
+def built_components() -> list[str]:
+    """The components of the engine's map that a learner has built in this exercise: those whose checks have passed in this kernel."""
     passed = passed_checks()
-    return [room for room, names in _CHECKS_OF_ROOMS.items() if passed.issuperset(names)]
+    return [component for component, names in _CHECKS_OF_COMPONENTS.items() if passed.issuperset(names)]
 
 
 Assemble = Callable[[EngineParts, Device, EngineConfig], Any]

@@ -1,4 +1,4 @@
-"""`follow`: each call between rooms is noted once, times add up, and nothing is left behind. And the map and the tensors that lesson 08 draws."""
+"""`follow`: each call between components is noted once, times add up, and nothing is left behind. And the map and the tensors that lesson 08 draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.simulation.engine import make_simulated_engine
 from minivllm.viz.engine_map import PARTS, draw_engine_map
-from minivllm.viz.rooms import Journey, Visit, follow
+from minivllm.viz.journey import Journey, Visit, follow
 from minivllm.viz.step_tensors import draw_step_tensors
 
 FOUR = SamplingParams(temperature=0, max_tokens=4)
@@ -35,12 +35,12 @@ def test_every_room_on_the_way_is_visited(journey):
 
 
 def test_visits_are_counted_and_nested(journey):
-    assert [(visit.room, visit.method) for visit in journey.visits] == [("LLM", "generate")]
+    assert [(visit.component, visit.method) for visit in journey.visits] == [("LLM", "generate")]
     assert len(journey.find("LLMEngine", "step")) == len(journey.find("ModelRunner", "execute_model")) == 4
     assert len(journey.find("Attention", "forward")) == 4 * 30
     step = journey.find("EngineCore", "step")[0]
-    assert [visit.room for visit in step.calls] == ["Scheduler", "Executor", "Scheduler"]
-    rooms = [
+    assert [visit.component for visit in step.calls] == ["Scheduler", "Executor", "Scheduler"]
+    components = [
         "LLM",
         "LLMEngine",
         "InprocClient",
@@ -52,8 +52,8 @@ def test_visits_are_counted_and_nested(journey):
         "Attention",
         "Kernels",
     ]
-    calls = {(visit.room, call.room) for visit in journey for call in visit.calls}
-    assert set(itertools.pairwise(rooms)) <= calls
+    calls = {(visit.component, call.component) for visit in journey for call in visit.calls}
+    assert set(itertools.pairwise(components)) <= calls
 
 
 def test_times_add_up(journey):
@@ -96,7 +96,7 @@ def texts_of(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_the_map_shows_times_and_whose_rooms_they_are():
+def test_the_map_shows_times_and_whose_components_they_are():
     texts = texts_of(draw_engine_map(seconds={"Llama": 0.1234, "Sampler": 0.0012, "LLM": 0.00004}))
     assert {"123 ms", "1.2 ms", "0.04 ms"} <= set(texts)
     assert texts_of(draw_engine_map(mine=["Scheduler", "Llama"])).count("yours") == 2

@@ -1,11 +1,11 @@
-"""One prompt followed through the engine: which room calls which, how often, and how long each takes itself.
+"""One prompt followed through the engine: which component calls which, how often, and how long each takes itself.
 
     with follow(llm) as journey:
         llm.generate(...)
     draw_engine_map(seconds=journey.seconds)
     print(journey.describe())
 
-The methods that rooms call each other by are wrapped while the block runs, and only then.
+The methods that components call each other by are wrapped while the block runs, and only then.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Visit:
-    """A call of a room's method.
+    """A call of a component's method.
 
     Attributes:
-        room: A part of the engine's map.
+        component: A part of the engine's map.
         method: What was called.
-        seconds: From the call to its return, calls of other rooms included.
-        calls: What it called in other rooms, in order.
+        seconds: From the call to its return, calls of other components included.
+        calls: What it called in other components, in order.
     """
 
-    room: str
+    component: str
     method: str
     seconds: float = 0.0
     calls: list[Visit] = field(default_factory=list)
 
     @property
     def own_seconds(self) -> float:
-        """Without the calls of other rooms."""
+        """Without the calls of other components."""
         return self.seconds - sum(call.seconds for call in self.calls)
 
 
@@ -50,7 +50,7 @@ class Journey:
     """All visits, in the order in which they began.
 
     Attributes:
-        visits: Those that no other room called.
+        visits: Those that no other component called.
     """
 
     visits: list[Visit] = field(default_factory=list)
@@ -65,21 +65,21 @@ class Journey:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each room took itself."""
+        """What each component took itself."""
         total: dict[str, float] = {}
         for visit in self:
-            total[visit.room] = total.get(visit.room, 0.0) + visit.own_seconds
+            total[visit.component] = total.get(visit.component, 0.0) + visit.own_seconds
         return total
 
-    def find(self, room: str, method: str) -> list[Visit]:
-        """All calls of a room's method."""
-        return [visit for visit in self if (visit.room, visit.method) == (room, method)]
+    def find(self, component: str, method: str) -> list[Visit]:
+        """All calls of a component's method."""
+        return [visit for visit in self if (visit.component, visit.method) == (component, method)]
 
     def describe(self, visits: list[Visit] | None = None) -> str:
         """Who calls whom, indented. Calls of the same kind are one line, with their number and their time together.
 
         Args:
-            visits: Where to begin; with those that no other room called if None.
+            visits: Where to begin; with those that no other component called if None.
         """
         return "\n".join(_describe(self.visits if visits is None else visits, 0))
 
@@ -87,17 +87,17 @@ class Journey:
 def _describe(visits: list[Visit], depth: int) -> Iterator[str]:
     kinds: dict[tuple[str, str], list[Visit]] = {}
     for visit in visits:
-        kinds.setdefault((visit.room, visit.method), []).append(visit)
-    for (room, method), calls in kinds.items():
+        kinds.setdefault((visit.component, visit.method), []).append(visit)
+    for (component, method), calls in kinds.items():
         times = f"{len(calls)} × " if len(calls) > 1 else ""
-        name = f"{'  ' * depth}{times}{room}.{method}"
+        name = f"{'  ' * depth}{times}{component}.{method}"
         yield f"{name:62}{1000 * sum(visit.seconds for visit in calls):8.2f} ms"
         yield from _describe([call for visit in calls for call in visit.calls], depth + 1)
 
 
 @contextmanager
 def follow(llm: LLM) -> Iterator[Journey]:
-    """Record each call from one room of an engine to another.
+    """Record each call from one component of an engine to another.
 
     Raises:
         ConfigError: The engine's core runs in another process.
@@ -109,7 +109,7 @@ def follow(llm: LLM) -> Iterator[Journey]:
     if worker is None:
         raise ConfigError("There is no worker in this process that could be followed: make the engine with LLM(...).")
     runner, core = worker.model_runner, engine.core
-    rooms: list[tuple[str, Any, tuple[str, ...]]] = [
+    components: list[tuple[str, Any, tuple[str, ...]]] = [
         ("LLM", llm, ("generate",)),
         ("LLMEngine", engine, ("add_request", "step")),
         ("InputProcessor", engine.input_processor, ("process_inputs",)),
@@ -129,24 +129,26 @@ def follow(llm: LLM) -> Iterator[Journey]:
     for module in runner.model.modules():
         backend = getattr(module, "backend", None)
         if backend is not None:
-            rooms.append(("Attention", backend, ("forward",)))
-            rooms.append(("Kernels", backend.ops, ("reshape_and_cache", "paged_decode_attention", "paged_prefill_attention")))
+            components.append(("Attention", backend, ("forward",)))
+            components.append(
+                ("Kernels", backend.ops, ("reshape_and_cache", "paged_decode_attention", "paged_prefill_attention"))
+            )
     with ExitStack() as stack:
         open_visits: list[Visit] = []
-        for room, owner, methods in rooms:
+        for component, owner, methods in components:
             for method in methods if owner is not None else ():
-                stack.enter_context(patch.object(owner, method, _recording(journey, open_visits, room, method, owner)))
+                stack.enter_context(patch.object(owner, method, _recording(journey, open_visits, component, method, owner)))
         yield journey
 
 
-def _recording(journey: Journey, open_visits: list[Visit], room: str, method: str, owner: Any) -> Callable[..., Any]:
-    """The method, which notes each call; what a room calls of itself belongs to the call that it is in."""
+def _recording(journey: Journey, open_visits: list[Visit], component: str, method: str, owner: Any) -> Callable[..., Any]:
+    """The method, which notes each call; what a component calls of itself belongs to the call that it is in."""
     original = getattr(owner, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if open_visits and open_visits[-1].room == room:
+        if open_visits and open_visits[-1].component == component:
             return original(*args, **kwargs)
-        visit = Visit(room, method)
+        visit = Visit(component, method)
         (open_visits[-1].calls if open_visits else journey.visits).append(visit)
         open_visits.append(visit)
         start = time.perf_counter()
