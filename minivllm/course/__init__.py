@@ -22,6 +22,6 @@ __all__ = ["CheckFailed", "check", "my_parts", "show_results", "show_source"]
 
 def my_parts(folder: Path | str = ".") -> EngineParts:
     """A learner's classes from solved exercises; see `minivllm.course.parts.my_parts`."""
-    from minivllm.course import parts  # here, because it reads notebooks, and pytest's plugin loads this module for everybody
+    from minivllm.course import parts  # not at the top: it reads notebooks, and pytest's plugin loads this module in every run
 
     return parts.my_parts(folder)

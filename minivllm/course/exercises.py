@@ -98,7 +98,7 @@ def write_exercises(solutions: Path, folder: Path, *, force: bool = False) -> li
     """Write the exercises for all solutions into a folder and return the paths that are new or changed.
 
     Raises:
-        CourseError: A solution is invalid, or an exercise to be overwritten was run, so somebody may be working in it (see `force`).
+        CourseError: A solution is invalid, or an exercise to be overwritten was run, so it may hold a learner's work (see `force`).
     """
     exercises = generate_exercises(solutions)
     changed = {folder / name: text for name, text in exercises.items() if _text(folder / name) != text}

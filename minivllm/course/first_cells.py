@@ -1,7 +1,7 @@
 """The cells that a notebook opens with once the repository has an address: badges for Colab and Binder, and an install cell.
 
 The address is written in one place, `Repository` under `[project.urls]` in pyproject.toml. While it is missing, notebooks have neither
-cell: a link must not lead to, nor install, somebody else's code. After a change of the address, run `make exercises`.
+cell: a link must never lead to, or install, someone else's code. After changing the address, run `make exercises`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def as_exercise(cell_id: str, source: str) -> str:
 def renew_first_cells(notebook: Any, path: str, address: str | None) -> None:
     """Give a notebook the two cells after its title, or take them away if there is no address.
 
-    The cells of a notebook that was run are numbered anew: where the course is installed, the install cell shows nothing.
+    The cells of a notebook that was run are renumbered: where the course is installed, the install cell shows nothing.
     """
     import nbformat
 

@@ -1,7 +1,7 @@
 """Folded outputs: cells whose output answers a prediction have `"jupyter": {"outputs_hidden": true}` in their metadata.
 
-In place of a folded output JupyterLab shows the first line of its first text, which often is the answer. So `make notebooks` puts an empty
-output before it, of which nothing is shown, neither folded nor unfolded; `pytest --nbval` ignores it.
+For a folded output JupyterLab shows the first line of its first text, which is often the answer. So `make notebooks` puts an empty
+output before it, which shows nothing, folded or unfolded; `pytest --nbval` ignores it.
 """
 
 from __future__ import annotations

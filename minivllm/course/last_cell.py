@@ -17,9 +17,9 @@ RESULTS = "results"
 
 
 def renew_last_cell(notebook: Any) -> None:
-    """End a notebook that has checks with the cell that sums them up; another notebook is left as it is.
+    """End a notebook that has checks with the cell that sums them up; leave other notebooks unchanged.
 
-    The cell of a notebook that was run has the output that it has when all checks pass, as they do in a solved notebook.
+    If the notebook was run, the cell gets the output for passing all checks, as in a solved notebook.
     """
     import nbformat
 

@@ -13,7 +13,7 @@ from minivllm.course.folds import uncover_answers
 from minivllm.errors import CourseError
 
 GLOSSARY = "glossary.md"
-"""Beside the lessons. It becomes a page too, and links to it lead there."""
+"""The glossary, next to the lessons. It becomes a page too, and links to it lead there."""
 
 _TEMPLATE = """\
 {%- extends 'index.html.j2' -%}

@@ -1,9 +1,9 @@
-"""The learner's own parts of the engine, taken from the solved exercises that lie beside the notebook that asks.
+"""The learner's own parts of the engine, taken from the solved exercises in the notebook's folder.
 
     parts = my_parts()
     parts.scheduler_cls       # MyScheduler of exercise 07 if its last check has passed, else the package's Scheduler
 
-A part is theirs once the check that runs it in the engine has passed and the notebook was saved; anything else would only fail later, and
+A part is used once the check that runs it in the engine has passed and the notebook was saved; otherwise it would only fail later,
 further away from the mistake.
 """
 
@@ -32,8 +32,8 @@ class Source:
     Attributes:
         lesson: Two digits.
         name: The learner's class.
-        check_id: The check after which it counts as theirs.
-        components: The parts of the engine's map that it stands for.
+        check_id: The check that must have passed.
+        components: What it implements, by the names on the engine's map.
         load: The package's class.
     """
 
@@ -53,7 +53,7 @@ def _attention() -> type:
 
 
 def _package(module: str, name: str) -> Callable[[], type]:
-    """Imports a class of the package when it is asked for."""
+    """Import a class of the package on demand."""
     return lambda: getattr(importlib.import_module(f"minivllm.{module}"), name)
 
 
@@ -82,10 +82,10 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Classes to make an engine of.
+    """Classes to build an engine from.
 
     Attributes:
-        mine: The names of those that are the learner's.
+        mine: The names of the learner's own.
         reasons: For each of the others, why it is the package's.
     """
 
@@ -104,7 +104,7 @@ class EngineParts:
         return tuple(component for name in self.mine for component in SOURCES[name].components)
 
     def with_packages(self, names: Iterable[str]) -> EngineParts:
-        """The same parts, but those of these names from the package."""
+        """The same parts, with the named ones replaced by the package's."""
         names = tuple(names)
         mine = tuple(name for name in self.mine if name not in names)
         return replace(self, **{name: SOURCES[name].load() for name in names}, mine=mine)
@@ -130,7 +130,7 @@ def my_parts(folder: Path | str = ".") -> EngineParts:
     """The learner's classes where they are done, the package's where they are not.
 
     Args:
-        folder: Where the notebooks of the exercises lie: beside the one that asks, if not said.
+        folder: The folder of the exercises' notebooks; by default that of the current notebook.
     """
     parts, mine, reasons = dict[str, Any](), [], dict[str, str]()
     for name, source in SOURCES.items():
@@ -145,7 +145,7 @@ def my_parts(folder: Path | str = ".") -> EngineParts:
 
 
 def load_part(folder: Path, source: Source) -> Any:
-    """The learner's class, or one sentence on why there is none."""
+    """The learner's class, or a sentence saying why there is none."""
     path = min(
         folder.glob(f"{source.lesson}_*.ipynb"), key=lambda path: (len(path.name), path.name), default=None
     )  # not a "-Copy1"
@@ -165,7 +165,7 @@ def load_part(folder: Path, source: Source) -> Any:
 
 
 def take_class(notebook: str, cells: list[Any], name: str) -> Any:
-    """Run what a class of a notebook is made of: the statements that define it, and all names that these use. No checks, no figures.
+    """Run only what a notebook's class needs: the statements that define it and every name they use. No checks, no figures.
 
     Args:
         notebook: The file's name, for error messages.
@@ -207,10 +207,10 @@ class _Statement:
 
     Attributes:
         node, file: What it is, and the name of its cell.
-        defines: Names that it gives a value.
-        changes: Names of things that it changes: `X.attribute = …`, `X.append(…)`, `setattr(X, …)`.
+        defines: Names that it assigns.
+        changes: Names of objects that it changes: `X.attribute = …`, `X.append(…)`, `setattr(X, …)`.
         uses: Global names that it reads, also from within functions and classes.
-        is_always_run: Whether nobody can tell by names who needs it: `from … import *`, and variables of the environment.
+        is_always_run: Whether names cannot tell what needs it: `from … import *`, and environment variables.
         flags: Of the compiler.
     """
 
@@ -233,7 +233,7 @@ class _Statement:
 
 
 def _statements(notebook: str, cell: Any) -> Iterator[_Statement]:
-    """The statements of a cell. A cell that is no Python (or not yet) has none."""
+    """The statements of a cell. A cell that is not valid Python (yet) has none."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     source = cell["source"]

@@ -17,12 +17,12 @@ from minivllm.errors import CourseError
 
 _WORDS_PER_MINUTE = 130
 _CODE_LINES_PER_MINUTE = 10
-"""How fast one reads a text that one wants to understand. Both are estimates, and are shown as such."""
+"""Careful reading speed. Both are estimates, and are shown as such."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A lesson and what its exercise came to.
+    """A lesson and the state of its exercise.
 
     Attributes:
         name: "04_paged_kv_cache".

@@ -1,4 +1,4 @@
-"""What the checks of a notebook came to, for its last cell: points, and a link to each check that failed.
+"""The results of a notebook's checks, for its last cell: points, and a link to each check that failed.
 
 `check` records here, so that a learner who runs all cells, and lands at the last one, sees at once where to go.
 """
@@ -51,7 +51,7 @@ class Results:
         self.most = most
 
     def _sentences(self) -> tuple[str, list[CheckResult], str]:
-        """The points, the checks that failed, and what to say about those that were not run."""
+        """The points, the checks that failed, and a sentence about checks that were not run."""
         failed = [result for result in self.results if not result.passed]
         points = sum(result.points for result in self.results if result.passed)
         missing = self.most - points - sum(result.points for result in failed)
@@ -79,7 +79,7 @@ def show_results(*, most: int) -> Results:
     """The points of this notebook so far and the checks that failed, each with a link to its cell. For the notebook's last cell.
 
     Args:
-        most: The points of all its checks, so that those that were not run can be told from those that failed.
+        most: The points of all its checks, to tell checks that were not run from failed ones.
 
     Example:
         show_results(most=20)

@@ -210,7 +210,7 @@ class _Panel:
         self.height = len(self.shown) + self.above + self.below
 
     def _choose_rows(self, current: Access | None) -> list[int]:
-        """The rows that are drawn: all, or those that are touched, around those of the current access."""
+        """The rows to draw: all of them, or the touched ones around the current access."""
         if self.rows <= _MOST_ROWS:
             return list(range(self.rows))
         touched = np.unique(

@@ -1,4 +1,4 @@
-"""The map of the KV cache in one step: the physical blocks with their owners and contents, beside the sequences' block tables.
+"""The map of the KV cache in one step: the physical blocks with their owners and contents, next to the sequences' block tables.
 
 Like figures 3 to 8 of the PagedAttention paper, for any step of any trace.
 """
@@ -39,7 +39,7 @@ _ROW_HEIGHT = 9.5
 
 
 def draw_block_map(trace: EngineTrace, step: int, title: str = "") -> Figure:
-    """Draw the physical blocks as a grid, and the sequences' block tables beside it.
+    """Draw the physical blocks as a grid, and the sequences' block tables next to it.
 
     Args:
         trace: Of any engine.

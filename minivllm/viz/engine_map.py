@@ -102,8 +102,8 @@ def draw_engine_map(
     Args:
         lesson: Highlight the parts that this lesson builds and grey out the others. None highlights all.
         mine: Names of the parts that a learner wrote: they are filled, and marked as theirs.
-        seconds: What each part took: those that took any time are highlighted, the more of it the darker, with its number. Goes before
-            `mine`, and that before `lesson`.
+        seconds: What each part took: parts that took any time are highlighted, darker for more, with the number. Takes precedence
+            over `mine`, which takes precedence over `lesson`.
     """
     unknown = {*(mine or ()), *(seconds or {})} - {part.name for part in PARTS}
     if unknown:
@@ -181,7 +181,7 @@ def _box(axes: Axes, part: Part, lit: bool, filled: float = 0.0, note: str = "")
 
 
 def _tint(color: str, share: float) -> str:
-    """White with so much of a colour in it that black text on it stays legible."""
+    """White tinted with a colour, lightly enough that black text on it stays legible."""
     strength = 0.5 * min(1.0, max(0.0, share)) ** 0.5
     return to_hex([1 - strength * (1 - channel) for channel in to_rgb(color)])
 

@@ -1,4 +1,4 @@
-"""The time between tokens, over time: where everybody's text stops."""
+"""The time between tokens, over time: where everyone's text stalls."""
 
 from __future__ import annotations
 

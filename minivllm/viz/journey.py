@@ -1,11 +1,11 @@
-"""One prompt followed through the engine: which component calls which, how often, and how long each takes itself.
+"""Follows one prompt through the engine: which component calls which, how often, and how long each takes itself.
 
     with follow(llm) as journey:
         llm.generate(...)
     draw_engine_map(seconds=journey.seconds)
     print(journey.describe())
 
-The methods that components call each other by are wrapped while the block runs, and only then.
+Only while the block runs, the methods through which components call each other are wrapped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Visit:
     Attributes:
         component: A part of the engine's map.
         method: What was called.
-        seconds: From the call to its return, calls of other components included.
-        calls: What it called in other components, in order.
+        seconds: From call to return, including calls to other components.
+        calls: Its calls to other components, in order.
     """
 
     component: str
@@ -41,7 +41,7 @@ class Visit:
 
     @property
     def own_seconds(self) -> float:
-        """Without the calls of other components."""
+        """Seconds without calls to other components."""
         return self.seconds - sum(call.seconds for call in self.calls)
 
 
@@ -50,13 +50,13 @@ class Journey:
     """All visits, in the order in which they began.
 
     Attributes:
-        visits: Those that no other component called.
+        visits: The outermost ones, not called by another component.
     """
 
     visits: list[Visit] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Visit]:
-        """All visits, those within others too."""
+        """All visits, including nested ones."""
         waiting = list(reversed(self.visits))
         while waiting:
             visit = waiting.pop()
@@ -65,7 +65,7 @@ class Journey:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each component took itself."""
+        """Seconds that each component took itself."""
         total: dict[str, float] = {}
         for visit in self:
             total[visit.component] = total.get(visit.component, 0.0) + visit.own_seconds
@@ -76,10 +76,10 @@ class Journey:
         return [visit for visit in self if (visit.component, visit.method) == (component, method)]
 
     def describe(self, visits: list[Visit] | None = None) -> str:
-        """Who calls whom, indented. Calls of the same kind are one line, with their number and their time together.
+        """The call tree, indented. Calls of the same kind share a line, with their number and total time.
 
         Args:
-            visits: Where to begin; with those that no other component called if None.
+            visits: Where to begin; None for the outermost.
         """
         return "\n".join(_describe(self.visits if visits is None else visits, 0))
 
@@ -107,7 +107,7 @@ def follow(llm: LLM) -> Iterator[Journey]:
     engine, journey = llm.llm_engine, Journey()
     worker = getattr(engine.executor, "worker", None)
     if worker is None:
-        raise ConfigError("There is no worker in this process that could be followed: make the engine with LLM(...).")
+        raise ConfigError("There is no worker in this process to follow: make the engine with LLM(...).")
     runner, core = worker.model_runner, engine.core
     components: list[tuple[str, Any, tuple[str, ...]]] = [
         ("LLM", llm, ("generate",)),
@@ -142,7 +142,7 @@ def follow(llm: LLM) -> Iterator[Journey]:
 
 
 def _recording(journey: Journey, open_visits: list[Visit], component: str, method: str, owner: Any) -> Callable[..., Any]:
-    """The method, which notes each call; what a component calls of itself belongs to the call that it is in."""
+    """The method, recording each call; a component's calls to itself count as part of the current call."""
     original = getattr(owner, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -143,14 +143,14 @@ class Costs:
         }
 
     def prefill(self, num_tokens: int) -> dict[str, int]:
-        """Operations for a prompt of so many tokens, and the logits of the last one."""
+        """Operations for a prompt of `num_tokens` tokens, and the logits of the last one."""
         parts = {name: 2 * count * num_tokens for name, count in self.parameters().items()}
         parts["embedding = head"] //= num_tokens
         pairs = num_tokens * (num_tokens + 1) // 2  # query and key; what is masked is not counted
         return parts | {"scores and sums": 4 * self.num_layers * self.num_heads * self.head_dim * pairs}
 
     def decode(self, num_tokens: int) -> dict[str, int]:
-        """Operations for one more token that sees so many, itself included, whose keys and values are kept."""
+        """Operations for one new token over a context of `num_tokens`, itself included, with keys and values cached."""
         parts = {name: 2 * count for name, count in self.parameters().items()}
         return parts | {"scores and sums": 4 * self.num_layers * self.num_heads * self.head_dim * num_tokens}
 

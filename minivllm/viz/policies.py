@@ -27,7 +27,7 @@ def draw_panels(
         x: The setting's values, all positive. Their axis is logarithmic.
         panels: By name and unit of the quantity, its values, or several lines of values by name.
         x_label: Name and unit of the setting.
-        log: Whether the axis of the values is logarithmic too, or the panels of which it is; if not, it starts at 0.
+        log: Whether the value axis is logarithmic too, or for which panels; if not, it starts at 0.
     """
     figure = Figure(figsize=(min(WIDTH, 5.0 * len(panels)), 2.9), layout="constrained")
     for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

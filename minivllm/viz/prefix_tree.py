@@ -1,4 +1,4 @@
-"""What prompts have in common, as a tree: a node is a full block, and whoever shares the path to it can share the block."""
+"""What prompts have in common, as a tree: each node is a full block, and prompts that share the path to it can share the block."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def draw_race(traces: Mapping[str, EngineTrace], seconds: float) -> Figure:
     """Draw a moment of some runs: a panel for each.
 
     A row is a seat in the batch. Its bar is as long as the answer of the request that sits there, and filled as far as the answer has
-    come. A hatched seat is empty though somebody waits. Below are the requests that wait, a square for each.
+    come. A hatched seat is empty although requests wait. Below are the waiting requests, a square for each.
 
     Args:
         traces: A name for each run. One sequence per request.
@@ -95,7 +95,7 @@ def draw_race(traces: Mapping[str, EngineTrace], seconds: float) -> Figure:
     handles = [
         Patch(facecolor=tint(INK, 0.3), label="tokens so far"),
         Patch(facecolor=tint(INK, 0.85), label="tokens to come"),
-        Patch(facecolor="white", edgecolor=INK, hatch="/////", linewidth=0.5, label="empty, though somebody waits"),
+        Patch(facecolor="white", edgecolor=INK, hatch="/////", linewidth=0.5, label="empty, though requests wait"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure

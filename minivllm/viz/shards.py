@@ -55,7 +55,7 @@ class DividedWeight:
 
 
 def find_shards(config: ModelConfig, tensor_parallel_size: int) -> dict[str, DividedWeight]:
-    """The weights of a layer and of the vocabulary, and who holds which part of them.
+    """The weights of a layer and of the vocabulary, and which rank holds which part.
 
     Args:
         config: Of a model of this package.
@@ -194,7 +194,7 @@ def _write(axes: Axes, x: float, y: float, text: str, size: float = 8.0) -> None
 
 
 def _draw_parts(axes: Axes, boxes: Sequence[Box], ranks: Sequence[int], smallest: float) -> None:
-    """Boxes in the colours of their ranks, with the ranks' numbers in those that are not smaller than this."""
+    """Boxes in the colours of their ranks, with the rank's number in boxes at least this large."""
     add_boxes(axes, boxes, [REQUEST_COLORS[rank] for rank in ranks], edge="#FFFFFF", line_width=0.8, label="shards")
     labels = [
         ((left + right) / 2, (bottom + top) / 2, rank)

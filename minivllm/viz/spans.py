@@ -115,7 +115,7 @@ def step_times(trace: EngineTrace) -> list[tuple[float, float]]:
 
 @remembered
 def sequence_keys(trace: EngineTrace) -> list[SequenceKey]:
-    """All sequences, by arrival of their requests; those that appear only in steps last; siblings by index."""
+    """All sequences, ordered by their requests' arrival, then by index; sequences that appear only in steps come last."""
     keys = dict.fromkeys(SequenceKey(request_id) for request_id in trace.requests)
     for step in trace:
         keys.update(dict.fromkeys(step.block_tables))

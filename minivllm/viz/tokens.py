@@ -12,7 +12,7 @@ from typing import Protocol
 from minivllm.viz.palette import INK, NEUTRAL, request_color, tint
 
 _CELL, _LINE, _PAD, _WIDTH = 8.5, 24, 4, 880
-"""Width of a narrow character, height of a box, space beside a token's text, and width of the picture, in pixels."""
+"""Width of a narrow character, height of a box, space around a token's text, and width of the picture, in pixels."""
 _FONT = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 
@@ -112,7 +112,7 @@ def _split(tokenizer: _Tokenizer, token_ids: list[int], data: bytes) -> list[byt
 
 @lru_cache(maxsize=1)
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it is printable, else one from 256 on."""
+    """The character for each byte in a byte-level vocabulary: the byte itself if printable, else one from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

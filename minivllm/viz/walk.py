@@ -72,14 +72,14 @@ def find_walk(
 def draw_walk(
     launch: Launch, step: int | None = None, tensor: str = "key_cache_ptr", program: Program | None = None, title: str = ""
 ) -> Figure:
-    """Draw the blocks of a cache, and in which order a kernel's programs read them. Slots that nobody reads stay white.
+    """Draw the blocks of a cache, and in which order a kernel's programs read them. Unread slots stay white.
 
     Colours are sequences (axis 0 of the grid). Numbers say which block of its sequence it is, from 0 on, in the order in which they are read. A block that
     several sequences share has a stripe for each.
 
     Args:
         launch: Of a kernel with a sequence for each place on axis 0 of its grid.
-        step: The number of a visit, negative ones from the end: it is framed, and earlier ones are pale. None draws all of them alike.
+        step: The number of a visit, counted from the end if negative: it is framed, and earlier ones are pale. None draws all alike.
         tensor, program: See `find_walk`.
         title: Above the figure.
 
@@ -217,7 +217,7 @@ def find_tiles(
 ) -> tuple[list[np.ndarray], set[int]]:
     """What a prefill kernel reads for each new token.
 
-    The programs of a token are those that store something in its row of the output; what they load from the cache, they load for it.
+    A token's programs are the ones that store something in its row of the output; what they load from the cache, they load for it.
 
     Args:
         launch: From `record_accesses`.
@@ -226,7 +226,7 @@ def find_tiles(
 
     Returns:
         For each sequence `[new tokens, context_len]`: 1 where the position was read and the token may see it, 2 where it was read and the token may not see
-        it, so that its score is masked, 0 where it was not read. And the rows with which a tile begins: other programs compute them than the row before.
+        it, so that its score is masked, 0 where it was not read. And the rows that begin a tile: different programs compute them than the row before.
 
     Raises:
         ConfigError: The kernel has no such tensors.

@@ -34,7 +34,7 @@ def found_in(source, kind="answer"):
 )
 def test_the_core_and_the_insides_of_checks_are_told(source, name):
     (sentence,) = found_in(source)
-    assert sentence == f"Cell 7 uses {name}, which this exercise is to rebuild: its points may not be own work."
+    assert sentence == f"Cell 7 uses {name}, which this exercise asks you to rebuild: its points may not be for your own work."
     assert found_in(source, kind="own") == [sentence]
     assert found_in(source, kind="given") == found_in(source, kind="check") == []
 

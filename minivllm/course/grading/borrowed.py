@@ -1,6 +1,6 @@
 """Finds answers that may be the package's own: cells that import the engine's core, or look into the lesson's checks.
 
-What is found costs no points; the teacher and the learner are told. It reads the text of the cells only, so that hiding is possible.
+Findings cost no points; they are reported to teacher and learner. Only the text of the cells is read, so it can be evaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CORE = (
     "minivllm.models",
     "minivllm.worker.sampler",
 )
-"""Where the solved exercises' counterparts in the engine are, and what the checks compare with."""
+"""The engine's counterparts of the exercises, and what the checks compare with."""
 _CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
 _ALLOWED = frozenset(
     f"minivllm.worker.sampler.{name}" for name in ("random_key", "exponential_noise", "SampledToken", "SamplingRow")
 )
-"""What exercises give to learners from there."""
+"""Names from these modules that the exercises provide."""
 _INSIDES = _CORE_NAMES | {
     *(
         "attention",
@@ -49,7 +49,7 @@ _INSIDES = _CORE_NAMES | {
 
 
 def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int]) -> list[str]:
-    """A sentence for each learner's cell that uses the engine's core or the insides of checks.
+    """A sentence for each learner's cell that uses the engine's core or the internals of checks.
 
     Args:
         cells: The submission as it is graded.
@@ -62,7 +62,7 @@ def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int]) -> list[str]:
         names = sorted(dict.fromkeys(_borrowed_names(cell.source)))
         if names:
             said.append(
-                f"Cell {numbers[index]} uses {', '.join(names)}, which this exercise is to rebuild: its points may not be own work."
+                f"Cell {numbers[index]} uses {', '.join(names)}, which this exercise asks you to rebuild: its points may not be for your own work."
             )
     return said
 
@@ -92,7 +92,7 @@ def _borrowed_names(source: str) -> list[str]:
 
 
 def _looks_into_a_lesson(names: list[str]) -> bool:
-    """Whether an attribute such as `lesson_07.scheduler._fits` is not one of those that the lesson uses."""
+    """Whether an attribute such as `lesson_07.scheduler._fits` is one that the lesson itself does not use."""
     return names[0].startswith("lesson_") and any(name.startswith("_") or name in _INSIDES for name in names[1:])
 
 

@@ -67,7 +67,7 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
     Args:
         command: To be run.
         folder: The kernel's own, with `work` in it, where the command starts.
-        environment: The variables; only those that Python and the engine read go into the sandbox.
+        environment: The variables; only the ones that Python and the engine read are passed on.
     """
     options = ["bwrap", "--unshare-all", "--die-with-parent", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
     if _can_disable_namespaces():

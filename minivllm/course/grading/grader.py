@@ -96,7 +96,7 @@ def grade_all(
         submissions: What to grade.
         limits: For each submission.
         jobs: How many to run at a time.
-        unreadable: Folders and files that submissions must not open, besides each other's.
+        unreadable: Folders and files that submissions must not open, in addition to each other's.
         unwritable: Folders in which they must not write.
         sandboxed: Whether to run them in bubblewrap's sandbox.
         seed: Of the observers' random input. No submission may know it.

@@ -1,4 +1,4 @@
-"""Runs a submission's cells in a kernel of their own, and stops those that run too long, print too much or use too much memory.
+"""Runs a submission's cells in a kernel of their own, and stops cells that run too long, print too much or use too much memory.
 
 A cell that hangs is interrupted, and the rest still runs. If a cell takes the kernel down, everything is rerun in a new kernel without
 that cell, so a learner keeps the points for what works.
@@ -48,7 +48,7 @@ class Surroundings:
         unwritable: Folders in which cells must not write.
         sandboxed: Whether to run the kernel in bubblewrap's sandbox.
         num_threads: Threads that it computes with: its share of the processors.
-        observer: What is asked about each check that passed.
+        observer: Observes the class of each check that passed.
     """
 
     preload: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class Kernel:
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            # Its threads must not spin beside those of its neighbours.
+            # Spinning threads would slow down its neighbours.
             "OMP_NUM_THREADS": str(self._surroundings.num_threads),
             "NUMBA_NUM_THREADS": str(self._surroundings.num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -221,7 +221,7 @@ class Kernel:
             cell: A code cell.
             number: Its execution count.
             deadline: When the time for the whole notebook is up, in seconds of `time.monotonic`.
-            more: What else the kernel is told.
+            more: Further fields of the order to the kernel.
         """
         receipt = secrets.token_hex(16)
         order = {"kind": cell.kind, "number": number, "receipt": receipt} | (more or {})

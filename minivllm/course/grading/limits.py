@@ -21,7 +21,7 @@ class Limits:
 
     Attributes:
         cell_seconds: For one cell.
-        total_seconds: For all cells together, including those that are rerun.
+        total_seconds: For all cells together, including reruns.
         memory_bytes: Resident memory of the kernel and the processes it started.
         kept_output: Bytes of a cell's output that are kept.
         most_output: Bytes of output after which a cell is stopped.

@@ -1,8 +1,8 @@
 """A second opinion on each check that passed: the learner's class is observed at work, and judged in the grader's process.
 
 A learner's process belongs to the learner: whatever a check says in there can be forged. So a lesson's `observe` module calls the
-learner's class with random input, and only reports what it saw. The grader does the same with the lesson's own solution, in another
-kernel, and compares. Without a class that works there is nothing to report that would be equal.
+learner's class with random input, and only reports its observations. The grader does the same with the lesson's own solution, in another
+kernel, and compares. Only a class that works yields equal observations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Observer:
 
     Attributes:
         module: The lesson's module with `OBSERVERS`.
-        seed: Of the random input; nobody can know it before.
+        seed: Of the random input; it must be unpredictable.
     """
 
     module: str
     seed: int
 
     def covers(self, check_id: str) -> bool:
-        """Whether there is something to observe for a check."""
+        """Whether the lesson has an observer for this check."""
         return check_id in importlib.import_module(self.module).OBSERVERS
 
 

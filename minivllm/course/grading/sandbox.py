@@ -47,8 +47,8 @@ class Fence:
     Args:
         workplace: The submission's own folder, where everything is allowed.
         unreadable: Folders and files that it must not open, list or run.
-        unwritable: Folders and files that it must not change, besides the unreadable ones.
-        writable: Folders in those that it may change, because it has a copy of its own in their place.
+        unwritable: Folders and files that it must not change, in addition to the unreadable ones.
+        writable: Folders inside these that it may change, because it sees its own copy of them.
 
     Attributes:
         refused: What cells were refused since this list was last cleared, as predicates ("tried to open the solutions ...").

@@ -162,7 +162,7 @@ def _number(lesson: Lesson) -> str:
 
 
 def _learner(path: Path, lesson: Lesson, searched: Path | None) -> str:
-    """Whose notebook it is: the folder, or the rest of the file name besides the lesson's."""
+    """The learner whose notebook it is: the folder's name, or the file name without the lesson's."""
     if searched is not None and path.parent != searched:
         return path.relative_to(searched).parts[0]
     rest = re.sub(re.escape(lesson.name), "", path.stem, count=1, flags=re.IGNORECASE)

@@ -56,11 +56,11 @@ class Device:
         self._hold(sum(map(math.prod, shapes)) * self.platform.dtype.itemsize)
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step of so many tokens, spread over so many sequences, each of which gets a token. It changes nothing but the peak."""
+        """Run a step of `num_tokens` tokens over `num_seqs` sequences, each of which gets a token. It changes only the peak."""
         self._hold(0, self._measure(num_tokens, num_seqs))
 
     def allocate_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
-        """The KV cache: so many blocks on the device, and so many in host memory to swap to."""
+        """The KV cache: `num_gpu_blocks` blocks on the device, and `num_cpu_blocks` in host memory to swap to."""
         self._hold(num_gpu_blocks * self.block_bytes)
         return CacheEngine(self.model_config, self.block_size, num_gpu_blocks, num_cpu_blocks, self.platform)
 
@@ -69,7 +69,7 @@ class Device:
         self.peak_bytes = self.used_bytes
 
     def _measure(self, num_tokens: int, num_seqs: int) -> int:
-        """The bytes that a step takes beside the weights, at its peak."""
+        """The bytes that a step takes on top of the weights, at its peak."""
         platform, max_model_len = self.platform, self.model_config.max_model_len
         assert self.model is not None
         runner = ModelRunner(self.model, self.block_size, max_model_len, platform.device)

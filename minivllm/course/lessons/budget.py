@@ -15,7 +15,7 @@ class BudgetScheduler(Scheduler):
         return self._make_room_for(seq, output)
 
     def add(self, output: SchedulerOutput, seq: Sequence, num_tokens: int) -> None:
-        """Put a sequence into the step: it computes so many of its tokens."""
+        """Put a sequence into the step: it computes `num_tokens` of its tokens."""
         self._add(output, seq, num_tokens)
 
     def join(self, seq: Sequence) -> None:

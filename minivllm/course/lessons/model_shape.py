@@ -16,7 +16,7 @@ class ModelShape:
         num_layers: Decoder layers.
         num_heads, num_kv_heads: Query heads, and the heads of keys and values that they share.
         head_dim: Channels of a head.
-        rotary_dim: How many of them are rotated; the others are left as they are.
+        rotary_dim: How many of them are rotated; the rest are unchanged.
         rope_theta: The base of the rotary frequencies.
         max_position: Positions are 0 .. max_position - 1.
         vocab_size: Tokens.

@@ -19,7 +19,7 @@ TILE = 16
 
 
 class NoTriton(ModuleType):
-    """Stands for Triton, and for its language, where there is none: kernels can be defined, and raise when they are launched."""
+    """A stand-in for Triton and its language where it is missing: kernels can be defined, and raise when launched."""
 
     constexpr = int
 
@@ -35,7 +35,7 @@ class NoTriton(ModuleType):
 
 
 def find_triton() -> tuple[Any, Any]:
-    """Triton and its language; where there is none, as on macOS, what stands for them."""
+    """Triton and its language; where it is missing, as on macOS, a stand-in."""
     try:
         import triton
         import triton.language
@@ -56,7 +56,7 @@ def written(*kernels: Any) -> Any:
 
 
 def function_of(kernel: Any) -> Any:
-    """The Python function that a kernel was made of: by Triton, by Numba, or by nobody."""
+    """The Python function behind a kernel made by Triton, by Numba, or neither."""
     return getattr(kernel, "fn", None) or getattr(kernel, "py_func", kernel)
 
 

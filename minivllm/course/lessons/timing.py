@@ -37,7 +37,7 @@ class StepTimes:
     Attributes:
         start, end: In seconds of the same clock.
         num_rows: The sequences that it computed, rows of padding included.
-        num_useful: Those among them that somebody waited for.
+        num_useful: The rows that a user was waiting for.
     """
 
     start: float

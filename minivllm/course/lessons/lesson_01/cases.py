@@ -22,7 +22,7 @@ Row = Sequence[float]
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for."""
+    """The bytes of a token in a byte-level vocabulary."""
     token = tokenizer.hf_tokenizer.convert_ids_to_tokens(token_id)
     if token_id in tokenizer.hf_tokenizer.added_tokens_decoder:
         return str(token).encode()
@@ -45,7 +45,7 @@ def softmax(row: Row) -> list[float]:
 
 
 def kept_by_top_k(row: Row, k: int) -> set[int]:
-    """The `k` most likely tokens and what ties with the last of them; all for 0 and -1."""
+    """The `k` most likely tokens and any that tie with the last of them; all for 0 and -1."""
     if k <= 0 or k >= len(row):
         return set(range(len(row)))
     last = sorted(row, reverse=True)[k - 1]
@@ -110,16 +110,16 @@ def make_row(
 
 
 def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tensor:
-    """Call a learner's function, and assert that it returns a new tensor of the same shape and leaves its input alone."""
+    """Call a learner's function, and assert that it returns a new tensor of the same shape and leaves its input unchanged."""
     name, before = getattr(function, "__name__", "it"), logits.clone()
     try:
         result = function(logits, *arguments)
     except NotImplementedError:
         raise
-    except (RuntimeError, IndexError) as error:  # torch's, which do not say for what
+    except (RuntimeError, IndexError) as error:  # torch's errors, which do not name the input
         given = ", ".join(show(argument) for argument in arguments)
         raise AssertionError(
-            f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}. Look at which of these values it cannot take yet."
+            f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}. Look at which of these values it cannot handle yet."
         ) from error
     assert isinstance(result, Tensor), f"{name} must return a tensor, but returned {result!r}. Look at its last line."
     assert result.shape == logits.shape, (
@@ -136,7 +136,7 @@ def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tenso
 
 
 def show(values: Any) -> str:
-    """Numbers for a message, without more digits than anybody reads."""
+    """Numbers for a message, with only as many digits as a reader needs."""
     if isinstance(values, Tensor):
         values = values.tolist()
     if isinstance(values, (list, tuple, set)):
@@ -147,7 +147,7 @@ def show(values: Any) -> str:
 
 
 def check_kept(name: str, row: Tensor, result: Tensor, wanted: set[int], case: str, hint: str) -> None:
-    """Assert that exactly the wanted tokens are left of a row, with the logits that they had."""
+    """Assert that exactly the wanted tokens remain in a row, with their logits unchanged."""
     kept = {token for token, logit in enumerate(result.tolist()) if logit != -math.inf}
     assert kept == wanted, (
         f"{name}, {case}, of a row of logits {show(row)}: expected tokens {show(wanted)} to stay, but {show(kept) if kept else 'none'} did. "

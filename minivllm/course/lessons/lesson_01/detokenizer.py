@@ -54,23 +54,23 @@ def check_characters(characters_class: type) -> None:
             seen, given = seen + piece, given + new
             wanted = complete_text(seen)
             assert given == wanted, (
-                f"Characters, fed with {', '.join(f'[{_hex(fed)}]' for fed in pieces[:count])} so far: expected {wanted!r} to be given out, "
+                f"Characters, fed with {', '.join(f'[{_hex(fed)}]' for fed in pieces[:count])} so far: expected {wanted!r} to be returned, "
                 f"got {given!r}. Look at {_character_hint(given, wanted)}."
             )
         last = characters.flush()
         wanted = data.decode("utf-8", errors="replace")
         assert given + last == wanted, (
-            f"Characters, after all bytes {_hex(data)} and flush: expected {wanted!r} in all, got {given + last!r}. Look at flush: it gives out what "
+            f"Characters, after all bytes {_hex(data)} and flush: expected {wanted!r} in all, got {given + last!r}. Look at flush: it returns what "
             f"waits, as `�` where it is not a character."
         )
         again = characters.flush()
         assert again == "", (
-            f"A second flush has nothing left to give out; expected '', got {again!r}. Look at what flush leaves behind."
+            f"A second flush has nothing left to return; expected '', got {again!r}. Look at what flush leaves behind."
         )
 
 
 def complete_text(data: bytes) -> str:
-    """The text of bytes, without a character at the end that has only begun."""
+    """The text of bytes, without an incomplete character at the end."""
     for size in range(1, min(3, len(data)) + 1):
         lead = data[-size]
         if lead & 0b1100_0000 != 0b1000_0000:
@@ -87,14 +87,14 @@ def _hex(data: bytes) -> str:
 
 def _character_hint(given: str, wanted: str) -> str:
     if given.startswith(wanted):
-        return "the end of the bytes: a character that has only begun must wait"
+        return "the end of the bytes: an incomplete character must wait"
     if wanted.startswith(given):
-        return "what waits: a character that is complete must not wait, nor must what follows it"
-    return "what is kept from one call to the next: no byte may be lost or come twice"
+        return "what waits: a complete character must not wait, nor must what follows it"
+    return "what is kept from one call to the next: no byte may be lost or duplicated"
 
 
 def check_stop_strings(stop_strings_class: type) -> None:
-    """Nothing of a stop string is shown, and everything that cannot be a part of one is."""
+    """No part of a stop string is shown, and everything that cannot be part of one is."""
     rng = random.Random(19)
     for _ in range(400):
         stops = [_letters(rng, rng.randint(1, 5)) for _ in range(rng.randint(0, 3))]
@@ -130,7 +130,7 @@ def check_stop_strings(stop_strings_class: type) -> None:
             last = finder.flush()
             assert shown + last == seen, (
                 f"StopStrings({stops}), at the end of the text {seen!r}: expected all of it, got {shown + last!r}. Look at flush: nothing can "
-                f"become a stop string any more, so what is held back is given out."
+                f"become a stop string any more, so what is held back must be returned."
             )
 
 
@@ -140,14 +140,14 @@ def _letters(rng: random.Random, size: int) -> str:
 
 def _stop_hint(shown: str, wanted: str, stop: str | None) -> str:
     if stop is not None:
-        return "where the text ends: right before the stop string, with nothing lost and nothing of it shown"
+        return "where the text ends: right before the stop string, with nothing lost and no part of it shown"
     if len(shown) > len(wanted):
         return "the end of the text: it may be the beginning of a stop string, and must wait"
     return "what is held back: the longest suffix of the text that is the beginning of a stop string, and no more"
 
 
 class StopFinder:
-    """What `StopStrings` must do, in the plainest way: keep the whole text and look at all of it."""
+    """What `StopStrings` must do, the simplest way: keep the whole text and search all of it."""
 
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.text, self.shown = stops, "", ""
@@ -182,7 +182,7 @@ def check_detokenizer(detokenizer_class: type) -> None:
 
 
 def check_detokenizer_text(detokenizer_class: type) -> None:
-    """In the engine: what it gives out for texts of the real model, against its own detokenizer on the same tokens."""
+    """In the engine: what it returns for texts of the real model, compared with the engine's own detokenizer on the same tokens."""
     from minivllm import LLM
     from minivllm.engine.detokenizer import IncrementalDetokenizer
 

@@ -1,4 +1,4 @@
-"""The checks of lesson 01 for what is done to the logits of a batch, in which every row wants something else."""
+"""The checks of lesson 01 for what is done to the logits of a batch, in which every row has different parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_penalties(apply_penalties: Function) -> None:
         prompts = [rng.choices(range(vocab_size), k=rng.randint(1, 4)) for _ in range(num_rows)]
         outputs = [rng.choices(range(vocab_size), k=rng.choice((0, 1, 3, 6))) for _ in range(num_rows)]
         kinds = ((1.0, 2.0, 4.0, 0.5), (0.0, 0.5, -0.5), (0.0, 0.25, -1.0))
-        only = min(3, number // 25)  # first one kind of penalty at a time, so that a message can say which
+        only = min(3, number // 25)  # first one kind of penalty at a time, so that the message can name it
         values = [[rng.choice(kind) if only in (i, 3) else kind[0] for _ in range(num_rows)] for i, kind in enumerate(kinds)]
         result = call(apply_penalties, logits, prompts, outputs, *(torch.tensor(value) for value in values))
         for row in range(num_rows):
@@ -85,11 +85,11 @@ def _penalty_hint(kind: int, logit: float, got: float, repetition: float, in_out
     if kind == 0:
         if logit < 0 and got == logit / repetition:
             return "negative logits: dividing them makes a token likelier, so they are multiplied"
-        return "which tokens are repeated: those of prompt and output, each once, however often it occurs"
+        return "which tokens are repeated: all in prompt and output, each once, however often it occurs"
     if kind == 3:
         return "the order: first repetition, then presence and frequency are subtracted; and each row has its own penalties"
     if not in_output:
-        return "which tokens count: only those of the output, not of the prompt"
+        return "which tokens count: only the output's, not the prompt's"
     if kind == 1:
         return "how often presence is subtracted: once, however often the token occurs"
     return "how often frequency is subtracted: for each time; and each row has its own"
@@ -146,7 +146,7 @@ def check_top_k(keep_top_k: Function) -> None:
             if k <= 0 or k >= vocab_size:
                 hint = "top_k = 0, -1 and more than there are tokens: all stay"
             elif kept < wanted:
-                hint = "ties: what is as likely as the last that stays must stay, too"
+                hint = "ties: tokens as likely as the last one that stays must stay, too"
             else:
                 hint = "each row's own k"
             check_kept("keep_top_k", logits[row], result[row], wanted, f"top_k = {k} in row {row} of {num_rows}", hint)
@@ -172,7 +172,7 @@ def check_top_p(keep_top_p: Function) -> None:
                 hint = "top_p = 1, which keeps all"
             elif wanted - kept == {min(wanted, key=values.__getitem__)} and kept <= wanted:
                 hint = (
-                    "the token with which the sum crosses top_p: it stays, and so at least one does; and at how the decision goes back from the "
+                    "the token that makes the sum cross top_p: it stays, so at least one does; and at how the decision goes back from the "
                     "sorted row to the tokens"
                 )
             check_kept("keep_top_p", logits[row], result[row], wanted, f"top_p = {p:g} in row {row} of {num_rows}", hint)

@@ -1,6 +1,6 @@
-"""What the grader asks of a learner's sampler and detokenizer from outside: random input, and what they made of it.
+"""Observes a learner's sampler and detokenizer from outside: random input, and the results.
 
-See `lesson_04.observe`. Logits are multiples of 1/4, and what they are divided by is a power of 2, so that every right solution gives
+See `lesson_04.observe`. Logits are multiples of 1/4, and what they are divided by is a power of 2, so that every correct solution gives
 the same numbers to the last bit.
 """
 
@@ -24,7 +24,7 @@ _Observe = Callable[[Any, random.Random], list[Any]]
 
 
 def _as_json(result: Tensor) -> list[list[Any]]:
-    """Logits as JSON: those that were removed are None."""
+    """Logits as JSON: removed ones are None."""
     return [[None if value == -math.inf else value for value in row] for row in result.tolist()]
 
 
@@ -57,7 +57,7 @@ def _observe_penalties(apply_penalties: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_rows(choose: Callable[[random.Random, list[float]], float], *, ties: bool = False) -> _Observe:
-    """Observe a function of logits and one parameter for each row, which is chosen with the row in view."""
+    """Observe a function of logits and one parameter per row; `choose` picks the parameter given the row."""
 
     def observe(function: Any, rng: random.Random) -> list[Any]:
         observations: list[Any] = []
@@ -169,4 +169,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-detokenizer": ("MyDetokenizer", _observe_detokenizer),
     "check-detokenizer-text": ("MyDetokenizer", _observe_detokenizer),
 }
-"""For each check, the function or class that it is about, and what to observe of it."""
+"""For each check, the function or class it tests, and how to observe it."""

@@ -76,7 +76,7 @@ def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
         )
         theirs, other = (f"{row_noise[t] / p if (p := float(probs[row, t])) else math.inf:.3g}" for t in (token, mine))
         seen = f"probabilities {show(probs[row])} and noise {show(row_noise)}"
-        hint = "a token's time is its noise divided by its probability, and one that was removed never arrives."
+        hint = "a token's time is its noise divided by its probability, and a removed token never arrives."
         if max(row_logits) > 100:
             seen = f"logits {show(row_logits)} and noise {show(row_noise)}"
             hint = "exp(210) is infinity in float32, and softmax only needs the differences between logits."
@@ -106,13 +106,13 @@ def check_sampler(sampler_class: type) -> None:
         alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         assert alone == got, (
             f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. Look at where "
-            f"the noise comes from: of the row's seed, index and position, and of nothing else."
+            f"the noise comes from: the row's seed, index and position, and nothing else."
         )
     check_distribution(sampler)
 
 
 def check_distribution(sampler: Any) -> None:
-    """20,000 draws against the exact probabilities, with temperature, top-k and top-p in one go."""
+    """20,000 draws against the exact probabilities, with temperature, top-k and top-p combined."""
     logits = torch.tensor([[2.0, 1.5, 1.0, 0.0, -1.0, -3.0]])
     params = SamplingParams(temperature=0.5, top_k=4, top_p=0.99, seed=5)
     weights = [math.exp(logit / 0.5) for logit in (2.0, 1.5, 1.0, 0.0)]
@@ -174,17 +174,17 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
 
 
 def _places(row: SamplingRow) -> str:
-    """Where a wrong token of a row may come from, for a message."""
+    """Possible causes of a wrong token, for a message."""
     if describe(row) == f"temperature={row.params.temperature:g}" and row.params.temperature > 0:
         return "the random key and the noise of this row, and at its temperature"
     return (
-        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at who is greedy, and at the random key and the noise of "
+        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at which rows are greedy, and at the random key and the noise of "
         "this row" + _stops(row)
     )
 
 
 def _stops(row: SamplingRow) -> str:
-    """What ends a row's request and when that is forbidden, for a message."""
+    """What ends a row's request, and when that is forbidden, for a message."""
     if not row.params.min_tokens:
         return ""
     stops = list(row.seq.request.stop_reasons)
@@ -209,7 +209,7 @@ def describe(row: SamplingRow) -> str:
 
 
 def check_sampler_text(sampler_class: type) -> None:
-    """In the engine, under the real model: a learner's sampler chooses every token that the engine's own chooses."""
+    """In the engine, with the real model: a learner's sampler chooses the same tokens as the engine's own."""
     from minivllm import LLM
 
     troubles: list[BaseException] = []
@@ -238,7 +238,7 @@ def check_sampler_text(sampler_class: type) -> None:
 def _compare(got: list[int], wanted: list[int], rows: list[SamplingRow]) -> None:
     for ours, theirs, row in zip(got, wanted, rows, strict=True):
         assert ours == theirs, (
-            f"Under the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs}, got {ours}. Look at "
+            f"With the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs}, got {ours}. Look at "
             f"MySampler: the checks above have not tried it with 49,152 tokens."
         )
 

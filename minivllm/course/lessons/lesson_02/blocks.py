@@ -43,7 +43,7 @@ def make_attention(cls: type, shape: ModelShape, rng: random.Random) -> Any:
 
 
 class Attender:
-    """The function that attention is given: remembers queries, keys and values, and attends."""
+    """The function passed to attention: remembers queries, keys and values, and attends."""
 
     def __init__(self, starts: Tensor) -> None:
         self.starts = starts
@@ -57,7 +57,7 @@ class Attender:
 
 @torch.no_grad()
 def check_attention(cls: type) -> None:
-    """`LlamaAttention`: what it gives to `attend`, and what it makes of the result."""
+    """`LlamaAttention`: what it passes to `attend`, and what it does with the result."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"attention {seed}")
         shape = make_shape(rng, qk_norm=seed % 2 == 1)
@@ -97,7 +97,7 @@ def _as_reference(made: Any, shape: ModelShape) -> Any:
 
 
 def _heads_suspects(made: Any, shape: ModelShape, x: Tensor, positions: Tensor) -> dict[str, list[Suspect]]:
-    """What `attend` gets by common mistakes."""
+    """What `attend` gets after common mistakes."""
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     heads = (x @ made.qkv_proj.weight.T).view(len(x), -1, shape.head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -179,7 +179,7 @@ def make_layer(cls: type, shape: ModelShape, rng: random.Random) -> tuple[Any, S
 
 @torch.no_grad()
 def check_layer(cls: type) -> None:
-    """`LlamaDecoderLayer`: what attention and MLP get, and how the stream goes past them."""
+    """`LlamaDecoderLayer`: what attention and MLP get, and how the stream passes them."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"layer {seed}")
         shape = make_shape(rng)
@@ -201,9 +201,9 @@ def check_layer(cls: type) -> None:
         ]
         expect_close(said, "input of self_attn", before(total), attention.calls[0][0], "input_layernorm.add_and_norm", suspects)
         passed = [value is wanted for value, wanted in zip(attention.calls[0][1:], (positions, attend), strict=False)]
-        expect(said, "positions and attend handed on", [True, True], passed, "self_attn(x, positions, attend)")
+        expect(said, "positions and attend passed on", [True, True], passed, "self_attn(x, positions, attend)")
         suspects = [
-            (after(added), "what the MLP reads: the norm of the whole stream, not only of what attention adds"),
+            (after(added), "what the MLP reads: the norm of the whole stream, not only of attention's output"),
             (after(total), "what the MLP reads: the stream after attention has added to it"),
             (after(before(total) + added), "the residual: it is the stream before the norm, not what comes out of the norm"),
             (middle, "post_attention_layernorm: the MLP reads the normalized stream"),
@@ -230,7 +230,7 @@ def check_layer(cls: type) -> None:
 
 
 class SpyLayer(Spy):
-    """Stands for a decoder layer."""
+    """A stand-in for a decoder layer."""
 
     def forward(self, *arguments: Any) -> Any:
         """A seeded random map of the stream, and the stream."""
@@ -274,12 +274,12 @@ def check_model(cls: type) -> None:
         x, residual = made.model.embed_tokens.weight[input_ids], None
         for number, layer in enumerate(layers):
             call = layer.calls[0]
-            look = "what the layers hand on: x and residual. The first gets the embeddings and None"
+            look = "what the layers pass on: x and residual. The first gets the embeddings and None"
             expect_close(said, f"x of layer {number}", x, call[0], look)
             expect(said, f"residual of layer {number} is None", residual is None, call[1] is None, look)
             if residual is not None:
                 expect_close(said, f"residual of layer {number}", residual, call[1], look)
-            expect(said, f"positions handed to layer {number}", True, call[2] is positions, "what the layers are called with")
+            expect(said, f"positions passed to layer {number}", True, call[2] is positions, "what the layers are called with")
             which = next((i for i, attend in enumerate(attends) if call[3] is attend), None)
             expect(said, f"the attend of layer {number}", number, which, "attends: each layer has its own")
             x, residual = SpyLayer.forward(layer, x, residual)

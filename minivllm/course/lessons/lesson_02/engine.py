@@ -34,10 +34,10 @@ LANGUAGES = {
 }
 """A prompt in each of ten languages."""
 LIMIT = 1e-3
-"""By how much logits may differ from those of transformers."""
+"""The largest difference allowed from transformers' logits."""
 FAMILIES = {"LlamaForCausalLM": {"qk_norm": False, "tie_word_embeddings": True},
             "Qwen3ForCausalLM": {"qk_norm": True, "tie_word_embeddings": False}}  # fmt: skip
-"""Architectures, and what is special about them."""
+"""Architectures and their special features."""
 
 
 # -- against transformers --------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def check_logits(
     tokenizer = Tokenizer(folder)
     prompts = {language: tokenizer.encode(text) for language, text in LANGUAGES.items()}
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), max_position=512)
-    model = model_cls(shape)  # first, so that what is not written yet is told at once
+    model = model_cls(shape)  # first, so that an unwritten method is reported at once
     load_weights(model, read_checkpoint(folder))
     expected, on_the_way = run_transformers(folder, list(prompts.values()))
     logits, mine = run_flat(model, shape, list(prompts.values()), causal_attention)
@@ -82,7 +82,7 @@ def run_transformers(folder: Path, prompts: list[list[int]]) -> tuple[list[Tenso
     from transformers.utils import logging
 
     has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would be in the learner's output
+    logging.disable_progress_bar()  # it would clutter the learner's output
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     finally:
@@ -150,7 +150,7 @@ def check_engine(cls: type) -> None:
             said = f"A tiny {architecture} with random weights, four prompts, {kind}."
             first = [tokens[0] for tokens in expected] == [tokens[0] for tokens in got]
             look = (
-                "positions. Hand on `positions` as they come: in a decode step they do not start at 0"
+                "positions. Pass on `positions` unchanged: in a decode step they do not start at 0"
                 if mine == from_0
                 else "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
                 "keys and values of earlier tokens come from the cache"
@@ -220,7 +220,7 @@ def _keep_errors(model: Any) -> list[Exception]:
 
 
 def _count_from_0(architecture: str) -> type:
-    """The package's class with a common mistake: positions are those of the rows."""
+    """The package's class with a common mistake: positions counted by row."""
     own: Any = _own_classes()[architecture]
 
     class CountsFrom0(own):
@@ -239,7 +239,7 @@ def _own_classes() -> dict[str, type]:
 
 @contextmanager
 def registered(architecture: str, cls: type | None) -> Iterator[None]:
-    """A class is registered for an architecture, or the package's own, and afterwards what was before."""
+    """Register a class for an architecture (or keep the package's own), and restore the registry afterwards."""
     from minivllm import ModelRegistry
     from minivllm.models.registry import MODELS
 

@@ -198,4 +198,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-engine": ("MyLlama", _observe_engine),
     "check-text": ("MyLlama", _observe_engine),
 }
-"""For each check, the class or function that it is about, and what to observe of it."""
+"""For each check, the class or function it tests, and how to observe it."""

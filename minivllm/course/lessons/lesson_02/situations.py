@@ -63,7 +63,7 @@ def make_ragged(rng: random.Random, num_prompts: int = 3) -> tuple[list[int], Te
 
 
 def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
+    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look."""
     if expected != got:
         raise AssertionError(f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}.")
 
@@ -73,7 +73,7 @@ def expect_close(
 ) -> None:
     """Unless the two tensors are equal up to rounding, raise an AssertionError as `expect` does.
 
-    A tensor that equals a suspect is told so. Otherwise the number that differs the most is shown.
+    If the tensor equals a suspect, the message says so; otherwise it shows the number that differs the most.
     """
     expect(
         said,
@@ -110,7 +110,7 @@ def is_suspect(wrong: Tensor, expected: Tensor, got: Tensor, tolerance: float) -
 
 
 class Spy(nn.Module):
-    """Stands for a module: remembers what it was called with, and returns what a seeded random linear map makes of its input."""
+    """A stand-in for a module: remembers its calls, and returns a seeded random linear map of its input."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         super().__init__()

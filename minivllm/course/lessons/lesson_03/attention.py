@@ -1,4 +1,4 @@
-"""The checks of lesson 03 for the cache's memory: what fits, what is written where, what is seen, and what attention makes of it."""
+"""The checks of lesson 03 for the cache's memory: what fits, what is written where, what each token sees, and the attention over it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_size(cls: Any) -> None:
         size = cls(dict(config), width) if width != 2 or seed % 2 else cls(dict(config))
         said = f"config {config}, {count(width, 'byte')} for a number."
         expected, got = count_bytes(config, width), size.bytes_per_token()
-        look = "keys and values, layers, heads of keys (not of queries), head_dim, bytes_per_number; and what holds where the config lacks an entry"
+        look = "keys and values, layers, heads of keys (not of queries), head_dim, bytes_per_number; and the defaults for missing config entries"
         expect(said, "bytes_per_token()", expected, _whole(got, "bytes_per_token()"), look)
         max_len, rows, num_parameters = rng.randint(10, 5000), rng.randint(1, 9), rng.randint(10**3, 10**9)
         row_bytes, weights = max_len * expected, num_parameters * width
@@ -72,7 +72,7 @@ def check_size(cls: Any) -> None:
         ):
             call = f"rows_that_fit({memory}, {num_parameters}, {max_len})"
             case = f"{said} A row of {max_len} tokens takes {row_bytes:,} bytes, and the weights take {weights:,}."
-            look = "what the weights leave, and rounding down" if memory > weights else "weights that leave nothing"
+            look = "the memory left by the weights, and rounding down" if memory > weights else "weights that leave nothing"
             expect(case, call, fit, _whole(size.rows_that_fit(memory, num_parameters, max_len), call), look)
 
 
@@ -139,16 +139,16 @@ def _compare_slots(call: str, got: Tensor, before: Tensor, new: KVCache, entry: 
         for j in range(new_count)
     }
     everywhere = [(row, slot) for row in range(before.shape[0]) for slot in range(before.shape[1])]
-    for row, slot in sorted(everywhere, key=lambda place: place not in owner):  # first those that are to be written
+    for row, slot in sorted(everywhere, key=lambda place: place not in owner):  # first the ones to write
         place = owner.get((row, slot))
         wanted = before[row, slot] if place is None else new[entry][place]
         if torch.equal(got[row, slot], wanted):
             continue
         expected = "what was there before" if place is None else f"new token {place[1]} of text {place[0]}"
         look = (
-            "what is padding, and which rows the step names"
+            "what is padding, and which rows are in the step"
             if place is None
-            else "step.rows[i] and step.starts[i]: where a text's new tokens begin; and whether you write to the tensors that you were given"
+            else "step.rows[i] and step.starts[i]: where a text's new tokens begin; and whether you write to the tensors you were given"
         )
         expect(f"After {call}.", f"in slot {slot} of row {row}", expected, _name(got[row, slot], before, new, entry, step), look)
 
@@ -164,7 +164,7 @@ def _name(found: Tensor, before: Tensor, new: KVCache, entry: int, step: PaddedS
     return "what was there before" if is_old else "other numbers"
 
 
-# -- who sees what ---------------------------------------------------------------------------------------------------
+# -- what a token sees -----------------------------------------------------------------------------------------------
 
 
 def check_mask(cls: Any) -> None:
@@ -187,7 +187,7 @@ def check_mask(cls: Any) -> None:
                 said = f"{call}. New token {j} of text {i} has position {start + j}."
                 look = "where a text's new tokens begin (step.starts), and whether a token sees itself"
                 if seen and seen[-1] > start + j:
-                    look = "slots beyond the token's own position: they hold later tokens, or what another text has left"
+                    look = "slots beyond the token's own position: they hold later tokens, or what another text left"
                 expect(said, "the slots that it sees", ranges(range(start + j + 1)), ranges(seen), look)
 
 
@@ -197,9 +197,9 @@ def check_mask(cls: Any) -> None:
 def make_attention_case(
     rng: random.Random, generator: torch.Generator, *, decode: bool
 ) -> tuple[PaddedStep, KVCache, Tensor, float]:
-    """A step, a cache in which its keys and values are written already, queries, and a scale.
+    """A step, a cache that already holds its keys and values, queries, and a scale.
 
-    Slots beyond the longest text hold NaN: who reads them gets NaN, even where a mask hides them.
+    Slots beyond the longest text hold NaN: reading them gives NaN, even behind a mask.
     """
     step = make_step(rng, _NUM_ROWS, _MAX_LEN - 3, decode=decode)
     cache = make_cache(generator, _NUM_ROWS, _MAX_LEN, 2, 8)
@@ -210,9 +210,9 @@ def make_attention_case(
 
 
 def check_attend(cls: Any) -> None:
-    """`attend`: for each text what attention gives it when it is alone, whatever else is in the batch and in the cache.
+    """`attend`: for each text the attention it gets alone, whatever else is in the batch and in the cache.
 
-    An object has several steps, as a layer of the model has: what it keeps of one must not show in the next.
+    An object runs several steps, as a model's layer does: state from one must not leak into the next.
     """
     made = isolate(cls, visible=visible)
     layers: dict[float, Any] = {}
@@ -231,12 +231,12 @@ def _compare_attention(cls: Any, layer: Any, step: PaddedStep, cache: KVCache, q
     call = f"attend(query, kv_cache, {describe(step)}) with 6 heads of queries, 2 of keys and values, and scale {scale}"
     got = layer.attend(query.clone(), cache, step)
     assert isinstance(got, Tensor), f"{call} must return a tensor, but returned {got!r}."
-    expect(call + ".", "shape", list(query.shape), list(got.shape), "the order of the dimensions: it is that of query")
+    expect(call + ".", "shape", list(query.shape), list(got.shape), "the order of the dimensions: the same as query's")
     for part, old in zip(cache, before, strict=True):
         assert torch.equal(part.nan_to_num(7.0), old.nan_to_num(7.0)), f"{call} must not change the cache, but did."
     assert got.isfinite().all(), (
         f"{call}.\nExpected: finite numbers\nGot: NaN or infinity\nLook at the slots from {num_slots_of(step)} on: no text of this step is that "
-        f"long, so they hold NaN here, and are not to be read, not even behind a mask."
+        f"long, so they hold NaN here and must not be read, not even behind a mask."
     )
     expected = attend_alone(query, cache, step, scale)
     for i, new in enumerate(step.counts):
@@ -250,7 +250,7 @@ def _compare_attention(cls: Any, layer: Any, step: PaddedStep, cache: KVCache, q
 
 
 def _find_reason(cls: Any, got: Tensor, query: Tensor, cache: KVCache, step: PaddedStep, scale: float) -> str:
-    """What was done instead, if it can be told from the numbers."""
+    """What was done instead, if the numbers reveal it."""
     from_slot_0 = PaddedStep(step.rows, [0] * len(step.rows), step.counts)
     in_turns = query.unflatten(2, (3, 2)).transpose(2, 3).flatten(2, 3)
     tiled = attend_alone(in_turns, cache, step, scale).unflatten(2, (2, 3)).transpose(2, 3).flatten(2, 3)
@@ -259,7 +259,7 @@ def _find_reason(cls: Any, got: Tensor, query: Tensor, cache: KVCache, step: Pad
         (attend_alone(query, finite, step, scale, rows=range(len(step.rows))), "the rows: text i is in row step.rows[i], not in row i"),
         (tiled, "which heads belong together: 6 heads of queries and 2 of keys are 0, 0, 0, 1, 1, 1, not 0, 1, 0, 1, 0, 1"),
         (attend_alone(query, cache, step, query.shape[-1] ** -0.5), "the scale: it is self.scale"),
-        (attend_alone(query, cache, step, scale, causal=False), "the mask: `visible` has to be passed on to the softmax"),
+        (attend_alone(query, cache, step, scale, causal=False), "the mask: pass `visible` on to the softmax"),
         (attend_alone(query, (cache[1], cache[0]), step, scale), "which of the two tensors are the keys"),
         (attend_alone(query, cache, from_slot_0, scale), "the mask: `is_causal=True` takes the first query for the first token of its text; pass what `visible` says"),
     )  # fmt: skip
@@ -269,7 +269,7 @@ def _find_reason(cls: Any, got: Tensor, query: Tensor, cache: KVCache, step: Pad
     if _are_same(
         make_attention(cls, 6, 2, 8, scale).attend(query.clone(), cache, step), attend_alone(query, cache, step, scale), step
     ):
-        return "what your object keeps from one step to the next: a new one gets this step right"
+        return "what your object keeps from one step to the next: a fresh object gets this step right"
     return "the rows of the cache, the mask, the scale, and which heads belong together"
 
 

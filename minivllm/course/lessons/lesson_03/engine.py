@@ -1,4 +1,4 @@
-"""The last checks of lesson 03: a learner's parts under the real model, and inside the engine."""
+"""The last checks of lesson 03: a learner's parts with the real model, and inside the engine."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def _compare(expected: list[list[int]], got: list[list[int]], how: str, look: st
 
 @torch.inference_mode()
 def check_text(attention_class: type, cache_class: Any, runner_class: Any, serve: Any) -> None:
-    """A learner's loop, cache and attention write with the real model what `LLM.generate` writes."""
+    """A learner's loop, cache and attention write the same text with the real model as `LLM.generate`."""
     llm = _load_contiguous(attention_class)
     runner, params = _make_runner(llm, cache_class, runner_class, num_rows=3), _params()
     got = [[int(token) for token in output] for output in serve(runner, make_requests(llm, list(_PROMPTS), params))]
-    look = "what the real model has and the checks above have not: thirty layers that share the lengths, and positions that it turns into angles"
+    look = "what the real model adds to the checks above: thirty layers that share the lengths, and positions that become angles"
     _compare(_expected(), got, "Your `serve` writes with the model, in three rows.", look)
 
 
 def check_engine(attention_class: type) -> None:
-    """The engine, with a learner's attention in every layer and blocks as long as the longest text, writes what it writes with its own."""
+    """The engine, with a learner's attention in every layer and blocks as long as the longest text, writes the same as with its own."""
     got = _generate(_load_contiguous(attention_class))
     _compare(
         _expected(),

@@ -16,7 +16,7 @@ _VOCAB_SIZE = 400
 
 
 class ScriptedRequest:
-    """A request whose continuation is known: the logits say what comes next, and it checks that it is asked rightly.
+    """A request whose continuation is known: the logits say what comes next, and it checks how it is called.
 
     Args:
         name: For messages.
@@ -39,11 +39,11 @@ class ScriptedRequest:
             "logits: one row of them",
         )
         said = f"{self.name}.choose(logits, output) for token {len(output)} of its continuation."
-        expect(said, "output", self.planned[: len(output)], list(output), "whose logits and whose output belong together")
+        expect(said, "output", self.planned[: len(output)], list(output), "which logits belong to which output")
         return int(logits.argmax())
 
     def is_finished(self, output: Sequence[int]) -> bool:
-        """Whether all of the continuation is there."""
+        """Whether the continuation is complete."""
         return len(output) >= len(self.planned)
 
 
@@ -55,7 +55,7 @@ class WatchedCache(CorrectCache):
         self.owners: dict[int, int] = {}
         """The request in each row that a step has computed."""
         self.known: dict[int, int] = {}
-        """By request: how many tokens of it are computed."""
+        """By request: how many of its tokens are computed."""
         self.requests: list[ScriptedRequest] = []
 
     def release(self, row: int) -> None:
@@ -72,10 +72,10 @@ class WatchedCache(CorrectCache):
 
 
 class ScriptedRunner:
-    """A runner without a model: knows what each step must compute, and says so where a step computes something else.
+    """A runner without a model: knows what each step must compute, and reports a step that computes something else.
 
     Args:
-        requests: Those that will be served, in order.
+        requests: The requests that will be served, in order.
         num_rows: Rows of the cache.
         rng: Chooses among free rows.
         others: Rows that other texts have.
@@ -90,7 +90,7 @@ class ScriptedRunner:
         """For each step, the requests in it and how many tokens of each were computed."""
 
     def step(self, rows: Sequence[int], token_lists: Sequence[Sequence[int]]) -> Tensor:
-        """Check what is to be computed; returns logits that say what comes next."""
+        """Check what the step computes; return logits that say what comes next."""
         rows, lists = [int(row) for row in rows], [[int(token) for token in tokens] for tokens in token_lists]
         said = f"Step {len(self.steps)}, step({rows}, {lists})."
         needed = sum(len(request.planned) for request in self.requests)
@@ -110,7 +110,7 @@ class ScriptedRunner:
         return logits
 
     def _read(self, said: str, row: int, tokens: list[int]) -> int:
-        """The request in a row; raises an AssertionError if these are not the tokens that it needs next."""
+        """The request in a row; raises an AssertionError if these are not the tokens it needs next."""
         cache = self.cache
         assert row not in self.others, f"{said} Row {row} belongs to another text. Look at which row `take` gave you."
         assert row in cache.lengths, (
@@ -121,7 +121,7 @@ class ScriptedRunner:
             number = next((n for n in waiting if self.requests[n].prompt_token_ids == tokens), -1)
             prompts = {self.requests[n].name: self.requests[n].prompt_token_ids for n in waiting[:3]}
             assert number >= 0, (
-                f"{said}\nExpected for row {row}, whose text has no token in the cache yet: a whole prompt of one that waits, {prompts}\n"
+                f"{said}\nExpected for row {row}, whose text has no token in the cache yet: the whole prompt of a waiting text, {prompts}\n"
                 f"Got for row {row}: {tokens}\nLook at what the first step of a text computes."
             )
             cache.owners[row], cache.known[number] = number, 0
@@ -134,7 +134,7 @@ class ScriptedRunner:
             f"{said} {request.name} in row {row} is finished, and a finished text computes nothing. Look at when its row is released."
         )
         if tokens != text[known : known + 1]:
-            look = "what is known and not computed yet: the newest token"
+            look = "what is known but not computed yet: the newest token"
             if tokens == text[: known + 1]:
                 look = f"the cache: it has {count(known, 'token')} of this text already, and they were computed again"
             elif tokens and tokens[0] == text[known - 1]:
@@ -143,7 +143,7 @@ class ScriptedRunner:
         return number
 
     def _check_batch(self, said: str, parts: list[int]) -> None:
-        """Nobody who could be in the step is left out, and nobody is overtaken."""
+        """No text that could be in the step is left out, and none is overtaken."""
         cache = self.cache
         waiting = [self.requests[number].name for number in range(len(self.requests)) if number not in cache.known]
         if waiting:
@@ -153,7 +153,7 @@ class ScriptedRunner:
                 f"{said} {self.requests[late[0]].name} has a row, but {waiting[0]} has waited longer. Look at the order in which rows are given."
             )
             assert not cache.num_free, (
-                f"{said} {count(cache.num_free, 'row')} free, and {', '.join(waiting)} waiting: no step may run then. Look at when newcomers are let in."
+                f"{said} {count(cache.num_free, 'row')} free, and {', '.join(waiting)} waiting: no step may run then. Look at when newcomers are admitted."
             )
         left_out = [(row, number) for row, number in cache.owners.items() if number not in parts]
         only_prompts = all(cache.known[number] == 0 for number in parts)
@@ -191,7 +191,7 @@ def check_generate(generate: Any) -> None:
 
 
 def check_serve(serve: Any) -> None:
-    """`serve`: many requests through few rows, each row handed on as soon as its text is finished."""
+    """`serve`: many requests through few rows, each row reused as soon as its text is finished."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"serve {seed}")
         requests = make_requests(rng, rng.choice((1, rng.randint(2, 9))))
@@ -204,7 +204,7 @@ def check_serve(serve: Any) -> None:
 
 
 def _check_end(runner: ScriptedRunner, planned: list[list[int]], got: Any, look: str) -> None:
-    """What was returned, and that every row was given back."""
+    """Check what was returned, and that every row was given back."""
     said = f"Prompts {[request.prompt_token_ids for request in runner.requests]}."
     outputs = None if got is None else [None if output is None else [int(token) for token in output] for output in got]
     expect(said, "new tokens", planned, outputs, look)

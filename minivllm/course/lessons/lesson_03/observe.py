@@ -1,7 +1,7 @@
-"""What the grader asks of a learner's classes and functions from outside: random steps, and all that can be seen afterwards.
+"""Observes a learner's classes and functions from outside: random steps, and everything visible afterwards.
 
-See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
-the rounding changes; which ones these are does not depend on the learner. Rows are reported by the order in which they were taken.
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only if they are far from where
+the rounding changes; which ones are reported does not depend on the learner. Rows are reported by the order in which they were taken.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _observe_generate(generate: Any, rng: random.Random) -> list[Any]:
 
 
 def _observe_serve(serve: Any, rng: random.Random) -> list[Any]:
-    """Steps may be composed in two ways, so only what each request has computed is reported."""
+    """Steps may be composed in two ways, so only each request's computed tokens are reported."""
     observations: list[Any] = []
     for _ in range(_ROUNDS):
         requests = make_requests(rng, rng.randint(1, 8))
@@ -192,4 +192,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-text": ("serve", _observe_serve),
     "check-engine": ("Attending", _observe_engine),
 }
-"""For each check, the class or function that it is about, and what to observe of it."""
+"""For each check, the class or function it tests, and how to observe it."""

@@ -17,7 +17,7 @@ _ROUNDS = 30
 
 
 def check_rows(cls: Any) -> None:
-    """`take`, `advance` and `release` against a dict of lengths, and the two calls that cannot be done."""
+    """`take`, `advance` and `release` against a dict of lengths, and the two invalid calls."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"rows {seed}")
         num_rows = rng.randint(2, 5)
@@ -59,7 +59,7 @@ def check_rows(cls: Any) -> None:
 
 
 def _check_refusals(cls: Any, num_rows: int) -> None:
-    """Taking a row when none is free, and releasing one that is."""
+    """Taking a row when none is free, and releasing a free one."""
     cache = cls(1, num_rows, 8, 1, 4)
     rows = [cache.take() for _ in range(num_rows)]
     _refuse(cache, "take", (), f"all {num_rows} rows are taken")
@@ -90,7 +90,7 @@ def _refuse(cache: Any, method: str, arguments: tuple[int, ...], why: str) -> No
 
 def _compare(cache: Any, lengths: dict[int, int], num_rows: int, said: str) -> None:
     look = {
-        False: "`take` and `release`: a row that a text has is in `lengths`, a free one is not",
+        False: "`take` and `release`: a row with a text is in `lengths`, a free one is not",
         True: "`advance`, which adds counts[i] to rows[i] and to no other, and `take`, which begins with 0",
     }[set(cache.lengths) == set(lengths)]
     expect(f"{said}.", "lengths", dict(sorted(lengths.items())), dict(sorted(cache.lengths.items())), look)
@@ -127,11 +127,11 @@ def check_layout(cls: Any) -> None:
         )
         hints = (
             ("input_ids", "which side the padding is on, and that it is token 0"),
-            ("positions", "positions: they go on from starts[i], and padding has position 0 and counts for nothing"),
+            ("positions", "positions: they continue from starts[i]; padding has position 0 and does not count"),
         )
         for (name, look), mine, wanted in zip(hints, got, lay_out(None, token_lists, starts), strict=True):
             assert isinstance(mine, Tensor), f"{call} {name} must be a tensor, but is {mine!r}."
-            expect(call, f"dtype of {name}", torch.int64, mine.dtype, "the dtype of the tensors that you make")
+            expect(call, f"dtype of {name}", torch.int64, mine.dtype, "the dtype of the tensors you make")
             expect(call, name, wanted.tolist(), mine.tolist(), look)
 
 
@@ -139,10 +139,10 @@ def check_layout(cls: Any) -> None:
 
 
 class FakeModel:
-    """Writes down what it is called with. Its hidden states say which token they belong to.
+    """Records its calls. Its hidden states say which token they belong to.
 
     Args:
-        cache: Its lengths are written down at each call.
+        cache: Its lengths are recorded at each call.
     """
 
     def __init__(self, cache: CorrectCache) -> None:
@@ -195,7 +195,7 @@ def check_runner(cls: Any) -> None:
         wanted = {
             "shapes of input_ids and positions": ([[tokens], [tokens]], "flattening: the model takes flat tokens"),
             "input_ids": (input_ids.flatten().tolist(), "what `lay_out` gives, row after row"),
-            "positions": (positions.flatten().tolist(), "the starts that `lay_out` is given: the lengths of these rows"),
+            "positions": (positions.flatten().tolist(), "the starts passed to `lay_out`: the lengths of these rows"),
             "kv_caches": (cache.layers, "self.cache.layers"),
             "metadata": ({"rows": rows, "starts": starts, "counts": counts}, "the PaddedStep: counts without padding"),
             "lengths while the model runs": (before, "when `advance` is called: after the model"),
@@ -221,8 +221,8 @@ def check_runner(cls: Any) -> None:
             "shape of what `step` returns",
             list(logits.shape),
             list(got.shape),
-            "what compute_logits gives: one row for each text",
+            "the result of compute_logits: one row for each text",
         )
         assert torch.equal(got, logits), (
-            f"{said} It must return what compute_logits gives, in the order of `rows`, but the numbers differ."
+            f"{said} It must return the result of compute_logits, in the order of `rows`, but the numbers differ."
         )

@@ -17,7 +17,7 @@ KVCache = tuple[Tensor, Tensor]
 
 
 def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
+    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look."""
     if expected != got:
         raise AssertionError(f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}.")
 
@@ -39,7 +39,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def isolate(cls: Any, **methods: Any) -> Any:
-    """A learner's class with correct versions of methods of lower stages, so that their mistakes fail at their own checks only."""
+    """A learner's class with correct methods of earlier stages, so that their mistakes fail only their own checks."""
     return type(cls.__name__, (cls,), methods)
 
 
@@ -60,7 +60,7 @@ def make_step(rng: random.Random, num_rows: int, max_len: int, *, decode: bool =
 
 
 def make_cache(generator: torch.Generator, num_rows: int, max_len: int, num_kv_heads: int, head_dim: int) -> KVCache:
-    """One layer's cache, full of what earlier texts have left there."""
+    """One layer's cache, full of what earlier texts left there."""
     shape = (num_rows, max_len, num_kv_heads, head_dim)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
@@ -68,14 +68,14 @@ def make_cache(generator: torch.Generator, num_rows: int, max_len: int, num_kv_h
 def attend_alone(
     query: Tensor, kv_cache: KVCache, step: PaddedStep, scale: float, *, rows: Sequence[int] | None = None, causal: bool = True
 ) -> Tensor:
-    """Attention of each text as it would be if the text were alone: no batch, no padding.
+    """Attention of each text as if it were alone: no batch, no padding.
 
     Args:
         query: `[batch, width, num_heads, head_dim]`.
         kv_cache: Keys and values, the new ones included.
-        step: What the batch is.
-        scale: What the scores are multiplied by.
-        rows: Where the texts are, instead of `step.rows`: for a wrong answer.
+        step: The batch.
+        scale: The factor for the scores.
+        rows: The texts' rows instead of `step.rows`, to produce a wrong answer.
         causal: False lets each token see all of its text and the rest of the row up to the longest: for a wrong answer.
 
     Returns:
@@ -131,7 +131,7 @@ class CorrectCache:
 
     @property
     def num_free(self) -> int:
-        """Rows that no text has."""
+        """Rows without a text."""
         return len(self.free_rows)
 
     def take(self) -> int:

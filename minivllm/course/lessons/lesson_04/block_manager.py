@@ -1,6 +1,6 @@
 """The checks of lesson 04 for each part of a block manager.
 
-Each takes a learner's class and tries it on inputs that are not in the notebook. Its assertions say what was expected, what came and
+Each takes a learner's class and tries it on inputs that are not in the notebook. Its assertions say what was expected, what was returned and
 where to look. They use only names that the exercise introduces. A stage's check also tries what the stage inherits and may have broken, and
 every question is asked through `ask`, which finds one that changes something.
 """
@@ -48,7 +48,7 @@ def check_pool(pool_class: type) -> None:
             actions.append(f"allocate({number})")
             got, wanted = pool.allocate(number), free[:number]
             assert got is not None and [index(block) for block in got] == wanted, (
-                f"After {last_actions(actions)}: expected {wanted}, the first blocks in line, in that order, but got {got!r}."
+                f"After {last_actions(actions)}: expected {wanted}, the first blocks in the queue, in that order, but got {got!r}."
             )
             del free[:number]
             for block in wanted:
@@ -74,7 +74,7 @@ def check_pool(pool_class: type) -> None:
         )
         assert next_blocks(pool) == free, (
             f"After {last_actions(actions)}: the free blocks should be handed out in the order {free}, but would be in the order "
-            f"{next_blocks(pool)}. A block that becomes free goes to the front. Of a list, the last block is released first, so the first of them is handed out first."
+            f"{next_blocks(pool)}. A block that becomes free goes to the front. The last block of a list is released first, so its first block is handed out first."
         )
     _check_refusal(pool_class, "allocate", 3, "only 2 blocks are free")
     _check_refusal(pool_class, "share", [0, 3], "block 3 is free")
@@ -83,7 +83,7 @@ def check_pool(pool_class: type) -> None:
 
 
 def _check_refusal(pool_class: type, method: str, argument: Any, why: str) -> None:
-    """A call that cannot be done raises a ValueError and changes nothing. Blocks 0 and 1 of four are taken."""
+    """An invalid call raises a ValueError and changes nothing. Blocks 0 and 1 of four are taken."""
     pool = pool_class(4)
     pool.allocate(2)
     before = count_references(pool, 4), next_blocks(pool)
@@ -104,7 +104,7 @@ def _check_refusal(pool_class: type, method: str, argument: Any, why: str) -> No
 
 
 def check_allocate(manager_class: type) -> None:
-    """Tables as long as the prompt needs, of blocks in no other table; and what the cell gives is still there."""
+    """Tables as long as the prompt needs, of blocks in no other table; and the cell's given code is still there."""
     rng = random.Random(40)
     for arguments, sizes_given in (({"num_cpu_blocks": 3, "watermark": 0.1}, (4, 40, 3)), ({}, (0, 40, 0))):
         manager = manager_class(4, 40, **arguments)
@@ -132,7 +132,7 @@ def check_allocate(manager_class: type) -> None:
     for num_blocks in (1, 5):
         manager = manager_class(4, num_blocks, watermark=0.5)
         seq = make_sequence("a", 4 * num_blocks)
-        manager.allocate(seq)  # to the last block: the watermark is no business of allocate
+        manager.allocate(seq)  # to the last block: allocate ignores the watermark
         _check_new_table(manager, seq)
 
 
@@ -175,7 +175,7 @@ def check_free(manager_class: type) -> None:
     manager.allocate(seq)
     again = table_of(manager, seq)
     assert again == table, (
-        f"The table was {table}. Its last block must be released first, so that its first one is the next in line: the next table of 4 "
+        f"The table was {table}. Its last block must be released first, so that its first one is next in the queue: the next table of 4 "
         f"blocks should be the same, but is {again}."
     )
 
@@ -245,7 +245,7 @@ def _check_room(
         add_tokens(seq, num_new)
         got, wanted = ask(manager, "can_append_slots", seq), spare >= needed
         why = count(growth, "block") + " to grow by" + (" and 1 block for the copy of the shared one" if copied else "")
-        watermark = f" The watermark of {manager.watermark_blocks} is not for sequences that run, only for newcomers."
+        watermark = f" The watermark of {manager.watermark_blocks} applies only to newcomers, not to running sequences."
         assert bool(got) == wanted, (
             f"With block size {block_size}, a table of {count(num_blocks, 'block')}{', shared by a sibling,' if shared else ''} holds "
             f"{count(num_tokens, 'token')}, and {count(num_new, 'new token')} must be placed. That takes {why}, and {count(spare, 'block')} "
@@ -255,7 +255,7 @@ def _check_room(
 
 
 def check_fork(manager_class: type) -> None:
-    """Siblings share the parent's blocks in lists of their own, and references are counted."""
+    """Siblings share the parent's blocks, each in its own list, and references are counted."""
     rng = random.Random(44)
     for block_size in BLOCK_SIZES:
         manager = manager_class(block_size, 60, watermark=0.25)
@@ -288,7 +288,7 @@ def check_fork(manager_class: type) -> None:
 
 
 def check_copy_on_write(manager_class: type) -> None:
-    """Siblings that grow: the first write to a shared block copies it, full blocks stay shared, and who shares nothing grows as before."""
+    """Siblings that grow: the first write to a shared block copies it, full blocks stay shared, and sequences that share nothing grow as before."""
     check_append(manager_class)
     check_can_append(manager_class)
     rng = random.Random(45)
@@ -324,5 +324,5 @@ def check_copy_on_write(manager_class: type) -> None:
     manager.append_slots(child)
     assert ask(manager, "can_append_slots", parent), (
         "The child has its copy, so the parent now writes to a block of its own and needs no free block: can_append_slots should be "
-        "True. Only the block being written matters, not those that are still shared."
+        "True. Only the block being written matters, not the ones still shared."
     )

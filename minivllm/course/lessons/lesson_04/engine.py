@@ -1,4 +1,4 @@
-"""Runs a learner's class in the engine: it must decide and write the same as the package's own class."""
+"""Runs a learner's class in the engine: it must make the same decisions and write the same text as the package's own class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Crowd(NamedTuple):
-    """A crowded simulated run: the seed of its requests, how requests give way, which share of the blocks is kept from newcomers, and how many blocks there are."""
+    """A crowded simulated run: the seed of its requests, how requests are preempted, the share of blocks kept from newcomers, and the number of blocks."""
 
     seed: int
     preemption_mode: str
@@ -23,8 +23,8 @@ _CROWDS = (
     Crowd(2, "swap", 0.1, 20, 6),  # the host is full at times, so some give way by recompute
 )
 _WHERE_TO_LOOK = {
-    "the sequence that gives way": "can_append_slots decides whether somebody must, and can_allocate and can_swap_in decide who has come in before",
-    "the block table": "allocate, append_slots, fork and swap_in make and change tables; can_allocate and can_append_slots decide who runs",
+    "the sequence that gives way": "can_append_slots decides whether one must, and can_allocate and can_swap_in decide which were admitted before",
+    "the block table": "allocate, append_slots, fork and swap_in make and change tables; can_allocate and can_append_slots decide which sequences run",
     "the list of blocks to copy": "append_slots returns them",
     "the list of blocks to swap out": "swap_out returns them, and can_swap_out decides whether it is called",
     "the list of blocks to swap in": "swap_in returns them, and can_swap_in decides when it is called",
@@ -41,7 +41,7 @@ def check_block_manager(manager_class: type) -> None:
         for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False), 1):
             for what, value in theirs.items():
                 assert ours[what] == value, (
-                    f"In step {number} of a simulated run, in which requests give way by {crowd.preemption_mode}, "
+                    f"In step {number} of a simulated run, in which requests are preempted by {crowd.preemption_mode}, "
                     f"{_difference(what, value, ours[what])}\nWhere to look: {_WHERE_TO_LOOK[what]}."
                 )
         assert len(got) == len(wanted), (

@@ -1,4 +1,4 @@
-"""What the grader asks of a learner's classes from outside: random calls, and all that can be seen after each.
+"""Observes a learner's classes from outside: random calls, and everything visible after each.
 
 The grader runs this in the learner's process and, with the same seed, on the lesson's own solution, and compares the two. Nothing here
 compares anything, so a notebook that tampers with its checks gains nothing. Block numbers are replaced by the order in which they
@@ -48,7 +48,7 @@ def _observe_pool(pool_class: type, rng: random.Random) -> list[Any]:
 
 
 class _Manager:
-    """A learner's manager, the sequences in it, and what was seen so far."""
+    """A learner's manager, the sequences in it, and the observations so far."""
 
     def __init__(self, manager_class: type, methods: set[str], rng: random.Random, observations: list[Any], number: int) -> None:
         sizes = (1, 2, 3, 4, 16) if "fork" not in methods else (2, 3, 4, 16)
@@ -110,7 +110,7 @@ class _Manager:
         self.observations.append([action, answer, *self.look()])
 
     def grow(self, seq: Sequence, num_new: int, free: int) -> Any:
-        """Append tokens, and make room for them if there are blocks; else take the tokens away again."""
+        """Append tokens, and make room for them if there are blocks; otherwise remove the tokens again."""
         manager, table = self.manager, list(self.manager.get_block_table(seq))
         before = len(seq.token_ids), seq.num_computed_tokens
         add_tokens(seq, num_new)
@@ -128,7 +128,7 @@ class _Manager:
         return copied is not None and tuple(copied) == (table[place], manager.get_block_table(seq)[place])
 
     def ask(self, question: str, *arguments: Any, **options: Any) -> None:
-        """Write down the answer to a question, if this stage has it."""
+        """Record the answer to a question, if this stage has it."""
         if question in self.methods:
             answer = getattr(self.manager, question)(*arguments, **options)
             self.observations.append([question, answer if question == "num_blocks_for" else bool(answer)])
@@ -147,7 +147,7 @@ class _Manager:
                 group.remove(seq)
 
     def look(self) -> list[Any]:
-        """The tables, how many name each of their blocks, and how many blocks are free."""
+        """The tables, how many contain each of their blocks, and how many blocks are free."""
         manager = self.manager
         seen = []
         for tables, sequences, pool in (
@@ -196,4 +196,4 @@ OBSERVERS: Mapping[str, tuple[str, Callable[[type, random.Random], list[Any]]]] 
     "check-engine": ("MyBlockSpaceManager", _observe_engine),
     "check-text": ("MyBlockSpaceManager", _observe_engine),
 }
-"""For each check, the class that it is about, and what to observe of it."""
+"""For each check, the class it tests, and how to observe it."""

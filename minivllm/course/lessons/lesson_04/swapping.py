@@ -66,7 +66,7 @@ def check_swap(manager_class: type) -> None:
 
 
 def _check_swap_of_siblings(manager: Any, num_tokens: int) -> None:
-    """One sibling after another goes to the host, and two come back: blocks that others still name stay where they are."""
+    """One sibling after another goes to the host, and two come back: blocks that others still use stay where they are."""
     family = make_family(manager, num_tokens, 3)
     for seq in family[:2]:
         add_token(seq)

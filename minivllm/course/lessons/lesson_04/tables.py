@@ -13,7 +13,7 @@ from minivllm.request import Sequence
 
 BLOCK_SIZES = (1, 3, 4, 16)
 KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
-"""How a question that minds the watermark is asked; without the argument, it is kept."""
+"""The arguments of a question about the watermark; without the argument, it is kept."""
 
 
 def name_of(manager: Any, method: str) -> str:
@@ -40,7 +40,7 @@ def ask(manager: Any, question: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _change(what: str, before: Any, after: Any) -> str:
-    """What has changed in a part of the state, without the rest of it."""
+    """What has changed in a part of the state."""
     if isinstance(before, dict):
         key = next(key for key in [*before, *after] if before.get(key) != after.get(key))
         return f"a table in {what} changed from {before.get(key)} to {after.get(key)}"
@@ -51,7 +51,7 @@ def _change(what: str, before: Any, after: Any) -> str:
 
 
 def _state_of(manager: Any) -> dict[str, Any]:
-    """All that a question must not change, by what it is called in a message."""
+    """Everything that a question must not change, by its name in messages."""
     state: dict[str, Any] = {}
     for name in ("gpu_pool", "cpu_pool"):
         pool = getattr(manager, name)
@@ -77,7 +77,7 @@ def table_of(manager: Any, seq: Sequence) -> list[int]:
 
 
 def grow_and_compare(manager: Any, seq: Sequence) -> None:
-    """Call `append_slots` for a sequence with new tokens, and assert what became of its table."""
+    """Call `append_slots` for a sequence with new tokens, and check its table afterwards."""
     before = table_of(manager, seq)
     place = seq.num_computed_tokens // manager.block_size
     shared = place < len(before) and manager.gpu_pool.ref_counts[before[place]] > 1
@@ -112,7 +112,7 @@ def grow_and_compare(manager: Any, seq: Sequence) -> None:
 
 
 def check_references(manager: Any, sequences: Iterable[Sequence], swapped: Iterable[Sequence] = ()) -> None:
-    """Assert that each reference count is the number of tables that name the block, on the device and on the host."""
+    """Assert that each reference count is the number of tables that contain the block, on the device and on the host."""
     device = [table_of(manager, seq) for seq in sequences]
     host = [list(manager.swapped_tables[seq.seq_id]) for seq in swapped]
     for pool, tables, name, num_blocks in (

@@ -54,7 +54,7 @@ class KernelOps(Ops):
 
 
 def write_with(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any, prompts: list[str], max_tokens: int) -> tuple[list[str], int]:
-    """Texts that the model writes with a learner's kernels in all of its layers, and how often they were launched."""
+    """The texts that the model writes with a learner's kernels in all layers, and how often they were launched."""
     _try_out(add_rms_norm_kernel, silu_and_mul_kernel)
     llm = _load(_is_interpreted(add_rms_norm_kernel))
     ops = _plug_in(llm, add_rms_norm_kernel, silu_and_mul_kernel)
@@ -64,7 +64,7 @@ def write_with(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any, prompts: list
 
 
 def check_engine(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
-    """The engine with a learner's kernels in every layer writes what it writes with its own."""
+    """The engine with a learner's kernels in every layer writes the same as with its own."""
     _try_out(add_rms_norm_kernel, silu_and_mul_kernel)
     llm = _load(_is_interpreted(add_rms_norm_kernel))
     expected = _tokens(llm)
@@ -78,7 +78,7 @@ def check_engine(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
 
 
 def _try_out(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
-    """Launch each kernel once, so that one that is not written yet or raises is told before the model is loaded."""
+    """Launch each kernel once, so that an unwritten or failing one is reported before the model is loaded."""
     x, weight = torch.ones(2, 4), torch.ones(4)
     with record_accesses():
         ops = KernelOps(add_rms_norm_kernel, silu_and_mul_kernel)

@@ -1,6 +1,6 @@
-"""How the checks of lesson 05 launch a learner's kernel, and what they say about it.
+"""How the checks of lesson 05 launch a learner's kernel and report on it.
 
-Every launch is interpreted and recorded, on a GPU too, so that what a program reads and writes outside of a tensor is found and does no harm.
+Every launch is interpreted and recorded, on a GPU too, so that out-of-bounds reads and writes are found and do no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minivllm.course.lessons.paged_kernels import function_of
 from minivllm.kernels.accesses import Launch, record_accesses
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-"""By how much a number may differ from the exact one, as a share of the largest in the result."""
+"""The largest error allowed, as a share of the largest number in the result."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launch:
@@ -25,7 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
     Raises:
         NotImplementedError: The kernel is not written yet.
-        AssertionError: It raises something else, or touches memory that it must not touch.
+        AssertionError: It raises something else, or touches forbidden memory.
     """
     name = getattr(kernel, "__name__", str(kernel))
     assert hasattr(kernel, "run"), (
@@ -111,7 +111,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stor
     Args:
         call: The launch in words.
         name: The output's.
-        got, expected: What it holds, and what it has to.
+        got, expected: Its actual and expected contents.
         look: Where to look.
         stored: The elements that were written.
     """
@@ -126,30 +126,32 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stor
     number = int(torch.arange(got.numel()).view(got.shape)[place])
     seen = f"{float(got[place]):.6g}"
     if number not in stored:
-        seen += ", as before the launch: nobody wrote it"
+        seen += ", as before the launch: it was not written"
     elif seen == "nan":
-        seen += ", which is what the kernel stored. Did it compute with elements that were masked off and had no `other`, or with infinity?"
+        seen += (
+            ", which the kernel stored. Did it compute with elements that were masked off without an `other`, or with infinity?"
+        )
     raise AssertionError(
         f"{call}\nExpected {index}: {float(wanted[place]):.6g}\nGot {index}: {seen}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
     )
 
 
 def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
-    """Raise an AssertionError if a launch reads more of a tensor than it must.
+    """Raise an AssertionError if a launch reads more of a tensor than necessary.
 
     Args:
         call: The launch in words.
         recorded: What it did.
-        least: By the tensor's number, how many of its elements have to be read, all programs together.
+        least: By the tensor's number, how many of its elements must be read, over all programs.
     """
     for number, elements in least.items():
         tensor = recorded.tensors[number]
         read, must = recorded.num_bytes("load", number), elements * tensor.item_size
         if read > must:
-            much = f"{read / must:.3g} times as much as it must" if must else "and nothing of it is needed"
+            much = f"{read / must:.3g} times as much as it must" if must else "and none of it is needed"
             raise AssertionError(
                 f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
-                f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none that you do not need. Memory is far away."
+                f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none you do not need. Memory is far away."
             )
 
 
@@ -158,5 +160,5 @@ def check_unchanged(call: str, names: Sequence[str], tensors: Sequence[Tensor], 
     for name, tensor, old in zip(names, tensors, before, strict=True):
         if not torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0)):
             raise AssertionError(
-                f"{call}\nThe launch changed {name}, which is only to be read. Look at the pointers of your stores."
+                f"{call}\nThe launch changed {name}, which must only be read. Look at the pointers of your stores."
             )

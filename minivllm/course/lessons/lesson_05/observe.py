@@ -1,7 +1,7 @@
-"""What the grader asks of a learner's kernels from outside: random launches, what they leave in the outputs, and what they touched.
+"""Observes a learner's kernels from outside: random launches, their outputs, and the memory they touched.
 
-See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
-the rounding changes; which ones these are does not depend on the learner.
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only if they are far from where
+the rounding changes; which ones are reported does not depend on the learner.
 """
 
 from __future__ import annotations
@@ -79,4 +79,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-running": ("running_max_and_sum", _observe("running_max_and_sum")),
     "check-engine": ("KERNELS", _observe_engine),
 }
-"""For each check, the kernel that it is about, and what to observe of it."""
+"""For each check, the kernel it tests, and how to observe it."""

@@ -27,15 +27,15 @@ _DTYPES = (torch.float32, torch.float16)
 
 
 class Case(NamedTuple):
-    """A launch that is to be checked.
+    """A launch to check.
 
     Attributes:
         grid: Its programs.
         arguments: Everything but the constants, by name, in order.
         constants: BLOCK and the like.
-        outputs: By name of an argument, what it has to hold afterwards, in double precision.
+        outputs: By name of an argument, its expected contents afterwards, in double precision.
         inputs: Names of the tensors that must not change.
-        least: By name, the elements that have to be read.
+        least: By name, the elements that must be read.
     """
 
     grid: tuple[int, ...]
@@ -72,7 +72,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def seeds(name: str, rounds: int = _ROUNDS) -> Iterator[tuple[int, random.Random, torch.Generator, torch.dtype]]:
-    """Random situations, the same for everybody: number, numbers, tensors, and a dtype."""
+    """Random situations, the same for everyone: number, numbers, tensors, and a dtype."""
     for number in range(rounds):
         rng = random.Random(f"{name} {number}")
         yield number, rng, torch.Generator().manual_seed(rng.getrandbits(32)), _DTYPES[number % 2]
@@ -82,7 +82,7 @@ def seeds(name: str, rounds: int = _ROUNDS) -> Iterator[tuple[int, random.Random
 
 
 def make_add_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """Vectors that the block rarely divides."""
+    """Vectors whose length is rarely a multiple of the block."""
     block = rng.choice((4, 8, 16, 32))
     size = rng.choice((1, block, 3 * block, rng.randint(2, 90)))
     x, y = (make_input((size,), dtype, generator) for _ in range(2))
@@ -216,7 +216,7 @@ def check_silu_and_mul(kernel: Any) -> None:
 
 
 def make_norm_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """A residual stream, what is added to it, and a weight; large numbers whose squares float16 cannot hold."""
+    """A residual stream, an addend, and a weight; large numbers whose squares float16 cannot hold."""
     rows, size, scale = rng.randint(1, 4), rng.choice((1, rng.randint(2, 60), 300)), rng.choice((1e-3, 1.0, 300.0))
     stride = size + rng.choice((0, 3))
     x, residual = (make_input((rows, size), dtype, generator, scale=scale, gap=stride - size) for _ in range(2))
@@ -250,4 +250,4 @@ MAKERS: dict[str, Callable[[random.Random, torch.Generator, torch.dtype], Case]]
     "silu_and_mul": make_silu_case,
     "add_rms_norm": make_norm_case,
 }
-"""By kernel: what makes a case."""
+"""By kernel: the function that makes a case."""

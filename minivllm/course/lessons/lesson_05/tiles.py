@@ -18,7 +18,7 @@ _ROUNDS = 12
 
 
 def make_gather_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """A table of which some rows are taken, some several times, and some never."""
+    """A table some of whose rows are taken, some several times, and some never."""
     num_rows, columns, count = rng.randint(1, 9), rng.choice((rng.randint(1, 30), 130)), rng.randint(1, 8)
     table = make_input((num_rows, columns), dtype, generator, gap=rng.choice((0, 3)))
     numbers = [rng.randrange(num_rows) if rng.random() < 0.8 else -1 for _ in range(count)]
@@ -46,7 +46,7 @@ def check_gather(kernel: Any) -> None:
 
 
 def make_transpose_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """Matrices that the tile rarely divides."""
+    """Matrices whose sizes are rarely multiples of the tile."""
     rows, columns, block = rng.randint(1, 20), rng.randint(1, 20), rng.choice((4, 8))
     x, out = (
         make_input((rows, columns), dtype, generator, gap=rng.choice((0, 3))),
@@ -72,7 +72,7 @@ def check_transpose(kernel: Any) -> None:
 
 
 def make_matmul_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> Case:
-    """Matrices that tiles of 16 do not divide; long sums, in float16 too."""
+    """Matrices whose sizes are not multiples of 16; long sums, in float16 too."""
     m, n, k = rng.randint(1, 40), rng.randint(1, 40), rng.choice((16, rng.randint(1, 30), 90))
     a, b = (
         make_input((m, k), dtype, generator, gap=rng.choice((0, 3))),
@@ -134,7 +134,7 @@ def check_running(kernel: Any) -> None:
     """Maximum and sum of a softmax in one pass over pieces."""
     look = {
         "maxima_ptr": "the maximum so far: it begins below all numbers, and grows from piece to piece",
-        "sums_ptr": "the sum so far: when a piece raises the maximum, it has to shrink by exp(old maximum - new maximum)",
+        "sums_ptr": "the sum so far: when a piece raises the maximum, it must shrink by exp(old maximum - new maximum)",
     }
     for _, rng, generator, dtype in seeds("running", 2 * _ROUNDS):
         run_case(kernel, make_running_case(rng, generator, dtype), look)
@@ -146,4 +146,4 @@ MAKERS: dict[str, Callable[[random.Random, torch.Generator, torch.dtype], Case]]
     "matmul": make_matmul_case,
     "running_max_and_sum": make_running_case,
 }
-"""By kernel: what makes a case."""
+"""By kernel: the function that makes a case."""

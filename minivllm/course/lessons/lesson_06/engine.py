@@ -26,15 +26,15 @@ _NUM_TOKENS = 4
 _FEW_LAYERS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "all in one batch": {},
-    "prompts in chunks of 17 tokens, beginnings from the prefix cache, and so few blocks that a request is preempted": {
+    "prompts in chunks of 17 tokens, prefixes from the cache, and so few blocks that a request is preempted": {
         "enable_chunked_prefill": True, "max_num_batched_tokens": 17, "max_num_seqs": 3, "enable_prefix_caching": True, "num_gpu_blocks_override": 4,
     },
 }  # fmt: skip
-"""By how it is told, the options of an engine in which a backend must write what it writes in any other."""
+"""By description, the options of an engine in which a backend must write the same text as in any other."""
 
 
 def make_metadata(case: PagedCase, decode: bool) -> AttentionMetadata:
-    """What the engine hands to a backend for this step: the slots of the new tokens, -1 for padding, and the tables."""
+    """What the engine passes to a backend for this step: the slots of the new tokens, -1 for padding, and the tables."""
     block_size = case.key_cache.shape[1]
     slots = []
     for table, context_len, count in zip(case.block_tables.tolist(), case.context_lens.tolist(), case.num_new, strict=True):
@@ -87,10 +87,10 @@ def check_forward(cls: Any) -> None:
             output = make_backend(cls, case).forward(case.query, key, value, (case.key_cache, case.value_cache), metadata)
         for launch in launches:
             refuse_problems(call, launch.kernel, launch)
-        assert torch.equal(query, case.query), f"{call}\nforward changed the query, which it is only to read."
+        assert torch.equal(query, case.query), f"{call}\nforward changed the query, which it must only read."
         for name, got, wanted in zip(("key_cache", "value_cache"), (case.key_cache, case.value_cache), caches, strict=True):
             assert torch.equal(got.nan_to_num(7e7), wanted.nan_to_num(7e7)), (
-                f"{call}\nAfter forward, {name} does not hold what it must: the new keys and values in their slots, and everything else as it was."
+                f"{call}\nAfter forward, {name} is wrong: it must hold the new keys and values in their slots, and everything else unchanged."
             )
         assert isinstance(output, torch.Tensor), f"{call}\nExpected a tensor\nGot: {output!r}"
         assert output.dtype == case.query.dtype, f"{call}\nExpected dtype: {case.query.dtype}\nGot dtype: {output.dtype}"
@@ -117,7 +117,7 @@ def _load(backend: type | None = None, num_layers: int | None = None, **options:
 
 
 def write_tokens(backend: type | None = None, num_layers: int | None = None, **options: Any) -> list[list[int]]:
-    """The tokens that an engine writes, on a backend of one's own or on the package's, with all of the model's layers or the first few."""
+    """The tokens that an engine writes, with a learner's backend or the package's, with all of the model's layers or the first few."""
     from minivllm import SamplingParams
 
     llm = _load(backend, num_layers, **options)
@@ -133,9 +133,9 @@ def check_engine(cls: Any, kernel: Any) -> None:
 
     Args:
         cls: The backend.
-        kernel: One of its kernels. If that is interpreted, the model has only its first layers, so that it takes seconds and not minutes.
+        kernel: One of its kernels. If it is interpreted, the model has only its first layers, so that it takes seconds, not minutes.
     """
-    check_forward(cls)  # an error in a kernel is told better there
+    check_forward(cls)  # which reports a kernel's error better
     num_layers = _FEW_LAYERS if type(kernel).__name__ == "InterpretedFunction" else None
     expected = write_tokens(None, num_layers)
     for way, options in WAYS.items():
@@ -150,7 +150,7 @@ def write_with(cls: Any, prompt: str, max_tokens: int) -> str:
     """The text that the model writes on a learner's backend."""
     from minivllm import SamplingParams
 
-    check_forward(cls)  # a kernel that reads what it must not would end the notebook
+    check_forward(cls)  # a kernel with an out-of-bounds read would end the notebook
 
     [output] = _load(cls).generate([prompt], SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     assert output.error is None, f"The engine runs on your backend, and a step failed: {output.error}"

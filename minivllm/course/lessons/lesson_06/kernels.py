@@ -25,11 +25,11 @@ from minivllm.course.lessons.paged_kernels import TILE, is_triton, launch_decode
 
 _ROUNDS = 24
 _PLAIN = 3
-"""Steps that loops are tried on as plain Python, before they are compiled."""
+"""Steps on which loops run as plain Python before they are compiled."""
 
 
 def _rounds(kernel: Any) -> int:
-    """How many steps a kernel is tried on: fewer in the interpreter, which is slow."""
+    """Steps per kernel: fewer in the interpreter, which is slow."""
     return _ROUNDS if is_triton(kernel) else 2 * _ROUNDS
 
 
@@ -56,7 +56,7 @@ def make_write_case(rng: random.Random, generator: torch.Generator, dtype: torch
 
 
 def written(case: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Both caches as they have to be afterwards."""
+    """Both caches as they must be afterwards."""
     caches = case["key_cache"].clone(), case["value_cache"].clone()
     for token, slot in enumerate(case["slot_mapping"].tolist()):
         if slot >= 0:
@@ -87,14 +87,14 @@ def check_write(kernel: Any) -> None:
                     f"Got: something else. {count} {'slot is' if count == 1 else 'slots are'} wrong.\nLook at where a slot begins, and at the tokens whose slot is negative."
                 )
         for name in ("key", "value", "slot_mapping"):
-            assert torch.equal(case[name], before[name]), f"{call}\nThe kernel changed {name}, which it is only to read."
+            assert torch.equal(case[name], before[name]), f"{call}\nThe kernel changed {name}, which it must only read."
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------
 
 
 def exact_parts(case: PagedCase, part_len: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of each part, in double precision; (-infinity, 0, zeros) of one that is empty."""
+    """The state of each part, in double precision; (-infinity, 0, zeros) for an empty one."""
     num_seqs, num_heads, head_dim = case.query.shape
     maxima = torch.full((num_seqs, num_heads, num_parts), -torch.inf, dtype=torch.float64)
     totals, outputs = torch.zeros_like(maxima), torch.zeros(num_seqs, num_heads, num_parts, head_dim, dtype=torch.float64)
@@ -144,7 +144,7 @@ def check_decode(kernel: Any) -> None:
 
 
 def _as_coarse(got: Tensor, expected: Tensor) -> Tensor:
-    """Numbers that were computed from float16 are exact to three digits: nearer ones count as equal."""
+    """Numbers computed from float16 are exact to three digits: closer ones count as equal."""
     near = (got.double() - expected).abs() <= 4e-3 * (1e-3 + expected.abs().nan_to_num(posinf=0, neginf=0))
     return torch.where(near, expected.to(got.dtype), got)
 
@@ -153,7 +153,7 @@ def _as_coarse(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def make_prefill_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> PagedCase:
-    """A ragged batch; now and then a prompt that is longer than a tile, and one that is just as long."""
+    """A ragged batch; now and then a prompt longer than a tile, or exactly as long."""
     if rng.random() < 0.15:
         counts = TILE, TILE + rng.randint(1, 4)
         return make_case(
@@ -169,7 +169,7 @@ def make_prefill_case(rng: random.Random, generator: torch.Generator, dtype: tor
 
 
 def least_prefill_reads(case: PagedCase) -> int:
-    """Numbers of the key cache that tiles have to read: each what its last token may see, for each head of queries."""
+    """How many numbers of the key cache tiles must read: each reads what its last token may see, for each query head."""
     num_heads, head_dim = case.query.shape[1:]
     total = 0
     for context_len, count in zip(case.context_lens.tolist(), case.num_new, strict=True):

@@ -1,7 +1,7 @@
-"""What the grader asks of a learner's functions, kernels and backend from outside: random steps, and the numbers that come out.
+"""Observes a learner's functions, kernels and backend from outside: random steps, and the resulting numbers.
 
-See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only those that are far from where
-the rounding changes; which ones these are does not depend on the learner, nor on the language.
+See `lesson_04.observe`. Numbers that depend on the order of arithmetic are reported rounded, and only if they are far from where
+the rounding changes; which ones are reported depends neither on the learner nor on the language.
 """
 
 from __future__ import annotations
@@ -113,4 +113,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-forward": ("MyBackend", _observe_forward),
     "check-engine": ("MyBackend", _observe_forward),
 }
-"""For each check, what it is about, and what to observe of it."""
+"""For each check, what it tests, and how to observe it."""

@@ -1,4 +1,4 @@
-"""Paged caches for the checks of lesson 06: shuffled and shared blocks, lengths around a block's end, and NaN wherever nobody may look."""
+"""Paged caches for the checks of lesson 06: shuffled and shared blocks, lengths around a block's end, and NaN in every slot that must not be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm.kernels.accesses import Launch, record_accesses
 
 _BLOCK_SIZES = (1, 2, 4, 8)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 4e-3}
-"""By how much a number may differ from the exact one, as a share of the largest in the result."""
+"""The largest error allowed, as a share of the largest number in the result."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PagedCase:
 
     @property
     def context(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What every attention kernel is given of the cache, in the order of its arguments."""
+        """The cache arguments of every attention kernel, in order."""
         return self.key_cache, self.value_cache, self.block_tables, self.context_lens
 
     @property
@@ -73,7 +73,7 @@ class PagedCase:
         return keys, values
 
     def attend(self) -> Tensor:
-        """What attention gives, computed the plain way in double precision; zeros for padding."""
+        """The attention, computed the plain way in double precision; zeros for padding."""
         output = torch.zeros(self.query.shape, dtype=torch.float64)
         for seq, (context_len, count) in enumerate(zip(self.context_lens.tolist(), self.num_new, strict=True)):
             begin = int(self.query_start_loc[seq])
@@ -104,7 +104,7 @@ def make_case(
         rng, generator: Of numbers and of tensors.
         dtype: Of the query and the caches.
         decode: Whether each sequence has one new token.
-        block_sizes: One of them is taken.
+        block_sizes: To choose from.
         lengths: The context and the new tokens of each sequence, if they are not to be random.
     """
     block_size, num_kv_heads, group = rng.choice(block_sizes), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
@@ -139,7 +139,7 @@ def make_case(
         torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32), rng.choice((head_dim**-0.5, 0.3, 1.0)),
     )  # fmt: skip
     _fill(case, rng, generator)
-    if rng.random() < 0.5:  # slots of nobody hold finite numbers, and scores that would win
+    if rng.random() < 0.5:  # unused slots hold finite numbers, and scores that would win
         for cache, stranger in ((case.key_cache, 30.0), (case.value_cache, 1000.0)):
             cache.copy_(torch.where(cache.isnan(), stranger * torch.randn(cache.shape, generator=generator), cache))
     return case
@@ -173,25 +173,25 @@ def _fill(case: PagedCase, rng: random.Random, generator: torch.Generator) -> No
 def seeds(
     name: str, rounds: int, dtypes: tuple[torch.dtype, ...]
 ) -> Iterator[tuple[random.Random, torch.Generator, torch.dtype]]:
-    """Random situations, the same for everybody."""
+    """Random situations, the same for everyone."""
     for number in range(rounds):
         rng = random.Random(f"{name} {number}")
         yield rng, torch.Generator().manual_seed(rng.getrandbits(32)), dtypes[number % len(dtypes)]
 
 
 def dtypes_of(kernel: Any) -> tuple[torch.dtype, ...]:
-    """What a kernel is tried with: loops get float32 only."""
+    """The dtypes to try: loops get float32 only."""
     return (torch.float32, torch.float16) if is_triton(kernel) else (torch.float32,)
 
 
 @contextmanager
 def watched(call: str, kernel: Any) -> Iterator[list[Launch]]:
-    """Launch a kernel inside: its errors are told with the line, and so are Triton's accesses outside of tensors, and races."""
+    """Launch a kernel inside: its errors are reported with the line, and so are Triton's out-of-bounds accesses and races."""
     options = getattr(kernel, "targetoptions", None)  # Numba's
     assert options is None or options.get("boundscheck"), (
         f"{call}\nKeep the line `@njit(boundscheck=True)`: without it, an index outside of an array ends the whole notebook."
     )
-    assert callable(kernel) or is_triton(kernel), f"{kernel!r} is no kernel: keep the line with `def`, and the one above it."
+    assert callable(kernel) or is_triton(kernel), f"{kernel!r} is not a kernel: keep the line with `def`, and the one above it."
     with explained(call, kernel):
         if is_triton(kernel):
             with record_accesses() as launches:
@@ -221,12 +221,12 @@ def check_inputs(call: str, before: PagedCase, after: PagedCase) -> None:
     for name in ("query", "key_cache", "value_cache", "block_tables", "context_lens", "query_start_loc"):
         old, new = getattr(before, name), getattr(after, name)
         assert torch.equal(old.nan_to_num(7e4), new.nan_to_num(7e4)), (
-            f"{call}\nThe kernel changed {name}, which it is only to read."
+            f"{call}\nThe kernel changed {name}, which it must only read."
         )
 
 
 def check_cache_reads(call: str, launches: list[Launch], least: int) -> None:
-    """Raise an AssertionError if a Triton kernel has read more numbers of the cache than it must; of loops nothing is known."""
+    """Raise an AssertionError if a Triton kernel has read more of the cache than necessary; the reads of loops are not recorded."""
     for recorded in launches:
         numbers = {tensor.name: i for i, tensor in enumerate(recorded.tensors)}
         check_reads(call, recorded, {numbers[name]: least for name in ("key_cache_ptr", "value_cache_ptr") if name in numbers})
@@ -244,7 +244,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, places: tuple[s
     """
     assert got.shape == expected.shape, f"{call}\nExpected {name} of shape {list(expected.shape)}\nGot {list(got.shape)}"
     difference = (got.double() - expected).abs().nan_to_num(nan=torch.inf)
-    difference[(got.double() == expected)] = 0  # infinity less infinity is NaN
+    difference[(got.double() == expected)] = 0  # infinity minus infinity is NaN
     finite = expected[expected.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     bad = (difference > TOLERANCE.get(got.dtype, 2e-4) * max(largest, 1e-3)).nonzero()
@@ -253,7 +253,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, places: tuple[s
         where = ", ".join(f"{what} {number}" for what, number in zip(places, place, strict=False))
         wrong, right = float(got[place]), float(expected[place])
         nan = (
-            " That is not a number: was nothing stored there, was something read that belongs to nobody, or was infinity taken from infinity?"
+            " That is not a number: was nothing stored there, was an unused slot read, or was infinity subtracted from infinity?"
             if wrong != wrong
             else ""
         )

@@ -27,7 +27,7 @@ class OnceOnly:
         self.num_taken = 0
 
     def __iter__(self) -> Iterator[Piece]:
-        assert self.num_taken == 0, "You went over the pieces a second time: each can be taken only once."
+        assert self.num_taken == 0, "You iterated over the pieces a second time: each can be taken only once."
         for keys, values in self.pieces:
             self.num_taken += 1
             piece = keys.copy(), values.copy()
@@ -68,7 +68,7 @@ def exact_state(query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: 
 
 
 def check_attend_in_pieces(attend_in_pieces: Any) -> None:
-    """The state after all pieces is that of the whole row, and each piece is looked at once."""
+    """The state after all pieces is that of the whole row, and each piece is read once."""
     for seed in range(_ROUNDS):
         rng = random.Random(f"pieces {seed}")
         query, pieces, scale = make_pieces(rng)
@@ -87,9 +87,9 @@ def check_attend_in_pieces(attend_in_pieces: Any) -> None:
         assert given.num_taken == len(pieces), f"{call}\nExpected to see {len(pieces)} pieces\nGot: {given.num_taken} were taken"
         keys, values = (np.concatenate([piece[i] for piece in pieces]) if pieces else np.zeros((0, len(query))) for i in range(2))
         look = {
-            "maximum": "what it begins with (every score is larger than -infinity), and the scale",
-            "total": "the correction: when the maximum grows, what was added up so far must shrink by exp(old maximum - new maximum)",
-            "output": "the correction, which the output needs as the total does; and do not divide yet",
+            "maximum": "the initial value (every score is larger than -infinity), and the scale",
+            "total": "the correction: when the maximum grows, the sum so far must shrink by exp(old maximum - new maximum)",
+            "output": "the correction, which the output needs as well as the total; and do not divide yet",
         }
         kept = any(bool(np.isnan(np.asarray(part, dtype=np.float64)).any()) for part in got)
         for (name, where), mine, exact in zip(look.items(), got, exact_state(query, keys, values, scale), strict=True):
@@ -118,7 +118,7 @@ def _check_memory(attend_in_pieces: Any) -> None:
 
 
 def make_parts(rng: random.Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States of parts, some empty, and what attention gives over all of them; a sequence without any token gives zeros."""
+    """States of parts, some empty, and the attention over all of them; zeros for a sequence without tokens."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     num_seqs, num_heads, num_parts, head_dim = rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 6)
     lengths = torch.randint(0, 4, (num_seqs, num_parts), generator=generator)
@@ -154,12 +154,12 @@ def check_merge(merge: Any) -> None:
         call = f"merge: {list(maxima.shape)} sequences, heads, parts; maxima {_shorten(maxima)}, totals {_shorten(totals)}."
         assert isinstance(got, Tensor), f"{call}\nExpected a tensor\nGot: {got!r}"
         look = (
-            "how much a part counts: its total and its output by exp(its maximum - the largest of all). The division comes last, and where "
+            "the weight of a part: multiply its total and its output by exp(its maximum - the largest of all). The division comes last, and where "
             "there is no token at all the output is 0"
         )
         compare(call, "output", got, expected, ("sequence", "head", "channel"), look)
         for name, before, after in zip(("maxima", "totals", "outputs"), (maxima, totals, outputs), given, strict=True):
-            assert torch.equal(before, after), f"{call}\nmerge changed {name}, which it is only to read."
+            assert torch.equal(before, after), f"{call}\nmerge changed {name}, which it must only read."
 
 
 def _shorten(x: Tensor) -> str:

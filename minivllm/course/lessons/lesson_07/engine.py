@@ -88,12 +88,12 @@ def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
 
 
 _OBSERVED: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
-    "phase": (lambda step: step.phase, "`fits` and `schedule`: whether anybody may join"),
-    "preempted": (lambda step: [item.request_id for item in step.preempted], "`decode`: who gives way, and when"),
+    "phase": (lambda step: step.phase, "`fits` and `schedule`: whether any sequence may join"),
+    "preempted": (lambda step: [item.request_id for item in step.preempted], "`decode`: which sequence gives way, and when"),
     "swapped_in": (lambda step: [key.request_id for key in step.swapped_in], "`swap_in` and when `schedule` calls it"),
     "batch": (
         lambda step: {f"request {item.request_id}": f"{item.action}, {count_tokens(item.num_tokens)}" for item in step.scheduled},
-        "who is in the step, and how many tokens it computes: `admit`, `decode`, `swap_in`",
+        "which sequences are in the step, and how many tokens each computes: `admit`, `decode`, `swap_in`",
     ),
     "order of the batch": (lambda step: [item.request_id for item in step.scheduled], "`put`: the queues are sorted by `order`"),
     "waiting, running, swapped": (
@@ -108,17 +108,20 @@ _OBSERVED: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
         lambda step: {f"request {key.request_id}": list(table) for key, table in step.swapped_tables.items()},
         "`preempt`: swap_out",
     ),
-    "free blocks": (lambda step: step.num_free_blocks, "who keeps blocks that it no longer needs: `finish` and `preempt`"),
+    "free blocks": (
+        lambda step: step.num_free_blocks,
+        "which sequence keeps blocks that it no longer needs: `finish` and `preempt`",
+    ),
     "blocks_to_swap_out": (lambda step: step.blocks_to_swap_out, "the pairs that swap_out returns"),
     "blocks_to_swap_in": (lambda step: step.blocks_to_swap_in, "the pairs that swap_in returns"),
-    "finished": (lambda step: [item.request_id for item in step.finished], "`update`: who ends, and when"),
+    "finished": (lambda step: [item.request_id for item in step.finished], "`update`: which sequence ends, and when"),
     "aborted": (lambda step: step.aborted, "`abort_request`"),
 }
-"""What is compared of each step, the most telling first, and where to look."""
+"""What is compared in each step, most telling first, and where to look."""
 
 
 def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
-    """All that is compared of each step."""
+    """Everything compared in each step."""
     return [{name: observe(step) for name, (observe, _) in _OBSERVED.items()} for step in trace]
 
 
@@ -143,6 +146,6 @@ def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
         engine.step()
     raise AssertionError(
         f"Forty requests with {options or 'FCFS and recompute'}.\nExpected unfinished requests after 5,000 further steps: 0\n"
-        f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, blocks, "
+        f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each is waiting for: a place, blocks, "
         f"or a `schedule` that forgets it."
     )

@@ -1,6 +1,6 @@
-"""What the grader asks of a learner's scheduler from outside: random situations, and all that can be seen afterwards.
+"""Observes a learner's scheduler from outside: random situations, and everything visible afterwards.
 
-See `lesson_04.observe`. As in the checks, methods of lower stages are replaced by correct ones.
+See `lesson_04.observe`. As in the checks, methods of earlier stages are replaced by correct ones.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _observe_decisions(cls: type, rng: random.Random) -> list[Any]:
 
 
 def _on_stage(stage: int, *observers: _Observe) -> _Observe:
-    """Observe a class whose lower stages are replaced by correct methods."""
+    """Observe a class whose earlier stages are replaced by correct methods."""
 
     def observe(cls: type, rng: random.Random) -> list[Any]:
         isolated = isolate_stages(cls, stage)
@@ -175,4 +175,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-10": ("MyScheduler", _observe_decisions),
     "check-11": ("MyScheduler", _observe_decisions),
 }
-"""For each check, the class that it is about, and what to observe of it."""
+"""For each check, the class it tests, and how to observe it."""

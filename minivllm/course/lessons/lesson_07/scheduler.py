@@ -131,8 +131,8 @@ def check_fits(cls: type) -> None:
         look = {
             "watermark": "the watermark: it is kept while something is running",
             "no watermark": "the watermark: it is not kept when nothing is running",
-            "sequences": "the limit of sequences: those that have joined in this step are in self.running already, so count them once",
-            "tokens": "the limit of tokens: output.num_batched_tokens has those of the sequences that have joined already",
+            "sequences": "the limit of sequences: the ones that joined in this step are already in self.running, so count them once",
+            "tokens": "the limit of tokens: output.num_batched_tokens includes the sequences that have already joined",
         }.get(limit, f"the limit of {limit}")
         _check_fits(scheduler, seq, output, said, _fits(scheduler, seq, output), look)
 
@@ -157,7 +157,7 @@ def check_admit(cls: type) -> None:
 def check_schedule(cls: type) -> None:
     """`schedule` and `decode`: prefill if any sequence can be admitted, else one token per running sequence."""
     _check_schedule(isolate_stages(cls, 5), "decode", {"running": (0, 5), "waiting": (0, 2), "spare": (8, 20)}, {
-        "phase": "which comes first, prefill or decode", "batch": "who is in the step, and how many tokens it computes",
+        "phase": "which comes first, prefill or decode", "batch": "which sequences are in the step, and how many tokens each computes",
         "blocks": "block_manager.append_slots(seq): the newest token needs a slot",
     }, may_preempt=False)  # fmt: skip
 
@@ -188,7 +188,7 @@ def check_update(cls: type) -> None:
                 "returned sequences": [seq.request.request_id for seq, _ in advanced or ()],
             })  # fmt: skip
         for what, look in {
-            "token_ids": "the new token, and who gets none because it has finished already (seq.finished)",
+            "token_ids": "the new token, and which sequence gets none because it has already finished (seq.finished)",
             "num_computed_tokens": "num_computed_tokens: it grows by part.num_tokens",
             "status": "`ends`, and `finish` where it gives a status",
             "result": "what update returns: the pairs (sequence, index of its result in `results`)",
@@ -201,7 +201,7 @@ def check_update(cls: type) -> None:
 def check_recompute(cls: type) -> None:
     """`preempt`, and a `decode` that calls it: the latest sequence gives way and is recomputed later."""
     _check_schedule(isolate_stages(cls, 5), "recompute", {"running": (2, 6), "waiting": (0, 2), "spare": (0, 2)}, {
-        "batch": "who has a slot for its newest token; a preempted sequence computes nothing", "preempted": "which gives way: the last in self.running, one at a time",
+        "batch": "which sequence has a slot for its newest token; a preempted one computes nothing", "preempted": "which one gives way: the last in self.running, one at a time",
         "waiting": "where a preempted sequence goes, and its status", "blocks": "what preempt frees",
         "computed": "num_computed_tokens: the keys and values are gone", "preemptions": "request.metrics.num_preemptions",
     })  # fmt: skip
@@ -220,7 +220,7 @@ def check_swap_out(cls: type) -> None:
 
 
 def check_swap_in(cls: type) -> None:
-    """`fits`, `swap_in` and `schedule` with sequences that are swapped out: who comes back, and who must wait for it."""
+    """`fits`, `swap_in` and `schedule` with swapped-out sequences: which comes back, and which must wait for it."""
     for seed in range(2 * _ROUNDS):
         scheduler = make_scene(
             cls, f"fits, some swapped out {seed}", running=(0, 2), waiting=(1, 2), swapped=(0, 2), spare=(2, 14)
@@ -228,11 +228,11 @@ def check_swap_in(cls: type) -> None:
         seq, output = scheduler.waiting[0], SchedulerOutput()
         first = scheduler.swapped[0] if scheduler.swapped else None
         must_wait = first is not None and first.order < seq.order
-        look = "the smaller `order` of swapped[0] and the sequence that asks, and `super().fits(seq, output)` for the rest"
+        look = "the smaller `order` of swapped[0] and the sequence in question, and `super().fits(seq, output)` for the rest"
         said = f"{describe(scheduler)} Then fits(seq, output) for {seq.request.request_id!r}, whose order is {seq.order}" + (
             f", while the order of {first.request.request_id!r}, swapped out, is {first.order}."
             if first
-            else ", and nobody is swapped out."
+            else ", and nothing is swapped out."
         )
         _check_fits(scheduler, seq, output, said, not must_wait and _fits(scheduler, seq, output), look)
 
@@ -244,11 +244,11 @@ def check_swap_in(cls: type) -> None:
         _check_coming_back(cls, f"nobody runs {seed}", alone, is_tight=True)
 
     hints = {
-        "phase": "`fits`, whether a newcomer may join before those that are swapped out, and when schedule() calls swap_in: after `decode`, "
-        "even if that was left with nobody, and never after a prefill",
-        "preempted": "`decode` and `preempt`, as on the stages below",
-        "batch": "who is in the step: those that run, then those that come back",
-        "swapped_in": "when schedule() calls swap_in: after a decode, and only if nobody was preempted in this step",
+        "phase": "`fits`, whether a newcomer may join before swapped-out sequences, and when schedule() calls swap_in: after `decode`, "
+        "even if that found nothing to do, and never after a prefill",
+        "preempted": "`decode` and `preempt`, as in the earlier stages",
+        "batch": "which sequences are in the step: the running ones, then those that come back",
+        "swapped_in": "when schedule() calls swap_in: after a decode, and only if no sequence was preempted in this step",
     }
     _check_schedule(cls, "swap in", scene, hints)
     _check_schedule(cls, "swap out and in", scene | {"running": (3, 5), "waiting": (0, 0), "spare": (0, 2)}, hints)
@@ -286,10 +286,10 @@ def _check_fits(scheduler: Any, seq: Sequence, output: SchedulerOutput, said: st
 
 
 def _check_coming_back(cls: type, seed: str, scene: dict[str, Any], *, is_tight: bool = False) -> None:
-    """`swap_in` by itself: who comes back and why, what it takes along, and that it decodes.
+    """`swap_in` by itself: which sequence comes back and why, what it brings along, and that it decodes.
 
     Args:
-        is_tight: Leave just so many blocks, and such a watermark, that the second may come back only if it counts the first as running.
+        is_tight: Leave just enough blocks, with a watermark, that the second may come back only if it counts the first as running.
     """
     mine, theirs = make_twins(cls, seed, **scene)
     if is_tight:
@@ -300,7 +300,7 @@ def _check_coming_back(cls: type, seed: str, scene: dict[str, Any], *, is_tight:
             scheduler.config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, preemption_mode="swap")
             scheduler.block_manager.watermark_blocks = watermark
             take_blocks(scheduler, num_left)
-    said = f"{describe(mine)} Then swap_in(output), nobody having been preempted."
+    said = f"{describe(mine)} Then swap_in(output), with no preemption before it."
     outputs = SchedulerOutput(), SchedulerOutput()
     ran_before = bool(theirs.running)
     theirs._swap_in(outputs[0])
@@ -332,7 +332,7 @@ def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
     if number < len(right) and right[number] in names_of(part.seq for part in outputs[1].scheduled):
         return f"output.swapped_in: {right[number]!r} comes back, so it must be in there"
     if number < len(right):  # it may come, but did not
-        watermark = "" if ran_before or number else " Nobody runs, so the watermark is not kept."
+        watermark = "" if ran_before or number else " Nothing runs, so the watermark is not kept."
         return (
             f"why {right[number]!r} does not come back: it is its turn, a place is free, and so are its blocks.{watermark} "
             f"It computes one token, and the budget of tokens always has room for one token per place"
@@ -342,7 +342,7 @@ def _explain_return(theirs: Any, outputs: Outputs, ran_before: bool) -> str:
     seq, waiting = theirs.swapped.first(), theirs.waiting.first()
     name, manager = seq.request.request_id, theirs.block_manager
     if wrong[number] != name:
-        return f"whose turn it is: {name!r}, which cannot come back yet, and nobody overtakes it"
+        return f"whose turn it is: {name!r}, which cannot come back yet, and nothing overtakes it"
     if waiting is not None and waiting.order < seq.order:
         return f"whose turn it is: {waiting.request.request_id!r} in self.waiting has a smaller `order` than {name!r}"
     if len(theirs.running) >= theirs.config.max_num_seqs:
@@ -359,7 +359,7 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
     """Let both schedulers schedule three steps in many situations.
 
     Args:
-        may_preempt: Whether this stage knows what to do when blocks run out; if not, only steps in which they do not are tried.
+        may_preempt: Whether this stage handles running out of blocks; if not, only steps with enough blocks are tried.
     """
     for seed in range(2 * _ROUNDS):
         mine, theirs = make_twins(cls, f"{name} {seed}", **scene)
@@ -376,7 +376,7 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
             is_new = not any(got is output or got.scheduled is output.scheduled for output in earlier)
             new, look = (
                 "a new SchedulerOutput",
-                "where the SchedulerOutput is made: each step needs its own, with lists of its own",
+                "where the SchedulerOutput is made: each step needs its own, with its own lists",
             )
             expect(said, "what schedule() returns", new, new if is_new else "that of an earlier step", look)
             compare(said, theirs, mine, hints, (expected, got))
@@ -389,7 +389,7 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
 
 
 def isolate_stages(cls: type, stage: int) -> type:
-    """The class with those methods of lower stages replaced by correct ones that a stage's check calls."""
+    """The class, with the methods of earlier stages that a stage's check calls replaced by correct ones."""
     if stage == 6:
         methods: dict[str, Any] = {"finish": _finish}
     else:

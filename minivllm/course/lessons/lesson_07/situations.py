@@ -52,7 +52,7 @@ def make_scene(
     prefill: bool = False,
     longest_prompt: int = 9,
 ) -> Any:
-    """A scheduler in the midst of its work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
+    """A scheduler at work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
     rng = random.Random(seed)
     counts = {"running": rng.randint(*running), "swapped": rng.randint(*swapped), "waiting": rng.randint(*waiting)}
     block_size, policy = rng.choice((2, 3, 4)), rng.choice(("fcfs", "priority"))
@@ -128,14 +128,14 @@ def take_out(scheduler: Any, request_id: str) -> None:
 
 
 def take_blocks(scheduler: Any, num_left: int) -> None:
-    """Take free device blocks away until at most so many are left."""
+    """Take free device blocks away until at most `num_left` are left."""
     manager = scheduler.block_manager
     while manager.get_num_free_gpu_blocks() > max(num_left, 0):
         manager.gpu_allocator.allocate()
 
 
 def advance(output: SchedulerOutput) -> None:
-    """Do to a step's sequences what `update` would: all that was scheduled is computed, and each gets a token that ends nothing."""
+    """Do to a step's sequences what `update` would: everything scheduled is computed, and each gets a token that ends nothing."""
     for part in output.scheduled:
         part.seq.num_computed_tokens += part.num_tokens
         part.seq.token_ids.append(1)
@@ -209,7 +209,7 @@ _ALWAYS = {
     "token_ids": "what changes token_ids: only `update` does",
     "tables in the batch": "append_slots before add: `add` hands the block table to the model as it is at that moment",
 }
-"""Where to look for what is the same on every stage."""
+"""Where to look for what is the same in every stage."""
 
 
 def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], outputs: Outputs | None = None, skip: str = "") -> None:
@@ -221,7 +221,7 @@ def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], output
 
 
 def expect(said: str, what: str, expected: Any, got: Any, look: Hint) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look.
+    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look.
 
     Of two dicts only the first entry that differs is shown.
     """

@@ -1,4 +1,4 @@
-"""A whole engine without a model: a device that only counts, and what runs on it. It is made in no time, and everything can be seen."""
+"""A whole engine without a model: a device that only counts, and what runs on it. It starts instantly, and everything is visible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _BenchManager(BlockSpaceManager):
 
 
 class _BenchScheduler(Scheduler):
-    """Raises a RuntimeError if it is asked again and again, by an engine that never hears that all have finished."""
+    """Raises a RuntimeError when polled endlessly by an engine that never learns that all requests have finished."""
 
     num_steps = 0
 
@@ -52,7 +52,7 @@ BENCH_PARTS = EngineParts(_BenchSampler, _BenchDetokenizer, EchoModel, _BenchMan
 
 
 class _Moves:
-    """Stands for the cache; notes which blocks were moved."""
+    """A stand-in for the cache; records which blocks were moved."""
 
     def __init__(self) -> None:
         self.gpu_cache: list[Any] = []
@@ -81,7 +81,7 @@ class BenchDevice(MadeUpDevice):
     platform: Any = None
 
     def allocate_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Any:
-        """As `Device.allocate_cache`, with nothing in it."""
+        """As `Device.allocate_cache`, but empty."""
         super().allocate_cache(num_gpu_blocks, num_cpu_blocks)
         self.moves = _Moves()
         return self.moves
@@ -103,7 +103,7 @@ def make_bench(rng: random.Random) -> tuple[BenchDevice, Any]:
 
 
 def observe_assembled(assemble: Any, rng: random.Random) -> list[Any]:
-    """What a whole engine of a learner writes on the bench, and what it did on the way."""
+    """What a learner's whole engine writes on the bench, and what it did on the way."""
     observations: list[Any] = []
     for _ in range(4):
         device, config = make_bench(rng)

@@ -16,14 +16,14 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
 _MOST_STEPS = 600
 _LOOKS = {
-    "outputs": "what `compute` makes of scheduler.update(output, results): for each sequence with a new token its request's id, the token, and its finish_reason",
-    "unfinished requests": "scheduler.update: it appends the tokens, and lets those go that have ended",
-    "free blocks": "scheduler.update: a sequence that has ended gives its blocks back",
+    "outputs": "what `compute` does with scheduler.update(output, results): for each sequence with a new token, its request's id, the token, and its finish_reason",
+    "unfinished requests": "scheduler.update: it appends the tokens, and removes finished sequences",
+    "free blocks": "scheduler.update: a finished sequence gives its blocks back",
 }
 
 
 def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[CoreOutput]:
-    """What the package's core says, as this lesson's says it."""
+    """The package core's outputs in this lesson's form."""
     return [
         CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
         for output in outputs
@@ -32,7 +32,7 @@ def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[CoreOutput]:
 
 
 def make_cores(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[EngineCore, Any]:
-    """The package's core and the learner's, with schedulers of their own, each on a script of its own."""
+    """The package's core and the learner's, each with its own scheduler and script."""
     error = RuntimeError if len(fails_at) % 2 else ArithmeticError
     theirs, mine = (Script(crowd.seed, fails_at, lambda: error("out of memory")) for _ in range(2))
     manager = BlockSpaceManager(crowd.cache_config.block_size, *crowd.blocks, watermark=crowd.cache_config.watermark)
@@ -56,7 +56,7 @@ def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
 
 
 def _as_observations(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
-    """A learner's outputs as they are compared."""
+    """A learner's outputs in comparable form."""
     assert isinstance(outputs, list) and all(isinstance(output, CoreOutput) for output in outputs), (
         f"{said}\nExpected: a list of CoreOutput\nGot: {shorten(outputs)}"
     )
@@ -64,7 +64,7 @@ def _as_observations(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _observe_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, Any]:
-    """What is compared of a step."""
+    """What is compared in a step."""
     return {
         "outputs": _as_observations(said, outputs),
         "unfinished requests": sorted(scheduler.requests),
@@ -73,7 +73,7 @@ def _observe_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, An
 
 
 def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> list[Any]:
-    """What a learner's core gives in each step."""
+    """What a learner's core returns in each step."""
     _, core = make_cores(cls, crowd, fails_at)
     steps = run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests)
     return [list(_observe_step("", outputs, core.scheduler).values()) for _, outputs in steps]
@@ -93,7 +93,7 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
         if number in fails_at:
             for output in outputs:
                 assert isinstance(output.error, str) and "out of memory" in output.error, (
-                    f"{said}\nExpected error: a sentence that tells what was raised, “out of memory”\nGot error: {output.error!r}"
+                    f"{said}\nExpected error: a sentence that says what was raised, “out of memory”\nGot error: {output.error!r}"
                 )
 
 
@@ -107,7 +107,7 @@ def find_moves(crowd: Crowd) -> list[int]:
 
 
 def check_compute(cls: Any) -> None:
-    """A step: what was scheduled is computed, the scheduler takes in the results, and every new token is told."""
+    """A step: what was scheduled is computed, the scheduler takes in the results, and every new token is reported."""
     for seed in range(12):
         _compare(cls, Crowd(f"compute {seed}"), frozenset(), _LOOKS)
 
@@ -116,7 +116,7 @@ def check_fail(cls: Any) -> None:
     """When the model fails, the requests of that step end with an error, and all others go on."""
     looks = {
         "outputs": '`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, "error"',
-        "unfinished requests": "whom `fail` ends: the requests of this step, with scheduler.abort_request, and nobody else",
+        "unfinished requests": "which requests `fail` ends: only the requests of this step, with scheduler.abort_request",
         "free blocks": "scheduler.abort_request, which frees the blocks",
     }
     for seed in range(12):
@@ -135,13 +135,13 @@ def check_fail(cls: Any) -> None:
     except KeyboardInterrupt:
         return
     raise AssertionError(
-        "Somebody presses Ctrl-C while the model runs.\nExpected: the KeyboardInterrupt comes out of `step`\nGot: nothing was raised\n"
+        "You press Ctrl-C while the model runs.\nExpected: the KeyboardInterrupt comes out of `step`\nGot: nothing was raised\n"
         "Look at what `compute` catches: an Exception, which KeyboardInterrupt is not."
     )
 
 
 class _Ends:
-    """Stands for the scheduler; notes who is ended, and how."""
+    """A stand-in for the scheduler; records which requests are ended, and how."""
 
     def __init__(self) -> None:
         self.ended: list[tuple[str, str]] = []
@@ -163,7 +163,7 @@ def make_touched() -> SchedulerOutput:
 
 
 def observe_touched(cls: Any) -> tuple[Any, Any]:
-    """Whom `fail` tells of, and whom it ends."""
+    """Which requests `fail` reports, and which it ends."""
     scheduler = _Ends()
     outputs = cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory"))
     return _as_observations("fail(output, error)", outputs), scheduler.ended
@@ -172,6 +172,6 @@ def observe_touched(cls: Any) -> tuple[Any, Any]:
 def _check_touched(cls: Any) -> None:
     said = "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in."
     outputs, ended = observe_touched(cls)
-    look = "whom the step has touched: scheduled, preempted, swapped_in, each request once, and the status SequenceStatus.FINISHED_ERROR"
+    look = "which requests the step touched: scheduled, preempted, swapped_in, each request once, and the status SequenceStatus.FINISHED_ERROR"
     expect(said, "outputs", [(name, None, "error") for name in ("a", "c", "b", "d")], outputs, look)
     expect(said, "calls of abort_request", sorted((name, "FINISHED_ERROR") for name in "abcd"), sorted(ended), look)

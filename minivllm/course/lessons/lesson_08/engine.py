@@ -32,7 +32,7 @@ REQUESTS = (
 
 
 class CountedDevice(Device):
-    """The real device, except that a step's memory is a formula: exactly so many blocks fit, on every machine."""
+    """The real device, except that a step's memory is a formula: exactly `num_blocks` blocks fit, on every machine."""
 
     def __init__(self, config: EngineConfig, parts: EngineParts, num_blocks: int) -> None:
         super().__init__(config, parts, 0)
@@ -41,7 +41,7 @@ class CountedDevice(Device):
         self._utilization = config.cache_config.gpu_memory_utilization
 
     def load_model(self) -> None:
-        """Load the model; from then on it is known how much memory there is."""
+        """Load the model; from then on the amount of memory is known."""
         super().load_model()
         step = self._measure(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
         self.total_bytes = int((self.used_bytes + step + (self._num_blocks + 0.5) * self.block_bytes) / self._utilization)
@@ -60,7 +60,7 @@ _CHECKS_OF_COMPONENTS = {
 
 
 def built_components() -> list[str]:
-    """The components of the engine's map that a learner has built in this exercise: those whose checks have passed in this kernel."""
+    """The components on the engine's map that a learner has built in this exercise: all their checks have passed in this kernel."""
     passed = passed_checks()
     return [component for component, names in _CHECKS_OF_COMPONENTS.items() if passed.issuperset(names)]
 
@@ -79,7 +79,7 @@ def write(
 
     Args:
         assemble: Makes the engine.
-        parts: Of which parts.
+        parts: The parts to build it from.
         requests: Prompts, and how to continue each.
         num_blocks: How many blocks fit.
         **options: Other `EngineArgs` than `OPTIONS`.
@@ -107,7 +107,7 @@ def write_with_package(
 
 
 def check_parts(assemble: Assemble) -> None:
-    """What an engine is made of, on a device that only counts: the right parts, with the right numbers."""
+    """The parts of an engine on a device that only counts: the right ones, with the right numbers."""
     device, config = make_bench(random.Random(0))
     llm = assemble(BENCH_PARTS, device, config)
     engine = llm.engine
@@ -121,11 +121,11 @@ def check_parts(assemble: Assemble) -> None:
     said = f"assemble with a device on which {num_gpu_blocks} blocks of {block_size} tokens fit, and {num_cpu_blocks} in the swap space."
     observations = (
         ("device's calls", ["load_model", "allocate_cache"], [what for what in (call.split("(")[0] for call in device.did) if what in ("load_model", "allocate_cache")], "start_up, once"),
-        ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which is given to the runner"),
+        ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which goes to the runner"),
         ("scheduler", "_BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
         ("block manager", "_BenchManager", type(manager).__name__, "parts.block_space_manager_cls"),
-        ("detokenizer_cls", "_BenchDetokenizer", engine.detokenizer_cls.__name__, "parts.detokenizer_cls, which is given to the frontend"),
-        ("scheduler's config", config.scheduler_config, core.scheduler.config, "what the scheduler is given first"),
+        ("detokenizer_cls", "_BenchDetokenizer", engine.detokenizer_cls.__name__, "parts.detokenizer_cls, which goes to the frontend"),
+        ("scheduler's config", config.scheduler_config, core.scheduler.config, "the first argument of the scheduler"),
         ("block manager's block_size", block_size, manager.block_size, "the first argument of the block manager"),
         ("block manager's num_gpu_blocks", num_gpu_blocks, manager.num_gpu_blocks, "what start_up returns"),
         ("block manager's num_cpu_blocks", num_cpu_blocks, manager.num_cpu_blocks, "what start_up returns; without them nothing can be swapped out"),
@@ -139,7 +139,7 @@ def check_parts(assemble: Assemble) -> None:
     except RuntimeError:
         raise AssertionError(
             f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: the RuntimeError came out of generate\n"
-            "Look at which core you have made: MyEngineCore, which goes on when a step fails."
+            "Look at which core you built: MyEngineCore, which continues when a step fails."
         ) from None
     assert output.error, (
         f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: {output!r}"
@@ -169,7 +169,7 @@ def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:
 
 
 def _find_culprit(assemble: Assemble, parts: EngineParts, expected: list[str]) -> str | None:
-    """Which part of the learner's is to blame: the one without which the text is right."""
+    """Which of the learner's parts is at fault: the one whose replacement makes the text right."""
 
     def is_right_without(names: Sequence[str]) -> bool:
         try:

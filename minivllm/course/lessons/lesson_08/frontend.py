@@ -1,4 +1,4 @@
-"""The checks of lesson 08 for the frontend: requests with text go in, text comes out, and nothing stays behind."""
+"""The checks of lesson 08 for the frontend: requests with text go in, text comes out, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class PackageCore:
 
 
 def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[Any, EngineCore]:
-    """A learner's engine on a core of the package, and that core."""
+    """A learner's engine on one of the package's cores, and that core."""
     engine = crowd.make_engine(Script(crowd.seed, fails_at))
     return cls(PackageCore(engine.core), engine.input_processor, Letters(), IncrementalDetokenizer), engine.core
 
 
 def output_facts(outputs: Any) -> list[Any]:
-    """Outputs as they are compared."""
+    """Outputs in comparable form."""
     observations = []
     for output in outputs:
         answers = [(item.text, list(item.token_ids), item.finish_reason) for item in output.outputs]
@@ -59,7 +59,7 @@ def output_facts(outputs: Any) -> list[Any]:
 
 @quiet()
 def observe_engine(cls: Any, crowd: Crowd, rng: random.Random, fails_at: frozenset[int] = frozenset()) -> list[Any]:
-    """What an engine of a learner gives in each step, with requests that come, and are aborted, as time goes by."""
+    """What a learner's engine returns in each step, while requests arrive and are aborted."""
     engine, core = make_engine(cls, crowd, fails_at)
     return [[observations, sorted(engine.states), sorted(core.scheduler.requests)] for observations in _run(engine, crowd, rng)]
 
@@ -79,7 +79,7 @@ def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:
 
 
 def check_entrance(cls: Any) -> None:
-    """A request is checked before anything is done for it; one that leaves is forgotten, here and in the core."""
+    """A request is checked before anything is done for it; a request that leaves is forgotten, here and in the core."""
     crowd = Crowd("the entrance")
     params = SamplingParams(temperature=0, max_tokens=9, seed=1)
     engine, core = make_engine(cls, crowd)
@@ -91,7 +91,7 @@ def check_entrance(cls: Any) -> None:
             "requests in the core",
             expected,
             sorted(core.scheduler.requests),
-            "what the core is told, and when: a request that is refused never gets there",
+            "what the core is told, and when: a refused request never gets there",
         )
 
     def refuse(said: str, *request: Any) -> None:
@@ -100,7 +100,7 @@ def check_entrance(cls: Any) -> None:
         except RequestError:
             return
         raise AssertionError(
-            f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises goes on to the caller, and ids must be unique."
+            f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises must propagate, and ids must be unique."
         )
 
     engine.add_request("first", "abc", params)
@@ -125,7 +125,7 @@ def check_entrance(cls: Any) -> None:
         "the core's prompt",
         [1, 2, 3],
         tokens,
-        "the order: ask, check, and only then tell the core",
+        "the order: process, check, and only then tell the core",
     )
     assert engine.states["first"] is state, (
         "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
@@ -137,14 +137,14 @@ def check_entrance(cls: Any) -> None:
     compare("abort_request('first') during its answer.", ["third"])
     engine.abort_request("first")
     engine.abort_request("nobody")
-    compare("abort_request with ids that are not there any more, or never were.", ["third"])
+    compare("abort_request with ids that are no longer there, or never were.", ["third"])
     engine.add_request("first", "q", params)
     compare("An id that is free again is used again.", ["first", "third"])
 
 
 @quiet()
 def check_take(cls: Any) -> None:
-    """Tokens become text, up to the stop string; who has ended is forgotten, here and in the core."""
+    """Tokens become text, up to the stop string; finished requests are forgotten, here and in the core."""
     for seed in range(25):
         crowd = Crowd(f"take {seed}", stop_strings=True)
         fails_at = frozenset({4}) if seed % 3 == 0 else frozenset()
@@ -178,7 +178,7 @@ def check_take(cls: Any) -> None:
 
 
 class _Watched:
-    """The package's engine; notes what is asked of it, and can be interrupted in a step or while requests are added."""
+    """The package's engine; records its calls, and can be interrupted in a step or while requests are added."""
 
     def __init__(
         self, engine: LLMEngine, interrupt_at: int = 0, interrupt_adding: int = 0, error: type[BaseException] = KeyboardInterrupt
@@ -211,7 +211,9 @@ class _Watched:
 
     def step(self) -> list[RequestOutput]:
         self.num_steps += 1
-        assert self.num_steps < 3000, "generate takes step after step and never ends: go on only while has_unfinished_requests()."
+        assert self.num_steps < 3000, (
+            "generate takes step after step and never ends: continue only while has_unfinished_requests()."
+        )
         if self.num_steps == self.interrupt_at:
             raise self.error
         return self.engine.step()
@@ -242,7 +244,7 @@ def observe_generate(cls: Any, prompts: list[Any], seed: str) -> list[Any]:
 
 
 def check_generate(cls: Any) -> None:
-    """One output for each prompt, in their order; a prompt that cannot be served costs the others nothing; Ctrl-C leaves nothing behind."""
+    """One output for each prompt, in their order; a prompt that cannot be served does not affect the others; Ctrl-C leaves nothing behind."""
     for seed in range(15):
         rng = random.Random(f"generate {seed}")
         prompts, crowd = make_prompts(rng), Crowd(f"generate {seed}")
@@ -252,14 +254,14 @@ def check_generate(cls: Any) -> None:
         said = f"generate({prompts!r}, params)"
         if seed % 3 == 0:
             package.add_request("somebody else's", "abc", _params(1)[0])
-            said += ", while the engine also has a request of somebody else"
+            said += ", while the engine also has another caller's request"
         params = _params(len(prompts))
         outputs = llm.generate(prompts, params)
         assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), (
             f"{said}\nExpected: a list of RequestOutput\nGot: {shorten(outputs)}"
         )
         served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
-        expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, those that are refused too")
+        expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, including refused ones")
         reasons = [_reason(crowd, prompt) for prompt in prompts]
         look = "the ids (strings, one for each request), and `refused`, in the place of a prompt that raised a RequestError"
         expect(said, "the outputs' errors", reasons, [output.error for output in outputs], look)
@@ -271,14 +273,14 @@ def check_generate(cls: Any) -> None:
             "finished",
             [True] * len(prompts),
             [output.finished for output in outputs],
-            "which output is kept: the last of each request",
+            "which output is kept: the last one of each request",
         )
         look = "when the steps begin: after all prompts were added, so that they share their steps"
         expect(said, "requests added after the first step", [], watched.late, look)
         ids = [output.request_id for output, good in zip(outputs, served, strict=True) if good]
         expect(
             said,
-            "request_ids of the outputs, without those that were refused",
+            "request_ids of the outputs, without the refused ones",
             watched.added,
             ids,
             "which outputs are those of this call",
@@ -286,7 +288,7 @@ def check_generate(cls: Any) -> None:
         assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
         llm.generate(["abc", "de"], _params(2))
         assert len(set(watched.added)) == len(watched.added), (
-            "generate was called twice, and an id was used again: count on with self.numbers."
+            "generate was called twice, and an id was reused: keep counting with self.numbers."
         )
         limits = [item.max_tokens for item, good in zip(params, served, strict=True) if good]
         lengths = [len(output.outputs[0].token_ids) for output, good in zip(outputs, served, strict=True) if good]
@@ -320,7 +322,7 @@ def _check_interrupt(cls: Any) -> None:
     for when, options in cases.items():
         engine = Crowd("generate and interrupt").make_engine(Script("generate and interrupt", ends=False))
         engine.add_request("not of this call", "abcdef", _params(1)[0])
-        said = f"Ctrl-C {when} of generate(['abc', 'de', 'f'], params), and the engine also has a request of somebody else."
+        said = f"Ctrl-C {when} of generate(['abc', 'de', 'f'], params), and the engine also has another caller's request."
         wanted: type[BaseException] = options.get("error", KeyboardInterrupt)
         got = "nothing was raised"
         try:

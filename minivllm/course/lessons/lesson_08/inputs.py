@@ -26,7 +26,7 @@ _WIDTH = 3
 
 
 def make_counts(rng: random.Random, longest: int = 12) -> tuple[list[int], list[int]]:
-    """Tokens that are computed already, and that are to be computed now, for each sequence."""
+    """The tokens already computed, and those to compute now, for each sequence."""
     num_seqs = rng.randint(1, 6)
     starts = [rng.choice((0, rng.randint(1, 40))) for _ in range(num_seqs)]
     counts = [1 if rng.random() < 0.4 else rng.randint(1, longest) for _ in range(num_seqs)]
@@ -34,7 +34,7 @@ def make_counts(rng: random.Random, longest: int = 12) -> tuple[list[int], list[
 
 
 def count_instructions(work: Callable[[], Any]) -> int:
-    """The instructions of Python that a call executes; what happens in compiled code counts as one."""
+    """The Python instructions that a call executes; compiled code counts as one."""
     counted, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -53,7 +53,7 @@ def count_instructions(work: Callable[[], Any]) -> int:
 
 
 def _refuse_loops(name: str, few: Callable[[], Any], many: Callable[[], Any]) -> None:
-    """Raise an AssertionError if a function takes more instructions of Python for 3,000 tokens than for 30."""
+    """Raise an AssertionError if a function takes more Python instructions for 3,000 tokens than for 30."""
     small, large = count_instructions(few), count_instructions(many)
     assert large <= small + 200, (
         f"For three sequences with 30 tokens {name} executed {small:,} instructions of Python, for three with 3,000 tokens {large:,}: "
@@ -71,18 +71,18 @@ def _as_ints(said: str, what: str, array: Any) -> list[Any]:
 
 
 def lay_out_tokens(starts: list[int], counts: list[int]) -> dict[str, list[int]]:
-    """What `lay_out` is to give, one token at a time."""
+    """What `lay_out` should return, one token at a time."""
     rows = [(seq, start + i) for seq, (start, count) in enumerate(zip(starts, counts, strict=True)) for i in range(count)]
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
     return {"query_start_loc": ends, "owners": [seq for seq, _ in rows], "positions": [position for _, position in rows]}
 
 
 def check_lay_out(lay_out: Any) -> None:
-    """The tokens of a step side by side: where each sequence begins, whose each row is, and where it stands in its text."""
+    """The tokens of a step side by side: where each sequence begins, which sequence each row belongs to, and its position in the text."""
     looks = {
         "query_start_loc": "the sums of counts, with a 0 in front",
-        "owners": "np.repeat: the number of a sequence, as often as it has tokens in this step",
-        "positions": "where positions begin: a sequence goes on where it stopped, at its start; and its rows begin at its query_start_loc",
+        "owners": "np.repeat: the number of a sequence, once for each of its tokens in this step",
+        "positions": "where positions begin: a sequence continues where it stopped, at its start; and its rows begin at its query_start_loc",
     }
     for seed in range(_ROUNDS):
         starts, counts = make_counts(random.Random(f"lay out {seed}"))
@@ -109,7 +109,7 @@ def make_slot_case(rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def slots_of(positions: np.ndarray, owners: np.ndarray, tables: np.ndarray, block_size: int) -> list[int]:
-    """What `find_slots` is to give, one token at a time."""
+    """What `find_slots` should return, one token at a time."""
     return [
         int(tables[owner][p // block_size]) * block_size + p % block_size
         for p, owner in zip(positions.tolist(), owners.tolist(), strict=True)
@@ -134,7 +134,7 @@ def check_find_slots(find_slots: Any) -> None:
 
 
 class EchoModel:
-    """Stands for the model: a token's hidden state says what was put in for it, and its logits say which token comes next."""
+    """A stand-in for the model: a token's hidden state encodes its input, and its logits say which token comes next."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -164,7 +164,7 @@ def next_tokens(token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.T
 
 
 class EchoSampler:
-    """The most likely token of each row; notes whom it was for."""
+    """The most likely token of each row; records which request it was for."""
 
     def __init__(self) -> None:
         self.rows: list[list[str]] = []
@@ -183,15 +183,15 @@ def make_runner(cls: Any, block_size: int) -> Any:
 
 
 def package_inputs(sequences: list[SequenceData], block_size: int) -> ModelInput:
-    """What the package's runner makes of a step."""
+    """What the package's runner turns a step into."""
     return ModelRunner(None, block_size, 10_000, torch.device("cpu")).prepare_inputs(sequences, num_blocks=10_000)  # type: ignore[arg-type]
 
 
 _TENSORS = {
     "input_ids": "the token_ids of all sequences, one sequence after another",
-    "positions": "lay_out, and what it is given: num_computed_tokens and num_tokens of each sequence",
+    "positions": "lay_out, and its arguments: num_computed_tokens and num_tokens of each sequence",
     "query_start_loc": "the first array of lay_out",
-    "context_lens": "how many tokens each sequence has in the cache after this step: those computed before, and those of this step",
+    "context_lens": "how many tokens each sequence has in the cache after this step: the ones computed before, plus this step's",
     "block_tables": "the block table of each sequence, filled up with 0 to the length of the longest",
     "slot_mapping": "find_slots",
 }
@@ -227,7 +227,7 @@ def check_prepare_inputs(cls: Any) -> None:
         for name, expected in wanted.items():
             if isinstance(expected, tuple):
                 expect(said, f"{name}, its numbers", expected[1], mine[name][1], looks[name])
-                expect(said, f"{name}, its dtype", expected[0], mine[name][0], "the dtype that self.tensor is given")
+                expect(said, f"{name}, its dtype", expected[0], mine[name][0], "the dtype passed to self.tensor")
             else:
                 expect(said, name, expected, mine[name], looks[name])
         expect(

@@ -1,4 +1,4 @@
-"""What the grader asks of a learner's engine from outside: random memory, steps, tokens and texts, and what comes out.
+"""Observes a learner's engine from outside: random memory, steps, tokens and texts, and the results.
 
 See `lesson_04.observe`.
 """
@@ -127,4 +127,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-parts": ("assemble", observe_assembled),
     "check-text": ("assemble", observe_assembled),
 }
-"""For each check, what it is about, and what to observe of it."""
+"""For each check, what it tests, and how to observe it."""

@@ -1,4 +1,4 @@
-"""Steps, tokens and texts for the checks of lesson 08: everything random and seeded, nothing that takes a model."""
+"""Steps, tokens and texts for the checks of lesson 08: everything random and seeded, nothing that needs a model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe(sequences: list[SequenceData], block_size: int) -> str:
     lines = [f"A step with blocks of {block_size} tokens:"]
     for seq in sequences:
         end = seq.num_computed_tokens + seq.num_tokens
-        sampled = "a token is sampled" if seq.num_samples else "the prompt goes on, so nothing is sampled"
+        sampled = "a token is sampled" if seq.num_samples else "the prompt continues, so nothing is sampled"
         lines.append(
             f"  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}"
         )
@@ -72,13 +72,13 @@ class Letters:
 
 
 class Script:
-    """Stands for the model: which token a request gets depends only on its name and on how many it has.
+    """A stand-in for the model: which token a request gets depends only on its name and on how many it has.
 
     Args:
         seed: Which tokens.
         fails_at: The steps in which it raises an error, counted from 1.
         error: The error.
-        ends: Whether it may end a text; otherwise each request gets as many tokens as it may.
+        ends: Whether it may end a text; otherwise each request gets its maximum number of tokens.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Crowd:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the package's log of steps that fail: here they are meant to."""
+    """Silence the package's log of failed steps: here they are intended."""
     logger = logging.getLogger("minivllm.engine.engine_core")
     before, logger.disabled = logger.disabled, True
     try:
@@ -195,7 +195,7 @@ def quiet() -> Iterator[None]:
 
 
 def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what came, and where to look."""
+    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look."""
     if expected != got:
         raise AssertionError(f"{said}\nExpected {what}: {shorten(expected)}\nGot {what}: {shorten(got)}\nLook at {look}.")
 

@@ -46,7 +46,7 @@ def check_count_blocks(count_blocks: Any) -> None:
             "blocks",
             expected,
             got,
-            "what the share is taken of (all memory of the device), what goes off it, and rounding down",
+            "what the share is taken of (all memory of the device), what is subtracted, and rounding down",
         )
         assert hasattr(got, "__index__"), f"{call}\nExpected: a whole number (int)\nGot: {got!r}"
 
@@ -56,7 +56,7 @@ class MadeUpDevice:
     """A device whose memory is only counted: what `assembly.Device` is, without a model.
 
     Attributes:
-        weights, load_extra: What the model takes, and what reading it takes beside that for a moment.
+        weights, load_extra: What the model takes, and what reading it takes temporarily on top of that.
         per_token, per_seq: What a step takes.
     """
 
@@ -83,7 +83,7 @@ class MadeUpDevice:
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         """As `Device.profile_run`."""
-        assert "load_model" in self.did, "profile_run was called before load_model: there is no model yet that could run."
+        assert "load_model" in self.did, "profile_run was called before load_model: there is no model to run yet."
         self._hold(f"profile_run({num_tokens}, {num_seqs})", 0, num_tokens * self.per_token + num_seqs * self.per_seq)
 
     def allocate_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> tuple[str, int, int]:
@@ -152,7 +152,7 @@ def check_start_up(cls: Any) -> None:
 
 
 class _Recorder:
-    """Stands for the cache and for the runner; notes what is asked of them."""
+    """A stand-in for the cache and the runner; records the calls."""
 
     def __init__(self) -> None:
         self.did: list[Any] = []
@@ -203,5 +203,5 @@ def check_worker(cls: Any) -> None:
             tokens = [[len(expected) + i] for i in range(len(request.sequences))]
         did, returned = run_worker(cls, request)
         look = "the order: out first, because blocks that come in may take their place; the runner last, with self.cache.gpu_cache, and only if there are sequences"
-        expect(said, "calls (without those for no pair)", expected, did, look)
+        expect(said, "calls (except empty ones)", expected, did, look)
         expect(said, "tokens", tokens, returned, "what execute_model returns: the runner's outputs, or an empty list")

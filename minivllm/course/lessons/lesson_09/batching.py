@@ -26,12 +26,12 @@ def _check_own(cls: Any) -> None:
     """A batcher is the learner's own, not the package's."""
     if not isinstance(cls, type) or not issubclass(cls, Scheduler) or issubclass(cls, StaticBatchScheduler):
         raise AssertionError(
-            f"Expected: a class of your own that derives from Scheduler\nGot: {cls!r}\nLook at MyStaticBatcher: its two methods are to be written, not borrowed."
+            f"Expected: a class of your own that derives from Scheduler\nGot: {cls!r}\nLook at MyStaticBatcher: write its two methods yourself."
         )
 
 
 def check_static_batcher(cls: Any) -> None:
-    """A batch is as many as there are places, from the front of the queue; nobody joins; the next is formed when all have ended."""
+    """A batch fills the places from the front of the queue; nothing joins it; the next is formed when all have ended."""
     _check_own(cls)
     for seed in range(60):
         rng = random.Random(f"static {seed}")
@@ -62,7 +62,7 @@ def check_static_batcher(cls: Any) -> None:
                 continue
             expected = batch if batch else set(waiting[:seats])
             said = f"max_num_seqs={seats}. So far: {', '.join(did) or 'nothing'}. Waiting: {', '.join(waiting) or 'nobody'}; in the batch: {', '.join(sorted(batch)) or 'nobody'}."
-            look = "when a batch is formed (all its members have ended), of whom (the first in the queue, up to max_num_seqs), and who may join (its members)"
+            look = "when a batch is formed (all its members have ended), from which sequences (the first in the queue, up to max_num_seqs), and which may join (its members)"
             try:
                 outputs = engine.step()
             except NotImplementedError:
@@ -140,7 +140,7 @@ def check_decisions(cls: Any) -> None:
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'the usual limits'}."
         for step, (theirs, mine) in enumerate(zip(describe_steps(expected), describe_steps(got), strict=False)):
             for name, value in theirs.items():
-                look = "who is a member (also while it is preempted or swapped out), and when the next batch is formed"
+                look = "which sequences are members (also while preempted or swapped out), and when the next batch is formed"
                 expect(f"{said} Step {step} is the first that differs.", name, value, mine[name], look)
         expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a batch ends")
 
@@ -191,7 +191,7 @@ def check_text(llm: LLM) -> list[str]:
         if cls is None:
             firsts = [step for step in trace if step.phase == "prefill"]
             expect(
-                "Twelve prompts, all there at the beginning.",
+                "Twelve prompts, all present at the start.",
                 "batches",
                 -(-len(PROMPTS) // seats),
                 len(firsts),
@@ -199,5 +199,5 @@ def check_text(llm: LLM) -> list[str]:
             )
     mine, theirs = texts
     for prompt, expected, got in zip(PROMPTS, theirs, mine, strict=True):
-        expect(f"Prompt {prompt!r}.", "text", expected, got, "check_decisions first; a batcher must not change what is written")
+        expect(f"Prompt {prompt!r}.", "text", expected, got, "check_decisions first; a batcher must not change the text")
     return mine

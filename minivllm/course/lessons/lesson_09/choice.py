@@ -1,4 +1,4 @@
-"""The check of lesson 09 for a choice: the learner tries settings on some hours of a service, and is judged by others."""
+"""The check of lesson 09 for a choice: the learner tries settings on some hours of a service, and is judged on others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minivllm.simulation.engine import simulate
 
 _NUM_REQUESTS = 80
 _HOURS = 5
-"""The learner's seeds are 0 to 4; those that judge come after."""
+"""The learner's seeds are 0 to 4; the grading seeds come after."""
 _GOOD_ENOUGH = 0.97
 
 
@@ -66,14 +66,14 @@ def run_hour(machine: Machine, max_num_seqs: int, seed: int) -> tuple[RequestTim
     assert run.trace is not None
     other = random.Random(f"{machine.name} {seed} {max_num_seqs}")
     is_inner = max_num_seqs not in (machine.candidates[0], machine.candidates[-1])
-    shift = 400.0 if is_inner else 20.0  # who measures from 0 on the clock will not choose these
+    shift = 400.0 if is_inner else 20.0  # measuring from 0 on the clock would not choose these
     records = [
         RequestTimes(times.arrival + shift, times.started + shift, tuple(token + shift for token in times.tokens))
         for times in request_times(run.trace)
     ]
     other.shuffle(records)
     first = (min if is_inner else max)(records, key=lambda times: times.arrival)
-    records.sort(key=lambda times: times is not first)  # nor will who measures from the first of the list
+    records.sort(key=lambda times: times is not first)  # nor would measuring from the first of the list
     return tuple(records)
 
 
@@ -99,7 +99,7 @@ def sweep(machine: Machine, first_seed: int) -> dict[int, float]:
 
 
 class _Hours:
-    """What `choose_max_num_seqs` is given as `run`; it notes what is tried."""
+    """The `run` passed to `choose_max_num_seqs`; it records what is tried."""
 
     def __init__(self, machine: Machine, said: str) -> None:
         self.machine, self.said = machine, said
@@ -116,7 +116,7 @@ class _Hours:
 
 
 def check_choose(choose: Any) -> None:
-    """The choice is about as good as the best one, on hours that were not seen."""
+    """The choice is about as good as the best one, on unseen hours."""
     for machine in MACHINES:
         given = list(machine.candidates)
         if machine is MACHINES[1]:
@@ -144,7 +144,7 @@ def check_choose(choose: Any) -> None:
 
 
 def observe_choose(choose: Any, rng: random.Random) -> list[Any]:
-    """What is chosen of runs that are made up, so that each way to compare them other than by mean goodput would choose another."""
+    """The choice among made-up runs, on which every comparison except mean goodput would choose differently."""
     observations: list[Any] = []
     for _ in range(8):
         candidates = rng.sample(range(1, 100), 4)

@@ -41,9 +41,7 @@ def check_poisson_times(poisson_times: Any) -> None:
         _expect_about(said, "correlation of a gap with the one before", 0.0, correlation, 0.08, "a new draw for each gap")
     again, other = (list(poisson_times(4.0, 20, random.Random(seed))) for seed in (1, 2))
     same = list(poisson_times(4.0, 20, random.Random(1)))
-    expect(
-        "poisson_times was called twice with random.Random(1).", "times", again, same, "rng: draw from it, and from nothing else"
-    )
+    expect("poisson_times was called twice with random.Random(1).", "times", again, same, "rng: draw only from it")
     assert again != other, (
         "random.Random(1) and random.Random(2)\nExpected: different times\nGot: the same times\nLook at rng: draw from it."
     )
@@ -66,7 +64,7 @@ def check_poisson_times(poisson_times: Any) -> None:
 
 
 def _times(returned: Any, said: str, count: int) -> list[float]:
-    """The times that were returned, if they are some."""
+    """The returned times, if they are numbers."""
     try:
         return [float(time) for time in itertools.islice(returned, count + 1)]
     except (TypeError, ValueError):
@@ -83,7 +81,7 @@ def _expect_about(said: str, what: str, expected: float, got: float, tolerance: 
 
 @dataclass
 class Schedule:
-    """What a load generator is given.
+    """The input of a load generator.
 
     Attributes:
         begin: The clock at the call.
@@ -126,12 +124,12 @@ class Item:
 
 @dataclass
 class MadeUpEngine:
-    """What `drive` is given in place of a `TimedEngine`: it has no model, and watches who is late."""
+    """What `drive` gets instead of a `TimedEngine`: it has no model, and watches for late requests."""
 
     schedule: Schedule
     clock: float = field(init=False)
     added: list[tuple[int, float, float]] = field(default_factory=list)
-    """Of each request: its number, the arrival that was given, and the clock when it was handed over."""
+    """For each request: its number, the arrival passed, and the clock when it was handed over."""
     left: list[int] = field(default_factory=list)
     """Steps that unfinished requests still need."""
     num_steps: int = 0
@@ -169,7 +167,7 @@ class MadeUpEngine:
         self.left.append(self.schedule.lengths[request.number])
 
     def _forgotten(self) -> int | None:
-        """The first request that is due and was not handed over."""
+        """The first request that is due but not handed over."""
         known = {number for number, _, _ in self.added}
         return next(
             (i for i, time in enumerate(self.schedule.times) if i not in known and self.schedule.begin + time <= self.clock), None
@@ -253,7 +251,7 @@ def check_drive(drive: Any) -> None:
 
 
 def observe_drive(drive: Any, schedule: Schedule) -> list[Any]:
-    """When a load generator hands over which request, and when it has ended."""
+    """When a load generator hands over each request, and when it ends."""
     engine = MadeUpEngine(schedule)
     drive(engine, [Item(number) for number in range(len(schedule.times))], list(schedule.times))
     return [
@@ -264,7 +262,7 @@ def observe_drive(drive: Any, schedule: Schedule) -> list[Any]:
 
 
 def shape_of(times: Sequence[float]) -> list[Any]:
-    """What is the same for all right arrival times, however they are drawn: coarse properties of many of them."""
+    """What all correct arrival times have in common, however they are drawn: coarse properties of many of them."""
     gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *times])]
     mean = statistics.mean(gaps)
     shares = [sum(gap < factor * mean for gap in gaps) / len(gaps) for factor in (0.5, 1.0, 2.0)]

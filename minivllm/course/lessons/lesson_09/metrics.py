@@ -18,7 +18,7 @@ TICK = 1 / 64
 
 
 def expect_close(said: str, what: str, expected: float, got: Any, look: str, mistakes: Mapping[str, float] | None = None) -> None:
-    """Unless the two are equal but for rounding, raise an AssertionError. A wrong number that is known says how it came about."""
+    """Unless the two are equal but for rounding, raise an AssertionError. A known wrong number says how it came about."""
     if _is_close(expected, got):
         return
     names = [name for name, wrong in (mistakes or {}).items() if _is_close(wrong, got)]
@@ -56,7 +56,7 @@ def make_times(rng: random.Random, latest: float = 20.0, longest: int = 9) -> Re
 def make_records(rng: random.Random) -> tuple[list[RequestTimes], float]:
     """Requests in any order, and when the measurement begins.
 
-    Some came before, and one of them may be answered last of all; of those after, one at least has two tokens.
+    Some came before it, and one of them may be answered last of all; of those after it, at least one has two tokens.
     """
     records = [make_times(rng) for _ in range(rng.choice((rng.randint(5, 40), rng.randint(5, 40), 250)))]
     start = rng.choice((0.0, 2.0, 7.5))
@@ -192,7 +192,7 @@ def check_summarize(summarize: Any) -> None:
             "over the time from the first arrival": len(counted) / (end - min(times.arrival for times in counted) or 1),
             "over the time since 0 on the clock": len(counted) / end,
         }
-        look = "who counts (arrival >= start), and how long the run lasted (from start to the last token of those who count)"
+        look = "which requests count (arrival >= start), and how long the run lasted (from start to their last token)"
         expect_close(
             said, "requests_per_second", len(counted) / seconds, _field(summary, "requests_per_second", said), look, everything
         )
@@ -207,7 +207,7 @@ def check_summarize(summarize: Any) -> None:
             "tokens_per_second",
             tokens / seconds,
             got,
-            "all tokens of those who count, over the seconds of the run",
+            "all tokens of the requests that count, over the seconds of the run",
             mistakes,
         )
         waits = [waits_of(times) for times in counted]
@@ -230,7 +230,7 @@ def check_summarize(summarize: Any) -> None:
                     f"{name}.{part}",
                     value,
                     got,
-                    f"the list of which {name} is made, and who counts"
+                    f"the list that {name} is computed from, and which requests count"
                     + ("; percentiles are by nearest rank" if part != "mean" else ""),
                     mistakes,
                 )
@@ -270,11 +270,11 @@ def check_goodput(goodput: Any) -> None:
         said = f"goodput(records, seconds={seconds:g}, max_ttft={max_ttft:g}, max_tpot={max_tpot:g}) of {describe(records)}"
         mistakes = {
             "how many met the goals, not how many per second": float(good),
-            "with those who met the first goal only": sum(first) / seconds,
-            "with those who met the second goal only": sum(next_ones) / seconds,
+            "with requests that met only the first goal": sum(first) / seconds,
+            "with requests that met only the second goal": sum(next_ones) / seconds,
             "without the requests of a single token": sum(a and b and bool(gaps) for a, b, (_, gaps, _) in zip(first, next_ones, waits, strict=True)) / seconds,
             "a share of the requests": good / len(records),
-            "without those who meet a goal exactly (at most means <=)": sum(ttft < max_ttft and tpot < max_tpot for (ttft, _, _), tpot in zip(waits, tpots, strict=True)) / seconds,
+            "without requests that meet a goal exactly (at most means <=)": sum(ttft < max_ttft and tpot < max_tpot for (ttft, _, _), tpot in zip(waits, tpots, strict=True)) / seconds,
             "with the largest gap for TPOT": sum(ttft <= max_ttft and max(gaps, default=0.0) <= max_tpot for ttft, gaps, _ in waits) / seconds,
         }  # fmt: skip
         mistakes = {name: value for name, value in mistakes.items() if value != good / seconds}
@@ -311,8 +311,8 @@ def check_utilisation(utilisation: Any) -> None:
             raise AssertionError(f"{said}\nExpected: (busy, useful)\nGot: {returned!r}\nLook at what is returned: two shares.")
         span = end - start
         unclipped = sum(step.end - step.start for step in steps)
-        mistakes = {"with what lies outside of the window": unclipped / span}
-        expect_close(said, "busy", busy, got[0], "the part of each step that is inside of the window", mistakes)
+        mistakes = {"with what lies outside the window": unclipped / span}
+        expect_close(said, "busy", busy, got[0], "the part of each step inside the window", mistakes)
         inside = [max(0.0, min(step.end, end) - max(step.start, start)) for step in steps]
         rows = sum(seconds * step.num_rows for seconds, step in zip(inside, steps, strict=True))
         mistakes = {
@@ -348,7 +348,7 @@ def check_average_in_system(average_in_system: Any) -> None:
         latency = sum(times.tokens[-1] - times.arrival for times in records)
         mistakes = {
             "without the time in which they waited to be started": sum(max(0.0, min(times.tokens[-1], end) - max(times.started, start)) for times in records) / span,
-            "with what lies outside of the window": latency / span,
+            "with what lies outside the window": latency / span,
             "an average over requests": latency / len(records),
         }  # fmt: skip
         expected = right_average(records, start, end)

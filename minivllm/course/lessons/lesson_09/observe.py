@@ -1,4 +1,4 @@
-"""What the grader asks of a learner's metrics, load generator and batcher from outside: random runs, and what comes out.
+"""Observes a learner's metrics, load generator and batcher from outside: random runs, and the results.
 
 See `lesson_04.observe`.
 """
@@ -20,7 +20,7 @@ _Observe = Callable[[Any, random.Random], list[Any]]
 
 
 def _digits(value: Any) -> float:
-    """A number without what rounding does to its last digits. All times are multiples of 1/64: the shift keeps them away from ties."""
+    """A number without rounding errors in its last digits. All times are multiples of 1/64: the shift keeps them away from ties."""
     return round(float(value) + 1.2345678912e-8, 6)
 
 
@@ -99,4 +99,4 @@ OBSERVERS: Mapping[str, tuple[str, _Observe]] = {
     "check-text": ("MyStaticBatcher", _observe_batches),
     "check-choose": ("choose_max_num_seqs", observe_choose),
 }
-"""For each check, what it is about, and what to observe of it."""
+"""For each check, what it tests, and how to observe it."""

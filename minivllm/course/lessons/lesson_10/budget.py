@@ -45,7 +45,7 @@ def make_engine(
 
 
 class Chats:
-    """Requests that begin like earlier ones: a few system prompts, conversations that go on, and some that are new.
+    """Requests that begin like earlier ones: a few system prompts, continued conversations, and some new ones.
 
     Args:
         rng: Where they come from.
@@ -74,22 +74,22 @@ class Chats:
 
 
 _DECISIONS = {name: value for name, value in vars(Scheduler).items() if not name.startswith("__")}
-"""The package's methods, which play the past whatever a learner's are called."""
+"""The package's methods, used to set up the past, whatever the learner's are called."""
 
 
 def _is_telling(scheduler: Any, kind: int) -> bool:
     """Whether a situation is one of a kind that needs care."""
     running, waiting = scheduler.running, list(scheduler.waiting)
-    if kind == 0:  # one that was preempted is in the midst of computing everything again
+    if kind == 0:  # a preempted one is halfway through its recompute
         return any(seq.num_output_tokens and seq.num_uncomputed_tokens > 1 for seq in running)
-    if kind == 1:  # blocks run out, though somebody waits
+    if kind == 1:  # blocks run out, though requests wait
         manager = scheduler.block_manager
         return bool(waiting) and sum(len(seq.token_ids) % 4 == 1 for seq in running) > manager.get_num_free_gpu_blocks()
-    if kind == 2:  # one that was preempted waits
+    if kind == 2:  # a preempted one waits
         return any(seq.request.metrics.num_preemptions for seq in waiting)
-    if kind == 6:  # one that was preempted in the middle of its prompt waits
+    if kind == 6:  # one preempted in the middle of its prompt waits
         return any(seq.request.metrics.num_preemptions and not seq.num_output_tokens for seq in waiting)
-    if kind == 3:  # nobody runs
+    if kind == 3:  # nothing runs
         return not running
     seats = scheduler.config.max_num_seqs - len(running)  # there is room for two newcomers at once
     return not waiting and seats > 1 and scheduler.block_manager.get_num_free_gpu_blocks() > 9
@@ -140,7 +140,7 @@ def describe(scheduler: Any) -> str:
 
 
 def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
-    """What can be seen of a scheduler and the step that is being made."""
+    """The observable state of a scheduler and the step being built."""
     everybody = [*scheduler.running, *scheduler.waiting]
     manager = scheduler.block_manager
     return {
@@ -161,13 +161,13 @@ def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
 
 
 _LOOK = {
-    "tokens to compute": "who computes how many tokens: num_uncomputed_tokens, what was found in the cache, and what is left of the budget (output.num_batched_tokens says how much is given away)",
+    "tokens to compute": "how many tokens each sequence computes: num_uncomputed_tokens, what was found in the cache, and what is left of the budget (output.num_batched_tokens says how much is taken)",
     "order of the batch": "the order in which sequences are added",
-    "preempted": "make_room_for: for whom it is called, and in which order",
-    "num_prefills": "who counts as a prefill: each prompt, or chunk of one",
-    "num_computed_tokens": "num_computed_tokens: what was found when it was admitted; nothing for one that was not",
+    "preempted": "make_room_for: for which sequence it is called, and in which order",
+    "num_prefills": "what counts as a prefill: each prompt, or chunk of one",
+    "num_computed_tokens": "num_computed_tokens: what was found when it was admitted; 0 for a sequence that was not",
     "num_cached_tokens": "metrics.num_cached_tokens: only of requests that are admitted for the first time",
-    "free blocks": "which blocks are taken, and whether a try that failed keeps any",
+    "free blocks": "which blocks are taken, and whether a failed attempt keeps any",
     "tables in the batch": "append_slots before add: the table is passed on as it is at that moment",
 }
 
@@ -244,12 +244,10 @@ def _check_nobody_joins_after_a_preemption(cls: Any) -> None:
     for number in range(_ROUNDS):
         _, mine = make_twins(made_up, f"after {number}")
         before = [seq.request.request_id for seq in mine.waiting]
-        said = f"A step in which schedule_decodes has preempted somebody. Before: {describe(mine)}"
+        said = f"A step in which schedule_decodes has preempted a sequence. Before: {describe(mine)}"
         made_up.schedule(mine)
         after = [seq.request.request_id for seq in mine.waiting]
-        expect(
-            said, "waiting", before, after, "when admit is called: not in a step that has preempted somebody (output.preempted)"
-        )
+        expect(said, "waiting", before, after, "when admit is called: not in a step with a preemption (output.preempted)")
 
 
 def _step(engine: LLMEngine) -> None:
@@ -281,12 +279,12 @@ def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
             return trace
         _step(engine)
     raise AssertionError(
-        f"Forty requests.\nExpected unfinished requests after 5,000 further steps: 0\nGot: {len(engine.scheduler.requests)}\nLook at what each waits for: a place, budget, or blocks."
+        f"Forty requests.\nExpected unfinished requests after 5,000 further steps: 0\nGot: {len(engine.scheduler.requests)}\nLook at what each is waiting for: a place, budget, or blocks."
     )
 
 
 def observations_of(trace: EngineTrace) -> list[Any]:
-    """What a run decided, step by step, and what each request found in the cache."""
+    """A run's decisions, step by step, and what each request found in the cache."""
     steps = [record | {"cached": sorted(step.cached_blocks)} for record, step in zip(describe_steps(trace), trace, strict=True)]
     return [*steps, {name: request.num_cached_tokens for name, request in trace.requests.items()}]
 

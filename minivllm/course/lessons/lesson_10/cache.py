@@ -16,7 +16,7 @@ Text = tuple[list[int], str | None]
 
 
 def make_texts(rng: random.Random, block_size: int) -> list[Text]:
-    """Texts that are alike: the same beginning, one other token, blocks in another order, digits that run together, salts."""
+    """Similar texts: the same prefix, one different token, blocks in another order, digits that run together, salts."""
     size = block_size
     base = [rng.randrange(1, 200) for _ in range(rng.randint(2, 4) * size + rng.randrange(size))]
     changed = list(base)
@@ -157,7 +157,7 @@ def run_pool(pool: Any, rng: random.Random, num_blocks: int) -> list[tuple[str, 
 
 
 def state_of(pool: Any, num_blocks: int) -> dict[str, Any]:
-    """What can be seen of a pool."""
+    """The observable state of a pool."""
     return {
         "reference counts": [int(pool.ref_counts[block]) for block in range(num_blocks)],
         "num_free": int(pool.num_free),
@@ -171,7 +171,7 @@ _LOOK = {
     "blocks with contents": "hash_of and block_of, which must agree",
     "reference counts": "who is counted",
     "num_free": "when a block is free, and when it is no longer",
-    "free blocks, in order": "the order: one that was just freed goes to the end if it has a hash, and to the front if not",
+    "free blocks, in order": "the order: a block that was just freed goes to the end if it has a hash, and to the front if not",
     "what is found": "when a hash is forgotten (only when its block is handed out), and which block is found if two hold the same (the first)",
 }
 

@@ -1,4 +1,4 @@
-"""The checks of lesson 10 on the real model: a chat that is not computed again, and a long prompt that does not stop everybody."""
+"""The checks of lesson 10 on the real model: a chat that is not recomputed, and a long prompt that does not stall everyone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ANSWER = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def run_chat(llm: LLM) -> list[tuple[int, int, list[int]]]:
-    """A chat in token ids, so that each prompt begins exactly with all that was said before.
+    """A chat in token ids, so that each prompt begins exactly with everything said before.
 
     Returns:
-        For each turn: the prompt's tokens, those of them that were found in the cache, and the answer.
+        For each turn: the prompt's tokens, how many were found in the cache, and the answer.
     """
     tokenizer = llm.get_tokenizer()
     said, turns = tokenizer.encode(SYSTEM), []
@@ -83,7 +83,7 @@ def check_chat(llm: LLM) -> list[str]:
 
 
 def check_spike(llm: LLM) -> list[str]:
-    """With the learner's scheduler no step is over its budget, and texts are as without chunks.
+    """With the learner's scheduler no step exceeds its budget, and texts are the same as without chunks.
 
     Args:
         llm: An `LLM` with the learner's scheduler and chunked prefill.

@@ -15,7 +15,7 @@ _ROUNDS = 120
 
 @dataclass
 class Scene:
-    """A manager whose cache knows parts of a text, and a sequence that begins like it.
+    """A manager whose cache holds parts of a text, and a sequence that begins like it.
 
     Attributes:
         manager: The learner's.
@@ -102,7 +102,7 @@ def make_scene(cls: Any, seed: str) -> Scene:
 
 
 def observations_of(manager: Any) -> dict[str, Any]:
-    """What can be seen of a manager."""
+    """The observable state of a manager."""
     pool = manager.gpu_allocator
     return {
         "block tables": {number: list(table) for number, table in manager.block_tables.items()},
@@ -159,7 +159,7 @@ def check_can_allocate(cls: Any) -> None:
         given = None if found is None else list(found)
         got = manager.can_allocate(seq, given, keep_watermark=keep)
         expect(said, "the caller's list afterwards", found, given, "what changes cached_blocks: nothing may")
-        look = f"what is needed: {needed} of the free blocks, {taken} of which are among those that were found"
+        look = f"what is needed: {needed} of the free blocks, {taken} of which were among the found blocks"
         expect(said, "can_allocate", expected, bool(got), look)
         assert isinstance(got, bool) or hasattr(got, "dtype"), (
             f"{said}\nExpected: True or False\nGot: {got!r}\nLook at what is returned."
@@ -193,9 +193,9 @@ def check_allocate(cls: Any) -> None:
             "reference counts",
             counts,
             [int(pool.ref_counts[block]) for block in range(manager.num_gpu_blocks)],
-            "who is counted once more: each block of the table",
+            "which blocks get another reference: each block of the table",
         )
-        expect(said, "free blocks, in order", free[num_new:], list(pool.get_free_blocks()), "which blocks are free no longer")
+        expect(said, "free blocks, in order", free[num_new:], list(pool.get_free_blocks()), "which blocks are no longer free")
         expect(
             said,
             "num_cached_blocks",
@@ -216,7 +216,7 @@ def check_cache_full_blocks(cls: Any) -> None:
 
 
 def run_offers(cls: Any, seed: str) -> tuple[str, list[tuple[str, Any, Any]]]:
-    """A prompt is computed in chunks and then goes on; beside it another one that begins alike. What was expected and what came."""
+    """A prompt is computed in chunks and continues; alongside, another one with the same prefix. What was expected and what was offered."""
     rng = random.Random(seed)
     size, enabled = rng.choice((1, 2, 4)), rng.random() > 0.15
     manager = cls(size, 60, 0, 0.0, enabled)

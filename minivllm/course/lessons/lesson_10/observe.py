@@ -1,4 +1,4 @@
-"""What the grader asks of a learner's prefix cache and scheduler from outside: random blocks, chats and situations, and what comes out.
+"""Observes a learner's prefix cache and scheduler from outside: random blocks, chats and situations, and the results.
 
 See `lesson_04.observe`.
 """
@@ -26,4 +26,4 @@ OBSERVERS: Mapping[str, tuple[str, Callable[[Any, random.Random], list[Any]]]] =
     "check-chat": ("MyPrefixManager", observe_manager),
     "check-spike": ("MyBudgetScheduler", observe_scheduler),
 }
-"""For each check, what it is about, and what to observe of it."""
+"""For each check, what it tests, and how to observe it."""
