@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ipywidgets import VBox
 
 _MOST_COLUMNS, _MOST_ROWS = 64, 12
-"""Cells of a tensor's picture: more columns are grouped, several elements to a cell; of more rows, some are shown."""
+"""Limits of a tensor's picture: beyond them, columns are grouped, several elements to a cell, and only some rows are shown."""
 _MOST_OUTSIDE = 8
 """Columns that are drawn on each side of a tensor for accesses outside it."""
 _MOST_SENTENCES = 4
@@ -48,7 +48,7 @@ def show_accesses(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> VBox
 
     Args:
         launch: A kernel with its grid, or any function that launches kernels.
-        args, kwargs: What it is called with.
+        args, kwargs: Its arguments.
 
     Returns:
         A box for the notebook to show. `launches` are the recorded launches, `problems` their mistakes; `slider.value` is the step, 0 for
@@ -87,7 +87,7 @@ def draw_accesses(launch: Launch, step: int | None = None, title: str = "") -> F
 
     Args:
         launch: From `record_accesses`.
-        step: The number of an access, negative ones from the end: it is drawn in full colour, those before it are pale. None draws the whole launch.
+        step: The number of an access, negative numbers count from the end. It is drawn in full colour, earlier ones are pale. None draws the whole launch.
         title: Above the figure. Defaults to a description.
 
     Raises:
@@ -254,7 +254,7 @@ class _Panel:
         return list(map(tuple, self._cell_of(access.elements[access.elements >= 0]).tolist()))
 
     def _box(self, place: tuple[int, int]) -> tuple[float, float, float, float] | None:
-        """Where a cell is drawn, if it is."""
+        """Where a cell is drawn; None if it is not."""
         row, cell = place
         y = -1 if row < 0 else len(self.shown) if row >= self.rows else self.places.get(row)
         if y is None:

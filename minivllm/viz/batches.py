@@ -12,7 +12,7 @@ from minivllm.viz.palette import NEUTRAL, STATE_LOOKS, request_colors
 from minivllm.viz.spans import running_states
 
 _MOST_PARTS = 2500
-"""With more parts than this, bars are not divided by request: too small to see, and slow to draw."""
+"""With more parts than this, bars are not split by request: the parts would be too small to see, and slow to draw."""
 _MOST_BARS = 120
 """With more bars than this, no gap is left between them."""
 _ACTIONS = ("prefill", "decode", "rejected")

@@ -1,4 +1,4 @@
-"""How the KV cache is used over time: slots that are filled, reserved for later tokens, wasted, cached or free."""
+"""How the KV cache is used over time: slots filled, reserved for later tokens, wasted, cached or free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CacheUse(NamedTuple):
 def find_cache_use(trace: EngineTrace) -> list[CacheUse]:
     """The use of the cache in each step.
 
-    Later steps tell what was reserved and what was wasted. Empty slots of a sequence that is unfinished at the end of the trace count
+    Later steps show what was reserved and what was wasted. Empty slots of a sequence that is unfinished at the end of the trace count
     as reserved.
     """
     lens = find_context_lens(trace)

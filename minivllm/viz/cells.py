@@ -1,4 +1,4 @@
-"""The cells of the block map, one per block: collected one by one, drawn in a few layers.
+"""The cells of the block map, one per block: collected one by one, then drawn in a few layers.
 
 The lower part of a cell is a bar that shows how full the block is, the upper part its number and owner. In small cells the bar fills
 the whole cell.
@@ -58,7 +58,7 @@ class Cells:
             self.texts.append((x, y, text, side))
 
     def fits(self, number: str, note: str) -> bool:
-        """Whether a cell has room for a note beside its number."""
+        """Whether a cell has room for a note next to its number."""
         return text_width(number, self.size) + text_width(note, self.size) + 7.5 <= 0.88 * self.width
 
     def add(self, number: str, note: str, block: Block, block_size: int, box: Box, on_host: bool) -> None:

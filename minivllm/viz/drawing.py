@@ -26,7 +26,7 @@ Box = tuple[float, float, float, float]
 """Left, right, bottom, top."""
 
 WIDTH = 9.0
-"""Width of a figure in inches: that of a notebook page."""
+"""Width of a figure in inches: the width of a notebook page."""
 _LONGEST_NAME = 12
 
 
@@ -133,7 +133,7 @@ class Labels(PathCollection):
 
 @lru_cache(maxsize=8192)
 def _text_path(text: str, size: float, horizontal: float, vertical: float) -> Path:
-    """The outlines of a text's letters, in points, aligned by baseline: descenders do not move a text up."""
+    """The outlines of a text's letters, in points, aligned by baseline, so that descenders do not move a text up."""
     font = FontProperties(size=size)
     corners, codes = text_to_path.get_text_path(font, text, ismath=False)
     if not len(corners):

@@ -14,11 +14,11 @@ from minivllm.viz.palette import request_colors
 
 
 def draw_gaps(traces: Mapping[str, EngineTrace], *, leave_out: tuple[str, ...] = ()) -> Figure:
-    """Draw each inter-token latency at the moment at which its token came: a panel for each run, with the same axes.
+    """Draw each inter-token latency at the moment its token arrived: a panel for each run, with the same axes.
 
     Args:
         traces: A name for each run.
-        leave_out: Ids of requests that are not drawn.
+        leave_out: Ids of requests to leave out.
     """
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * len(traces)), layout="constrained")
     all_axes = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]

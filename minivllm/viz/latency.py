@@ -1,4 +1,4 @@
-"""How long users wait for the first token, the next ones and the last: distributions of TTFT, ITL and end-to-end latency."""
+"""How long users wait for the first token, between tokens, and for the last: distributions of TTFT, ITL and end-to-end latency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.viz.palette import REQUEST_COLORS
 
 PERCENTILES = {50: "o", 95: "s", 99: "D"}
-"""The percentiles that are written, each with its marker on the curve."""
+"""The percentiles shown, each with its marker on the curve."""
 LONG_TAIL = 15
 """The axis is logarithmic if the longest wait is more than this many medians: most of the curve would otherwise be squeezed to the left."""
 LINE_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
@@ -57,7 +57,7 @@ def paint_waits(curve_axes: Axes, text_axes: Axes, name: str, seconds: Sequence[
 
     Args:
         curve_axes, text_axes: One below the other.
-        name: What is waited for.
+        name: What users wait for.
         seconds: The waits of each run.
     """
     scale, unit = _unit([value for of_run in seconds for value in of_run])
@@ -122,7 +122,7 @@ def line_of(number: int) -> Line2D:
 
 
 def _unit(seconds: Sequence[float]) -> tuple[float, str]:
-    """Seconds where waits are that long, else milliseconds."""
+    """Seconds for long waits, else milliseconds."""
     return (1.0, "s") if max(seconds, default=0.0) >= 1 and percentile(seconds, 50) >= 0.1 else (1e3, "ms")
 
 
@@ -132,7 +132,7 @@ def _number(value: float) -> str:
 
 
 def _count(trace: EngineTrace, num_complete: int) -> str:
-    """How many requests are shown, and how many are not."""
+    """How many requests are shown, and how many are left out."""
     left_out = len(trace.requests) - num_complete
     text = f"{num_complete} request{'' if num_complete == 1 else 's'}"
     return f"{text} ({left_out} unfinished, aborted or failed left out)" if left_out else text

@@ -1,4 +1,4 @@
-"""Caches what is computed from a whole trace, so that it is not recomputed for each picture."""
+"""Caches what is computed from a whole trace, to avoid recomputing it for each picture."""
 
 from __future__ import annotations
 

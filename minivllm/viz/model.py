@@ -1,6 +1,6 @@
 """Figures about a Llama-like model: shapes through a layer, where parameters and operations are, angles, heads, the logit lens.
 
-They take plain numbers and arrays, so that whatever computed them can be drawn.
+They take plain numbers and arrays, whatever computed them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARTS = {
     "embedding = head": (GREEN, "...."),
     "scores and sums": (PINK, "xxxx"),
 }
-"""Parts of a model: the colour, which a hatch doubles for black and white."""
+"""Parts of a model: a colour, and a hatch for black and white."""
 
 
 # -- shapes through a layer ------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ _STREAM_Y = -0.45
 
 
 def draw_layer_shapes(shapes: Mapping[str, Sequence[int]], stream: Sequence[int]) -> Figure:
-    """The way through one decoder layer, with the shape of every tensor.
+    """The path through one decoder layer, with the shape of every tensor.
 
     Args:
         shapes: By the names in the figure: "input_layernorm", "q", "k", "v", "scores", "heads", "attention",
@@ -146,7 +146,7 @@ class Costs:
         """Operations for a prompt of `num_tokens` tokens, and the logits of the last one."""
         parts = {name: 2 * count * num_tokens for name, count in self.parameters().items()}
         parts["embedding = head"] //= num_tokens
-        pairs = num_tokens * (num_tokens + 1) // 2  # query and key; what is masked is not counted
+        pairs = num_tokens * (num_tokens + 1) // 2  # query and key; masked pairs are not counted
         return parts | {"scores and sums": 4 * self.num_layers * self.num_heads * self.head_dim * pairs}
 
     def decode(self, num_tokens: int) -> dict[str, int]:
@@ -201,12 +201,12 @@ def draw_operations(costs: Costs, lengths: Sequence[int]) -> Figure:
 
 
 def draw_rotation(frequencies: Sequence[float], pairs: Sequence[int], positions: Sequence[int]) -> Figure:
-    """Clock faces: a row for each pair of channels, a column for each position, the hand where the pair has been turned to.
+    """Clock faces: a row for each pair of channels, a column for each position, with the hand at the pair's angle.
 
     Args:
         frequencies: Angle per position of every pair, in radians.
-        pairs: Those to draw.
-        positions: Those to draw.
+        pairs: The pairs to draw.
+        positions: The positions to draw.
     """
     figure = Figure(figsize=(WIDTH, 0.8 * len(pairs) + 0.55))
     axes = figure.add_axes((0.13, 0.02, 0.86, 0.86))
@@ -236,7 +236,7 @@ def draw_rotation(frequencies: Sequence[float], pairs: Sequence[int], positions:
 
 
 def draw_heads(tokens: Sequence[str], weights: Mapping[str, np.ndarray]) -> Figure:
-    """What heads look at: for each head a grid, a row for each token that looks, a column for each that is looked at.
+    """What heads look at: for each head a grid, with a row for each token that looks and a column for each it looks at.
 
     Args:
         tokens: As text.

@@ -17,14 +17,14 @@ REQUEST_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E0
 """The palette of Okabe and Ito, with a darker yellow and grey for black, so that text is legible on all of them."""
 
 NUM_COLORS = 3 * len(REQUEST_COLORS)
-"""How many different colours requests have: each of the palette, darker, and lighter."""
+"""How many different colours requests have: the palette, plain, darker and lighter."""
 
 INK = "#333333"
 """Colour of texts, hatches and outlines."""
 PALE = "#BBBBBB"
 """Colour of grids and of the outlines of empty boxes."""
 NEUTRAL = "#6E6E6E"
-"""Stands for any request, in legends and where requests are aggregated."""
+"""For any request, in legends and where requests are aggregated."""
 
 
 @dataclass(frozen=True)

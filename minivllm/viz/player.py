@@ -60,7 +60,7 @@ def make_player(
         draw_png: Draws a step.
         step: The first one shown; negative numbers count from the end.
         sentence: What it is, where there are no widgets.
-        alone: What is written above the only step, in place of the controls.
+        alone: The text above the only step, instead of the controls.
         name: What the slider counts.
 
     Returns:

@@ -60,7 +60,7 @@ def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float
         start, end: The time range to draw, in seconds of the engine's clock.
 
     Returns:
-        A figure. A step is a dash for each kind of tokens that it computed, as long as the step took. The axis of tokens is logarithmic,
+        A figure. A step is a dash for each kind of token it computed, as long as the step took. The axis of tokens is logarithmic,
         so nothing is stacked or filled.
     """
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * len(traces)), layout="constrained")

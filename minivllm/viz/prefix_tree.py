@@ -17,9 +17,9 @@ class _Node:
     """A block of the tree.
 
     Attributes:
-        names: Of the prompts that go through it.
+        names: The prompts that pass through it.
         children: By their tokens.
-        row: Where it is drawn, from the top.
+        row: Its row, counted from the top.
     """
 
     depth: int
@@ -37,7 +37,7 @@ def draw_prefix_tree(prompts: Mapping[str, Sequence[int]], block_size: int) -> F
 
     Returns:
         A figure. A block that several prompts share is dark, and says how many; one that belongs to a single prompt has its colour. At the
-        end of each branch is the prompt's name, with the tokens that fill no block.
+        end of each branch is the prompt's name, with the tokens that do not fill a block.
     """
     root = _Node(0)
     ends: dict[str, _Node] = {}

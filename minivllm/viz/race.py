@@ -1,4 +1,4 @@
-"""Two ways of batching, side by side and moment by moment: who sits in which seat, who waits, and which seats are empty for no reason."""
+"""Two ways of batching, side by side and moment by moment: which request has which seat, which wait, and which seats are empty for no reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Runner:
         arrival: When it came.
         stay: Its stay in the batch; None if it never ran.
         end: When it ended, if it did.
-        answered: Whether it was answered then, and not aborted.
+        answered: Whether it ended with an answer, not aborted.
         tokens: When its tokens came.
     """
 
@@ -73,8 +73,8 @@ def play_race(traces: Mapping[str, EngineTrace], num_moments: int = 80, moment: 
 def draw_race(traces: Mapping[str, EngineTrace], seconds: float) -> Figure:
     """Draw a moment of some runs: a panel for each.
 
-    A row is a seat in the batch. Its bar is as long as the answer of the request that sits there, and filled as far as the answer has
-    come. A hatched seat is empty although requests wait. Below are the waiting requests, a square for each.
+    A row is a seat in the batch. Its bar is as long as the answer of the request in it, and filled as far as the answer has
+    progressed. A hatched seat is empty although requests wait. Below are the waiting requests, a square for each.
 
     Args:
         traces: A name for each run. One sequence per request.

@@ -1,4 +1,4 @@
-"""When requests come and when their tokens come: the raw material of every latency."""
+"""When requests and their tokens arrive: the raw material of every latency."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Timestamps(Protocol):
 
 
 def draw_request_times(records: Sequence[Timestamps], names: Sequence[str]) -> Figure:
-    """Draw each request from its arrival to its last token; TTFT, ITL and latency are written at the last request that has two tokens.
+    """Draw each request from its arrival to its last token; TTFT, ITL and latency are labelled at the last request with two tokens.
 
     Args:
         records: The requests' timestamps.

@@ -1,4 +1,4 @@
-"""Batches and caches that have a row for each text: what fills a row, and what is padding, waiting or reserved."""
+"""Batches and caches with a row for each text: what fills a row, and what is padding, waiting or reserved."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LOOKS: dict[str, tuple[str, str | None]] = {
     "free": ("#FFFFFF", None),
     "too little for one more": ("#FFFFFF", "/////"),
 }
-"""What can fill a part of a row: its colour and its hatch. They differ in grey too."""
+"""What can fill part of a row: its colour and hatch, distinguishable in grey too."""
 _LEAST_HEIGHT = 0.05
 _MOST_OUTLINES = 150
-"""With more parts than this they have no outlines, which would hide them."""
+"""With more parts than this, outlines are omitted, as they would hide the parts."""
 
 
 def draw_rows(
@@ -42,8 +42,8 @@ def draw_rows(
 
     Args:
         rows: For each row, from the top, its parts from left to right: what fills it (a key of `LOOKS`) and how long it is.
-        x_label: What a part's length is, with its unit.
-        y_label: What a row is.
+        x_label: The meaning of a part's length, with its unit.
+        y_label: The meaning of a row.
         title: Above the figure.
         names: Of the rows; their numbers if empty.
     """
@@ -78,7 +78,7 @@ def draw_slots(
         num_rows: Rows of the cache.
         max_len: Slots of a row.
         title: Above the figure.
-        begun: For each step, the rows in which a new text began: a dark line marks where a row was handed on.
+        begun: For each step, the rows in which a new text began: a dark line marks where a row went to the next text.
     """
     figure = new_figure(0.8 + 0.62 * num_rows, title, left=0.75, top=0.35)
     axes = figure.subplots()

@@ -20,7 +20,7 @@ def draw_run(trace: EngineTrace) -> Figure:
     """
     summary = summarize_trace(trace)
     if not summary.completed:
-        raise ConfigError("No request of this trace has finished, so there is nothing to sum up.")
+        raise ConfigError("No request of this trace has finished, so there is nothing to summarize.")
     figure = Figure(figsize=(WIDTH, 6.0))
     figure.text(0.02, 0.98, str(summary), fontsize=9.5, weight="bold", va="top")
     requests, queues, cache = (

@@ -1,4 +1,4 @@
-"""From logits to a token: what each step leaves of the distribution, as a figure and with sliders, and the race of the draw."""
+"""From logits to a token: what each step leaves of the distribution, as a figure and with sliders, and the race that draws the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ipywidgets import VBox
 
 Stages = Mapping[str, Sequence[float]]
-"""The probabilities of the same tokens after each step, by what the step is called."""
+"""The probabilities of the same tokens after each step, by the step's name."""
 
 FILTER_CHOICES: Mapping[str, Sequence[Any]] = {
     "temperature": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0),
@@ -31,7 +31,7 @@ def draw_stages(tokens: Sequence[str], stages: Stages) -> Figure:
     Each row shows the row above it as outlines; a token that the step removes is crossed out.
 
     Args:
-        tokens: What each token spells, from the most likely on.
+        tokens: What each token spells, most likely first.
         stages: The distribution after each step, the first one untouched. Probabilities of 0 mean removed.
     """
     height = 1.1 * len(stages) + 0.9
@@ -63,7 +63,7 @@ def draw_arrivals(tokens: Sequence[str], times: Sequence[Sequence[float]]) -> Fi
     """Races between tokens, one line each: a dot where a token arrives, and the first one's name before it.
 
     Args:
-        tokens: What each token spells, from the most likely on.
+        tokens: What each token spells, most likely first.
         times: For each race, the time of each token; above 0.
     """
     height = 0.3 * len(times) + 1.2
@@ -106,7 +106,7 @@ def play_filters(tokens: Sequence[str], apply: Any, **start: Any) -> VBox:
     """`draw_stages` below sliders for temperature, min-p, top-k and top-p.
 
     Args:
-        tokens: What each token spells, from the most likely on.
+        tokens: What each token spells, most likely first.
         apply: Called with the four values as keyword arguments; returns the stages.
         start: Initial values; without one, a slider starts where it changes nothing.
     """

@@ -40,7 +40,7 @@ class TimedRequest(Protocol):
 def draw_serving(runs: Mapping[str, Sequence[TimedRequest]], title: str = "") -> Figure:
     """The distributions of TTFT, ITL and end-to-end latency, a line for each run, and below them all requests over time.
 
-    All runs share one time axis, so that a run that takes ten times as long looks so.
+    All runs share one time axis, so that a run that takes ten times as long looks ten times as long.
     At a point (x, y) of a distribution, the share y of all waits was no longer than x.
 
     Args:

@@ -1,4 +1,4 @@
-"""A model divided among ranks: who holds which part of each weight and of the KV cache, and how each rank spends a step."""
+"""A model sharded over ranks: which rank holds which part of each weight and of the KV cache, and how each rank spends a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minivllm.viz.palette import INK, PALE, REQUEST_COLORS, ink_on
 
 MOST_RANKS = len(REQUEST_COLORS)
 _GAP = 0.09
-"""Between two weights, as a share of the widths of all."""
+"""The gap between two weights, as a share of their total width."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Shard:
     """A rectangle of a weight, as it stands in `x @ W.T`: inputs from the top, outputs from the left.
 
     Attributes:
-        rank: Who holds it.
-        inputs, outputs: Which of them.
+        rank: The rank that holds it.
+        inputs, outputs: Its input and output indices.
     """
 
     rank: int
@@ -89,17 +89,17 @@ def find_shards(config: ModelConfig, tensor_parallel_size: int) -> dict[str, Div
 
 
 def draw_shards(config: ModelConfig, tensor_parallel_size: int) -> Figure:
-    """Draw one layer, its part of the KV cache, and the vocabulary, coloured by who holds what. Weights of a layer are to scale.
+    """Draw one layer, its part of the KV cache, and the vocabulary, coloured by rank. Weights of a layer are to scale.
 
-    The first weight of each half is cut by its outputs, the second by its inputs: between them a rank needs nothing of the others, and
-    after them the ranks add up what they have.
+    The first weight of each half is split by output, the second by input: between them no communication is needed, and after them an
+    all-reduce sums the partial outputs.
 
     Args:
         config: Of a model of this package, such as `llm.llm_engine.model_config`.
         tensor_parallel_size: The number of ranks, up to eight.
 
     Raises:
-        ConfigError: There are too many ranks to tell their colours apart, or to give each something.
+        ConfigError: There are too many ranks to tell their colours apart, or to give each a shard.
     """
     width = config.hf_config.get("intermediate_size") or config.hf_config["ffn_dim"]
     most = min(MOST_RANKS, config.num_heads, width, config.vocab_size)
@@ -139,12 +139,12 @@ def draw_shards(config: ModelConfig, tensor_parallel_size: int) -> Figure:
 
 
 def draw_ranks(trace: EngineTrace, step: int, first_ms: float = 0.0, last_ms: float | None = None) -> Figure:
-    """Draw what each rank does in a step: computing, or in an operation with the others, which is mostly waiting for the slowest.
+    """Draw what each rank does in a step: computing, or in an operation with the others, which is mostly spent waiting for the slowest.
 
     Args:
         trace: Of an engine with several workers.
         step: Its number, from 0; negative numbers count from the end.
-        first_ms, last_ms: Which part of the step to show, in milliseconds from when the first rank has begun; all if None.
+        first_ms, last_ms: The part of the step to show, in milliseconds since the first rank began; all of it if None.
 
     Raises:
         ConfigError: There is no such step, or only one worker has run it.
@@ -208,7 +208,7 @@ def _draw_parts(axes: Axes, boxes: Sequence[Box], ranks: Sequence[int], smallest
 
 
 def _draw_weight(axes: Axes, weight: DividedWeight, left: float, middle: float, inches: float) -> None:
-    """A box for each shard. One that several ranks hold is cut."""
+    """A box for each shard. One that several ranks hold is divided."""
     top, boxes = middle - weight.num_inputs / 2, []
     for shard in weight.shards:
         holders = [other.rank for other in weight.shards if (other.inputs, other.outputs) == (shard.inputs, shard.outputs)]
@@ -224,7 +224,7 @@ def _draw_weight(axes: Axes, weight: DividedWeight, left: float, middle: float, 
 def _draw_cache(
     axes: Axes, config: ModelConfig, tensor_parallel_size: int, between: tuple[float, float], middle: float, inches: float
 ) -> None:
-    """A small box for each KV head; one that several ranks hold is cut."""
+    """A small box for each KV head; one that several ranks hold is divided."""
     holders: list[list[int]] = [[] for _ in range(config.num_kv_heads)]
     for rank in range(tensor_parallel_size):
         for head in split_heads(config.num_heads, config.num_kv_heads, tensor_parallel_size, rank).kv:

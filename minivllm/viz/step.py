@@ -48,7 +48,7 @@ _WIDEST = 3
 _CHIP_SIZE = 7.0
 """Font size, in points."""
 _FEWEST_COLUMNS = 8
-"""Columns that the batch has room for at least, so that one sequence does not fill it."""
+"""Minimum number of columns in the batch, so that one sequence does not fill it."""
 _MOST_NAMED = 40
 """With more columns than this, the batch has no room for names."""
 _CACHED = 0.85

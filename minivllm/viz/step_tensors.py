@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from minivllm.worker.model_input import ModelInput
 
 MOST_TOKENS = 40
-"""A figure with more columns could not be read."""
+"""A figure with more columns would be illegible."""
 _MOST_BLOCKS = 16
 _TABLE_LEFT = 4
 """Where the block tables begin, in columns."""

@@ -76,7 +76,7 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "", *, share: bo
     Args:
         traces: A name for each trace, such as "static" and "continuous".
         title: Above the figure.
-        share: Write above each panel what share of the seats was taken.
+        share: Show above each panel the share of seats taken.
 
     Returns:
         A figure. The light start of a bar is prefill, the full colour decode; white is an empty seat. A request has the same colour in all
@@ -112,7 +112,7 @@ def draw_timelines(traces: dict[str, EngineTrace], title: str = "", *, share: bo
 
 
 def _colors_apart(traces: Mapping[str, EngineTrace], all_stays: Mapping[str, list[Stay]]) -> dict[str, str]:
-    """A colour for each request, such that no two whose bars touch in one of the panels have the same, as far as there are colours."""
+    """A colour for each request, so that bars that touch in a panel have different colours, as far as there are enough."""
     usual: dict[str, str] = {}
     for trace in traces.values():
         usual = request_colors(trace) | usual
@@ -130,7 +130,7 @@ def _colors_apart(traces: Mapping[str, EngineTrace], all_stays: Mapping[str, lis
 
 
 def find_neighbours(stays: list[Stay]) -> list[tuple[str, str]]:
-    """The pairs of requests whose bars touch: one after the other in a place, or at the same time in two places side by side."""
+    """The pairs of requests whose bars touch: one after the other in a seat, or at the same time in neighbouring seats."""
     places: dict[int, list[Stay]] = {}
     for stay in sorted(stays, key=lambda stay: stay.start):
         places.setdefault(stay.place, []).append(stay)

@@ -1,4 +1,4 @@
-"""Texts cut into tokens, as coloured boxes: where the cuts are, and which tokens are only a part of a character."""
+"""Texts cut into tokens, as coloured boxes: where the cuts are, and which tokens are only part of a character."""
 
 from __future__ import annotations
 

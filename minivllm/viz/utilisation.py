@@ -16,11 +16,11 @@ from minivllm.viz.palette import REQUEST_COLORS
 
 
 def draw_utilisation(traces: Mapping[str, EngineTrace], num_seats: int) -> Figure:
-    """Draw the share of the seats that running requests have, over time: a panel for each run, with its average over that run.
+    """Draw the share of seats taken by running requests, over time: a panel for each run, with its average over that run.
 
     Args:
         traces: A name for each run.
-        num_seats: The seats that there are, `max_num_seqs` of the largest batch.
+        num_seats: The total number of seats, `max_num_seqs` of the largest batch.
 
     Raises:
         ConfigError: There is no run, or more sequences ran at once than there are seats.

@@ -1,4 +1,4 @@
-"""How a kernel goes through a paged cache: the blocks that it visits, in order, and what the tiles of a ragged prefill read and leave out.
+"""How a kernel walks a paged cache: the blocks it visits, in order, and what the tiles of a ragged prefill read and skip.
 
 Both are drawn from launches that `record_accesses` has recorded, for any kernel whose cache is `[num_blocks, block_size, num_kv_heads, head_dim]`.
 """
@@ -119,7 +119,7 @@ def show_walk(
 
     Args:
         launch: A kernel with its grid, or any function that launches one kernel.
-        args, kwargs: What it is called with.
+        args, kwargs: Its arguments.
         tensor, program: See `find_walk`.
 
     Returns:

@@ -1,7 +1,7 @@
 """The sandbox of a submission's kernel: Linux namespaces, set up by bubblewrap, where that is installed.
 
 Inside are Python with its packages, this package without the project around it, the cached model, and the kernel's own folder, the only
-one that can be written to. There is no network, no other process and none of the user's files; with the sandbox end all processes in it.
+one that can be written to. There is no network, no other process and none of the user's files; when the sandbox ends, so do all processes in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minivllm.models.gguf_files import cache_folder
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 COMPILED = _PACKAGE / "kernels" / "cpu" / "__pycache__"
-"""Where Numba keeps the compiled CPU kernels. In the sandbox each kernel has a copy of its own there."""
+"""Where Numba keeps the compiled CPU kernels. In the sandbox each grading kernel has its own copy."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS = (
     "alternatives",
@@ -72,7 +72,7 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
     options = ["bwrap", "--unshare-all", "--die-with-parent", "--clearenv", "--proc", "/proc", "--dev", "/dev"]
     if _can_disable_namespaces():
         options += ["--unshare-user", "--disable-userns"]  # in another namespace, there could be memory files without a limit
-    options += ["--cap-drop", "ALL"]  # root keeps them otherwise, and makes writable what was mounted read-only
+    options += ["--cap-drop", "ALL"]  # otherwise root keeps them, and could remount read-only mounts as writable
     for place in ("/tmp", "/dev/shm"):
         options += ["--size", str(_MEMORY_FILES), "--tmpfs", place]
     for path in map(Path, _SYSTEM):
@@ -86,7 +86,7 @@ def wrap(command: list[str], folder: Path, environment: Mapping[str, str]) -> li
         options += ["--ro-bind-try", path, path]
     work = str(folder / "work")
     options += ["--bind", str(folder), str(folder), *_compiled_kernels(folder)]
-    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", work]  # these are memory, too, and without a limit
+    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", work]  # these are memory too, without a limit
     kept = {name: value for name, value in environment.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     for name, value in (kept | {"HOME": work, "TMPDIR": work, "MINIVLLM_CACHE": str(cache_folder().absolute())}).items():
         options += ["--setenv", name, value]

@@ -33,7 +33,7 @@ _LAST_WORDS_SECONDS = 1.0
 _MOST_STARTS = 4
 _LARGEST_MESSAGE = 16_000_000
 MOST_WAITED = 0.2
-"""A cell that ran too long, and waited for a processor for more than this share of the time, is tried again."""
+"""A cell that ran too long is retried if it waited for a processor for more than this share of the time."""
 _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
 
 
@@ -47,7 +47,7 @@ class Surroundings:
         unreadable: Folders and files that cells must not open.
         unwritable: Folders in which cells must not write.
         sandboxed: Whether to run the kernel in bubblewrap's sandbox.
-        num_threads: Threads that it computes with: its share of the processors.
+        num_threads: Its compute threads: its share of the processors.
         observer: Observes the class of each check that passed.
     """
 
@@ -203,7 +203,7 @@ class Kernel:
                 heard = True
 
     def observe(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
-        """Observe the class of a check, if its lesson has an observer for it, and add the observations to the check's run."""
+        """Observe the class of a check, if the lesson has an observer for it, and add the observations to the check's run."""
         observer = self._surroundings.observer
         if observer is None or not observer.covers(cell.cell_id):
             return
@@ -344,7 +344,7 @@ class Kernel:
         return total
 
     def _waited_seconds(self) -> float:
-        """How long the kernel was ready to run, and something else had the processor: its thread that waited longest, so far.
+        """How long the kernel was ready to run while something else had the processor, for its longest-waiting thread so far.
 
         Linux counts that; elsewhere it is 0.
         """

@@ -1,7 +1,7 @@
-"""Grades on disk as soon as they are made, so that an interrupted run goes on where it stopped.
+"""Stores grades on disk as soon as they are made, so that an interrupted run resumes where it stopped.
 
-`grades.jsonl` has a line for each grade, under a key of everything that it depends on: what was handed in, the lesson, the limits. A
-grade is used again if its key is the same.
+`grades.jsonl` has a line for each grade, under a key made of everything it depends on: the submission, the lesson, the limits. A grade
+is reused if its key is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Progress:
         sandboxed: Whether this run uses a sandbox.
 
     Attributes:
-        seed: Of the observers' random input: the same for everybody graded into this folder, in every run.
+        seed: Of the observers' random input: the same for everyone graded into this folder, in every run.
     """
 
     def __init__(self, path: Path, limits: Limits, sandboxed: bool) -> None:
@@ -54,7 +54,7 @@ class Progress:
                 continue
 
     def find(self, submission: Submission) -> tuple[Grade, str] | None:
-        """The grade of an earlier run and the name of its page, if what was handed in is still the same."""
+        """The grade of an earlier run and the name of its page, if the submission is unchanged."""
         key = self._keys[submission] = self._key(submission)
         record = self._known.get(key)
         if record is None:

@@ -92,7 +92,7 @@ class FeedbackWriter:
 
     Args:
         folder: Where they go.
-        taken: Names of pages that are there already, and stay.
+        taken: Names of existing pages, which stay.
     """
 
     def __init__(self, folder: Path, taken: Iterable[str] = ()) -> None:

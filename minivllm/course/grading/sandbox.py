@@ -1,6 +1,6 @@
 """Guards around a learner's code while it is graded: forbidden files and programs, and modules that are restored before each check.
 
-Both run inside the learner's process. They stop what people try: reading the solutions, writing into the project, replacing `check` or
+Both run inside the learner's process. They stop what people commonly try: reading the solutions, writing into the project, replacing `check` or
 the functions behind it. They do not stop a determined attacker inside the process (through `ctypes`, say): files and processes are
 protected by `bubblewrap.py`, and points by `observe.py`.
 """
@@ -42,7 +42,7 @@ _STARTERS = ("IPython", "ipykernel", "pexpect", "ptyprocess")
 
 
 class Fence:
-    """An audit hook that blocks what a submission must not do.
+    """An audit hook that blocks forbidden actions of a submission.
 
     Args:
         workplace: The submission's own folder, where everything is allowed.

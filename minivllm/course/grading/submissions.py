@@ -1,4 +1,4 @@
-"""Submissions: whose notebook for which lesson it is, and its cells with the lesson's own cells restored.
+"""Submissions: the learner and lesson of a notebook, and its cells with the lesson's own cells restored.
 
 Every cell of a lesson has a `grade_id` in its metadata, which survives JupyterLab, Colab and nbgrader. By this id, given cells and
 checks get their original source back, and deleted ones return to their place. Only the answers, and cells that the learner added, come
@@ -147,7 +147,7 @@ def _notebooks_below(folder: Path) -> Iterator[Path]:
 
 
 def find_lesson(path: Path, lessons: Iterable[Lesson]) -> Lesson | None:
-    """The lesson whose name a file name contains, or else with whose number it begins."""
+    """The lesson whose name the file name contains, or else whose number it begins with."""
     stem = path.stem.lower()
     named = [lesson for lesson in lessons if lesson.name.lower() in stem]
     if named:

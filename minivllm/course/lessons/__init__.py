@@ -1,1 +1,1 @@
-"""What the lessons' cells call: a package of checks for each lesson, and helpers that several lessons share."""
+"""The code that the lessons' cells call: a package of checks for each lesson, and helpers shared by several lessons."""

@@ -1,4 +1,4 @@
-"""What lesson 08 builds on: a device to start up on, and what passes between the core of a small engine and its frontend."""
+"""The basis of lesson 08: a device to start on, and the messages between the core of a small engine and its frontend."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from minivllm.worker.worker import resolve_device, resolve_dtype
 
 
 class Device:
-    """A device, as much of it as an engine's start-up needs.
+    """A device, reduced to what an engine's start-up needs.
 
     Args:
         config: Which model, and how large a block is.
         parts: The model's class and the attention backend.
-        total_bytes: Its memory: as much of the real one as the engine is to know of.
-        other_bytes: What other programs hold of that.
+        total_bytes: Its memory: as much of the real memory as the engine should know of.
+        other_bytes: The part held by other programs.
 
     Attributes:
         model: The model, once it is loaded.
-        block_bytes: What one block takes, over all layers.
+        block_bytes: The size of one block, over all layers.
         used_bytes: What the engine holds now.
-        peak_bytes: The most that it has held at one time since `reset_peak`.
+        peak_bytes: The most it has held at one time since `reset_peak`.
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, total_bytes: int, other_bytes: int = 0) -> None:
@@ -94,7 +94,7 @@ class CoreOutput:
     Attributes:
         request_id: The request.
         token_id: Its new token; None if the step failed.
-        finish_reason: "stop" at a token that ends the text, "length" at the last token it may have, "error"; None if it goes on.
+        finish_reason: "stop" at a token that ends the text, "length" at its token limit, "error"; None if it continues.
         error: Why it failed.
     """
 
@@ -109,7 +109,7 @@ class RequestState:
 
     Args:
         processed: The request, checked and in token ids.
-        detokenizer_cls: What makes its text.
+        detokenizer_cls: Turns its tokens into text.
         tokenizer: The model's.
 
     Attributes:
@@ -126,7 +126,7 @@ class RequestState:
         self.error: str | None = None
 
     def make_output(self) -> RequestOutput:
-        """Everything so far, as the user gets it."""
+        """Everything so far, in the form the user gets."""
         request = self.core_request
         completion = CompletionOutput(0, self.detokenizer.text, list(self.token_ids), finish_reason=self.finish_reason)
         metrics, finished = RequestMetrics(request.arrival_time), self.finish_reason is not None

@@ -36,12 +36,12 @@ def make_sequence(name: str, num_tokens: int, num_computed_tokens: int = 0) -> T
 
 
 def add_token(seq: TokenSequence) -> None:
-    """Do to a sequence what a step does: all its tokens are computed, and a new one is appended."""
+    """Apply the effect of a step to a sequence: all its tokens are computed, and a new one is appended."""
     add_tokens(seq, 1)
 
 
 def add_tokens(seq: TokenSequence, count: int) -> None:
-    """Do to a sequence what a step does that guesses ahead: all its tokens are computed, and several new ones are appended."""
+    """Apply the effect of a speculative step to a sequence: all its tokens are computed, and several new ones are appended."""
     seq.num_computed_tokens = seq.num_tokens
     seq.token_ids.extend(range(seq.num_tokens + 1, seq.num_tokens + 1 + count))
 

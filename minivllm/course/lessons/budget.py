@@ -1,4 +1,4 @@
-"""What lesson 10's scheduler builds on: the package's, with names for what a learner uses of it."""
+"""The basis of lesson 10's scheduler: the package's, with names for the methods a learner uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class BudgetScheduler(Scheduler):
     """The package's scheduler without its decisions: queues, preemption and updates are there, `schedule` is yours."""
 
     def make_room_for(self, seq: Sequence, output: SchedulerOutput) -> bool:
-        """Preempt the latest until there is a slot for the newest token of a sequence. False if it had to go itself."""
+        """Preempt the latest sequences until there is a slot for the newest token of `seq`. False if `seq` itself was preempted."""
         return self._make_room_for(seq, output)
 
     def add(self, output: SchedulerOutput, seq: Sequence, num_tokens: int) -> None:

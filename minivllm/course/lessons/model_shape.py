@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelShape:
-    """How large the parts of a model are.
+    """The sizes of a model's parts.
 
     Attributes:
         hidden_size: Width of the residual stream.
@@ -45,7 +45,7 @@ class ModelShape:
 
         Args:
             config: Of a Llama or Qwen3 model.
-            max_position: Fewer positions than the model was trained for, if that is enough.
+            max_position: A limit on positions, if fewer than the model was trained for are enough.
         """
         from minivllm.models.llama import rope_parameters
 

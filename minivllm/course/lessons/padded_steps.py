@@ -1,4 +1,4 @@
-"""What lesson 03 builds on: a padded step over a contiguous cache, the frame of its attention, and requests for a loop by hand.
+"""The basis of lesson 03: a padded step over a contiguous cache, the frame of its attention, and requests for a hand-written loop.
 
 A contiguous cache has one row for each text, and a row has a slot for each token: `[num_rows, max_len, num_kv_heads, head_dim]`. That is a
 paged cache whose blocks are as long as the longest text, so the same attention also runs in the engine, with `block_size=max_model_len`.
@@ -67,7 +67,7 @@ class PaddedAttention(AttentionBackend):
         raise NotImplementedError("write this")
 
     def attend(self, query: Tensor, kv_cache: KVCache, step: PaddedStep) -> Tensor:
-        """Attention of new tokens, `[batch, width, num_heads, head_dim]`, over what the cache has of their texts."""
+        """Attention of new tokens, `[batch, width, num_heads, head_dim]`, over their texts' cached tokens."""
         raise NotImplementedError("write this")
 
 
@@ -123,7 +123,7 @@ class TextRequest:
 
 
 def make_requests(llm: LLM, prompts: list[str], params: SamplingParams | list[SamplingParams]) -> list[TextRequest]:
-    """Requests for a loop by hand, as `llm.generate(prompts, params)` would make them.
+    """Requests for a hand-written loop, as `llm.generate(prompts, params)` would make them.
 
     Args:
         llm: Its tokenizer and limits are used.

@@ -1,6 +1,6 @@
-"""What lesson 06 builds on: kernels over a paged cache in either of two languages, launched in the same way.
+"""The basis of lesson 06: kernels over a paged cache in either of two languages, launched the same way.
 
-A learner writes each kernel in Triton or as Numba loops. Both take the same numbers; what differs is how they are handed over. A Triton kernel is a program
+A learner writes each kernel in Triton or as Numba loops. Both take the same data; only the form of the arguments differs. A Triton kernel is a program
 that is launched once for each piece of the work, and takes addresses. Loops are one call that does all of the work, and take NumPy arrays.
 """
 
@@ -24,10 +24,10 @@ class NoTriton(ModuleType):
     constexpr = int
 
     def jit(self, function: Any) -> Any:
-        """The function, which can only be refused."""
+        """Return the function; launching it raises."""
 
         def refuse(*args: Any, **kwargs: Any) -> None:
-            raise KernelError("There is no Triton for this system: write the loops.")
+            raise KernelError("Triton is not available on this system: write the loops.")
 
         refuse.__name__ = function.__name__
         refuse.py_func = function  # type: ignore[attr-defined]

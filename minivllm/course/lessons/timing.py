@@ -1,4 +1,4 @@
-"""What lesson 09 measures: when a request came, when its tokens came, and what the device did meanwhile. And an engine that notes it."""
+"""What lesson 09 measures: when a request and its tokens arrived, what the device did meanwhile, and an engine that records it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class StepTimes:
 
 
 class TimedEngine:
-    """An engine, real or simulated, and the times of what it does.
+    """An engine, real or simulated, that records times.
 
     Args:
-        engine: With nothing else to do. A trace that is being recorded ends.
+        engine: An idle engine. A trace being recorded ends.
 
     Raises:
-        ConfigError: It has something else to do.
+        ConfigError: It is not idle.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -83,13 +83,13 @@ class TimedEngine:
         return self.engine.has_unfinished_requests()
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
-        """Hand over a request; `arrival` is when its user sent it, which may have been a moment ago."""
+        """Add a request; `arrival` is when its user sent it, which may have been a moment ago."""
         params = request.sampling_params()
         self.engine.add_request(str(self._num_added), request.prompt_token_ids, params, arrival_time=arrival)
         self._num_added += 1
 
     def step(self) -> int:
-        """Advance all running requests by a step. Returns how many were answered to their end."""
+        """Advance all running requests by a step, and return how many completed."""
         outputs = self.engine.step()
         for output in outputs:
             if output.error is not None:
@@ -101,7 +101,7 @@ class TimedEngine:
         return request_times(self.trace)
 
     def step_times(self) -> list[StepTimes]:
-        """All steps. The engine computes no padding, so every row is of use."""
+        """All steps. The engine computes no padding, so every row is useful."""
         return [StepTimes(step.start, step.end, len(step.scheduled), len(step.scheduled)) for step in self.trace]
 
 
@@ -119,7 +119,7 @@ def request_times(trace: EngineTrace) -> list[RequestTimes]:
 
 @contextmanager
 def timed(engine: LLMEngine) -> Iterator[TimedEngine]:
-    """A `TimedEngine` for a while. What is unfinished at its end, after Ctrl-C say, is aborted."""
+    """A `TimedEngine` for the duration of a block. Requests still unfinished at its end, as after Ctrl-C, are aborted."""
     bench = TimedEngine(engine)
     try:
         yield bench

@@ -67,7 +67,7 @@ def check_pool(pool_class: type) -> None:
                     free.insert(0, block)
         assert index(pool.num_free) == len(free), (
             f"After {last_actions(actions)}: {count(len(free), 'block')} should be free, but num_free is {pool.num_free!r}. A block becomes free "
-            f"when its last reference is released, and not before."
+            f"only when its last reference is released."
         )
         assert count_references(pool, num_blocks) == counts, (
             f"After {last_actions(actions)}: ref_counts should be {counts}, but are {count_references(pool, num_blocks)}."
