@@ -50,7 +50,7 @@ def _registered_as_before():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [cell.name for cell in read_cells("02") if cell.kind == "answer"])
-def test_one_floor_left_out_fails_its_own_check_first(cells, name):
+def test_one_stage_left_out_fails_its_own_check_first(cells, name):
     number = [cell.name for cell in cells if cell.kind == "answer"].index(name)
     outcome = run_cells(
         [Cell(cell.name, untouched(cell.source), cell.kind) if cell.name == name else cell for cell in cells],
@@ -61,7 +61,7 @@ def test_one_floor_left_out_fails_its_own_check_first(cells, name):
 
 
 @pytest.mark.parametrize("mistake", ["eps outside the root", "interleaved pairs", "KV heads tiled"])
-def test_a_mistake_on_a_lower_floor_fails_no_check_of_a_floor_above_it(cells, mistake):
+def test_a_mistake_on_an_earlier_stage_fails_no_check_of_a_later_one(cells, mistake):
     answer = find_answer("02", mistake)
     outcome = run_cells([cell for cell in answer.make(cells) if cell.name != "check-engine"])
     assert outcome.failed == [answer.about]

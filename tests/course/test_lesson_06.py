@@ -159,4 +159,4 @@ def test_without_triton_the_loops_earn_all_points():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.splitlines()[0] == "[] {} 18"
-    assert "There is no Triton for this system: write the loops" in printed.splitlines()[1]
+    assert "Triton is not available on this system: write the loops" in printed.splitlines()[1]
