@@ -19,9 +19,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a test or transformers imports Triton
 
 LONG = (
+    "test_tensor_parallel.py",
+    "test_grading.py",
     "test_lessons_in_browser.py",
     "test_soak.py",
-    "test_grading.py",
     "test_grading_observe.py",
     "test_triton_compiles.py",
     "test_exercises.py",
@@ -35,13 +36,16 @@ LONG = (
     "test_bench_engines.py",
     "test_process_per_request.py",
 )
-"""Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting."""
+"""Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting.
+
+The first compiles the CPU kernels of a fresh clone, in one process; the second needs none of them.
+"""
 
 WITH_PROCESSES = {"bench", "distributed", "engine", "serving"}
 """Folders of tests whose engines run in processes of their own."""
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("short", max_examples=40, **_common)
+settings.register_profile("short", max_examples=20, **_common)
 settings.register_profile("default", max_examples=100, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
 settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
@@ -105,6 +109,21 @@ def smollm2_path():
     from minivllm.models.hub import resolve_model
 
     return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """The folder of a model of two layers with random weights, and without a tokenizer: for what does not depend on text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=4096, eos_token_id=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples * 3 // 10)
 @given(st.integers(1, 3), st.lists(SIZES, max_size=30))
 def test_all_readers_get_all_messages(num_readers, sizes):
     writer, readers = make_queue(num_readers)

@@ -18,11 +18,9 @@ from dataclasses import replace
 import msgspec
 import psutil
 import pytest
-import torch
 from failing_parts import FailingBackend, FailingSampler, HalfAsSure
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams, StructuredOutputsParams
 from minivllm.errors import ConfigError, EngineDeadError, KernelError, WorkerError
@@ -34,18 +32,6 @@ from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
 pytestmark = pytest.mark.slow
 NOTICED_SECONDS = 30.0
 """It takes a fraction of a second, but more on a busy machine; whoever only waited for the rank would wait for 300 s."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=4096, eos_token_id=2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def load(folder, **options):
@@ -122,8 +108,8 @@ def test_tokens_of_the_default_model_are_those_of_one_worker(llm, world_size):
 # -- one engine through all that does not end it, then what does -------------------------------------------------------
 
 
-def test_a_step_that_fails_ends_its_requests_alone(tiny):
-    llm = load(tiny, sampler_cls=FailingSampler)
+def test_a_step_that_fails_ends_its_requests_alone(tiny_llama):
+    llm = load(tiny_llama, sampler_cls=FailingSampler)
     ok = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     before = llm.generate([[5, 6, 7]], ok, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -178,10 +164,10 @@ def test_a_step_that_fails_ends_its_requests_alone(tiny):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, rank, tmp_path, monkeypatch):
+def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny_llama, rank, tmp_path, monkeypatch):
     file = tmp_path / "failing"
     monkeypatch.setenv("FAILING_PROCESS", str(file))
-    llm = load(tiny, attention_backend=FailingBackend)
+    llm = load(tiny_llama, attention_backend=FailingBackend)
     processes = processes_of(llm)
     file.write_text(str(processes[rank].pid))
     start = time.monotonic()
@@ -191,9 +177,9 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, rank, tmp_pat
     assert all_gone(processes)
 
 
-def test_an_async_engine_in_this_process_ends_its_workers(tiny):
+def test_an_async_engine_in_this_process_ends_its_workers(tiny_llama):
     async def run():
-        args = EngineArgs(tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
+        args = EngineArgs(tiny_llama, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
         before = set(psutil.Process().children())
         engine = await asyncio.to_thread(AsyncLLMEngine.from_engine_args, args, in_process=True)
         workers = set(psutil.Process().children()) - before
@@ -209,8 +195,8 @@ def test_an_async_engine_in_this_process_ends_its_workers(tiny):
 @pytest.mark.parametrize(
     ("what", "when"), [("SIGKILL", "in a step"), ("SIGSTOP", "in a step"), ("SIGTERM", "in a step"), ("SIGKILL", "idle")]
 )
-def test_a_worker_that_is_gone_is_noticed(tiny, what, when):
-    llm = load(tiny, tensor_parallel_size=3 if what == "SIGKILL" else 2, max_model_len=4096)
+def test_a_worker_that_is_gone_is_noticed(tiny_llama, what, when):
+    llm = load(tiny_llama, tensor_parallel_size=3 if what == "SIGKILL" else 2, max_model_len=4096)
     executor, processes = llm.llm_engine.executor, processes_of(llm)
     rank, sent = len(processes) - 1, []
 
@@ -235,8 +221,8 @@ def test_a_worker_that_is_gone_is_noticed(tiny, what, when):
     assert all_gone(processes)
 
 
-def test_shutdown_leaves_nothing(tiny):
-    llm = load(tiny)
+def test_shutdown_leaves_nothing(tiny_llama):
+    llm = load(tiny_llama)
     processes = processes_of(llm)
     llm.llm_engine.engine_core.shutdown()
     llm.llm_engine.engine_core.shutdown()
@@ -245,8 +231,8 @@ def test_shutdown_leaves_nothing(tiny):
         llm.generate([[5]], LONG, use_tqdm=False)
 
 
-def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny):
-    llm = load(tiny)
+def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny_llama):
+    llm = load(tiny_llama)
     processes = processes_of(llm)
     del llm
     deadline = time.monotonic() + 10
@@ -256,10 +242,10 @@ def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny):
 
 
 @pytest.mark.parametrize("when", ["in a step", "a worker is stopped"])
-def test_workers_end_with_a_parent_that_is_killed(tiny, when):
+def test_workers_end_with_a_parent_that_is_killed(tiny_llama, when):
     code = textwrap.dedent(f"""
         from minivllm import LLM, SamplingParams
-        llm = LLM({tiny!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
+        llm = LLM({tiny_llama!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, tensor_parallel_size=2)
         print(*llm.llm_engine.executor.process_ids, flush=True)
         llm.generate([[5, 6]] * 4, SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
     """)
@@ -279,10 +265,10 @@ def test_workers_end_with_a_parent_that_is_killed(tiny, when):
 # -- starts that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_start_that_fails_says_which_rank_and_why(tiny):
+def test_a_start_that_fails_says_which_rank_and_why(tiny_llama):
     before = set(psutil.Process().children())
     with pytest.raises(ConfigError, match=r"Rank \d: kv_cache_memory_bytes is 100, but one block"):
-        load(tiny, kv_cache_memory_bytes=100, num_gpu_blocks_override=None)
+        load(tiny_llama, kv_cache_memory_bytes=100, num_gpu_blocks_override=None)
     assert set(psutil.Process().children()) == before
 
 
@@ -301,30 +287,30 @@ def test_a_start_that_fails_says_which_rank_and_why(tiny):
         ({"distributed_executor_backend": "ray"}, "must be one of 'uni', 'mp'"),
     ],
 )
-def test_bad_options_are_told(tiny, options, words):
+def test_bad_options_are_told(tiny_llama, options, words):
     with pytest.raises(ConfigError, match=words):
-        load(tiny, **options)
+        load(tiny_llama, **options)
 
 
-def test_a_class_that_workers_cannot_import_is_told(tiny):
+def test_a_class_that_workers_cannot_import_is_told(tiny_llama):
     class Mine(FailingSampler):
         pass
 
     with pytest.raises(ConfigError, match="sampler_cls is .*Mine, which another process cannot import"):
-        load(tiny, sampler_cls=Mine)
+        load(tiny_llama, sampler_cls=Mine)
 
 
-def test_a_model_class_that_says_nothing_of_ranks_is_refused(tiny, monkeypatch):
+def test_a_model_class_that_says_nothing_of_ranks_is_refused(tiny_llama, monkeypatch):
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     ModelRegistry.register_model("LlamaForCausalLM", HalfAsSure)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but HalfAsSure does not say that it can be sharded"):
-        load(tiny)
+        load(tiny_llama)
 
 
-def test_one_worker_may_have_a_process_of_its_own(tiny):
+def test_one_worker_may_have_a_process_of_its_own(tiny_llama):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    here = load(tiny, tensor_parallel_size=1).generate([[5, 6, 7]], params, use_tqdm=False)
-    there = load(tiny, tensor_parallel_size=1, distributed_executor_backend="mp")
+    here = load(tiny_llama, tensor_parallel_size=1).generate([[5, 6, 7]], params, use_tqdm=False)
+    there = load(tiny_llama, tensor_parallel_size=1, distributed_executor_backend="mp")
     assert len(there.llm_engine.executor.process_ids) == 1
     assert there.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs == here[0].outputs
 
@@ -351,13 +337,13 @@ def generate(llm):
 
 
 @pytest.mark.parametrize("shell", ["exec <&-;", "exec <&- >&- 2>&-;"])
-def test_closed_standard_streams_do_not_matter(tiny, shell):
-    code = START.replace("FOLDER", repr(tiny)) + "print(len(generate(load())), file=out, flush=True)"
+def test_closed_standard_streams_do_not_matter(tiny_llama, shell):
+    code = START.replace("FOLDER", repr(tiny_llama)) + "print(len(generate(load())), file=out, flush=True)"
     assert run_script(code, shell=shell)[0] == "4"
 
 
-def test_a_forked_process_is_refused_and_does_no_harm(tiny):
-    code = START.replace("FOLDER", repr(tiny)) + textwrap.dedent("""
+def test_a_forked_process_is_refused_and_does_no_harm(tiny_llama):
+    code = START.replace("FOLDER", repr(tiny_llama)) + textwrap.dedent("""
         llm = load()
         before = generate(llm)
         if os.fork() == 0:
@@ -375,8 +361,8 @@ def test_a_forked_process_is_refused_and_does_no_harm(tiny):
     assert unharmed == "True"
 
 
-def test_too_many_open_files_are_told_and_nothing_stays_open(tiny):
-    code = START.replace("FOLDER", repr(tiny)) + textwrap.dedent("""
+def test_too_many_open_files_are_told_and_nothing_stays_open(tiny_llama):
+    code = START.replace("FOLDER", repr(tiny_llama)) + textwrap.dedent("""
         import gc, resource
         def num_open():
             gc.collect()  # a map of memory has a descriptor of its own
@@ -400,10 +386,10 @@ def test_too_many_open_files_are_told_and_nothing_stays_open(tiny):
     )
 
 
-def test_workers_share_the_memory_of_the_machine(tiny):
+def test_workers_share_the_memory_of_the_machine(tiny_llama):
     free = psutil.virtual_memory().available
     with pytest.raises(ConfigError, match=r"but the machine, for each of 2 workers, has only"):
-        load(tiny, num_gpu_blocks_override=None, kv_cache_memory_bytes=int(0.8 * free))
+        load(tiny_llama, num_gpu_blocks_override=None, kv_cache_memory_bytes=int(0.8 * free))
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from failing_parts import FailingSampler
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
@@ -36,26 +34,14 @@ LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=4096, eos_token_id=2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
-def args_for(tiny, **options):
+def args_for(tiny_llama, **options):
     defaults = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 300, "max_num_seqs": 8, "data_parallel_size": 2}
-    return EngineArgs(tiny, **defaults | options)
+    return EngineArgs(tiny_llama, **defaults | options)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny):
-    engine = AsyncLLMEngine.from_engine_args(args_for(tiny))
+def engine(tiny_llama):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama))
     yield engine
     replicas = engine._client.replicas
     processes = [psutil.Process(number) for number in (*replicas.process_ids, replicas.coordinator_process_id)]
@@ -64,8 +50,8 @@ def engine(tiny):
 
 
 @pytest.fixture(scope="module")
-def alone(tiny):
-    return LLM(tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300)
+def alone(tiny_llama):
+    return LLM(tiny_llama, skip_tokenizer_init=True, num_gpu_blocks_override=300)
 
 
 def workload(size, seed=0):
@@ -123,10 +109,14 @@ def test_two_replicas_generate_what_one_engine_does_and_both_work(engine, alone)
     assert min(finished) > 0.3 * max(finished)
 
 
-def test_offline_prompts_are_spread_over_replicas(tiny, alone):
+def test_offline_prompts_are_spread_over_replicas(tiny_llama, alone):
     prompts, params = workload(40, seed=1)
     llm = LLM(
-        tiny, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2, data_parallel_routing="round-robin"
+        tiny_llama,
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=300,
+        data_parallel_size=2,
+        data_parallel_routing="round-robin",
     )
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert tokens_of(outputs) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
@@ -237,8 +227,8 @@ def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog, monkey
 
 
 @pytest.mark.slow
-def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_with_it(tiny, alone, caplog):
-    engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3))
+def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_with_it(tiny_llama, alone, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama, data_parallel_size=3))
     first, second, third = engine._client.replicas.process_ids
     expected = tokens_of(alone.generate([[5 + i] * 4 for i in range(3)], LONG, use_tqdm=False))
 
@@ -280,8 +270,8 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
 
 
 @pytest.mark.slow
-def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny, alone, caplog):
-    engine = AsyncLLMEngine.from_engine_args(args_for(tiny), restart=True)
+def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_llama, alone, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama), restart=True)
     replicas = engine._client.replicas
 
     async def run():
@@ -323,8 +313,8 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny,
 
 
 @pytest.mark.slow
-def test_a_request_that_kills_is_given_up_after_two_replicas_and_harms_nobody_else(tiny, alone, caplog):
-    engine = AsyncLLMEngine.from_engine_args(args_for(tiny, data_parallel_size=3, sampler_cls=FailingSampler), restart=True)
+def test_a_request_that_kills_is_given_up_after_two_replicas_and_harms_nobody_else(tiny_llama, alone, caplog):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama, data_parallel_size=3, sampler_cls=FailingSampler), restart=True)
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=1500, ignore_eos=True) for seed in range(6)]
     expected = tokens_of(alone.generate([[5 + i] * 4 for i in range(6)], params, use_tqdm=False))
 
@@ -344,31 +334,31 @@ def test_a_request_that_kills_is_given_up_after_two_replicas_and_harms_nobody_el
     assert (refusal.status_code, refusal.headers["x-should-retry"]) == (500, "false"), "or clients would send it again"
 
 
-def test_what_keeps_replicas_from_starting_is_told_in_its_words(tiny, tmp_path):
+def test_what_keeps_replicas_from_starting_is_told_in_its_words(tiny_llama, tmp_path):
     with pytest.raises(ModelLoadError, match="There is no model"):
         AsyncLLMEngine.from_engine_args(args_for(str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match="data_parallel_size is 0"):
-        args_for(tiny, data_parallel_size=0)
+        args_for(tiny_llama, data_parallel_size=0)
     with pytest.raises(ConfigError, match="data_parallel_routing is 'best'"):
-        args_for(tiny, data_parallel_routing="best")
+        args_for(tiny_llama, data_parallel_routing="best")
     with pytest.raises(ConfigError, match="leave out in_process"):
-        AsyncLLMEngine.from_engine_args(args_for(tiny), in_process=True)
+        AsyncLLMEngine.from_engine_args(args_for(tiny_llama), in_process=True)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
-        AsyncLLMEngine.from_engine_args(args_for(tiny, num_gpu_blocks_override=None, kv_cache_memory_bytes=10))
+        AsyncLLMEngine.from_engine_args(args_for(tiny_llama, num_gpu_blocks_override=None, kv_cache_memory_bytes=10))
 
 
 @pytest.mark.slow
-def test_replicas_end_with_their_frontend_and_leave_no_socket(tiny):
+def test_replicas_end_with_their_frontend_and_leave_no_socket(tiny_llama):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path must be short
-        check_that_nothing_is_left(tiny, Path(folder))
+        check_that_nothing_is_left(tiny_llama, Path(folder))
 
 
-def check_that_nothing_is_left(tiny, tmp_path):
+def check_that_nothing_is_left(tiny_llama, tmp_path):
     program = f"""
         import time
         from minivllm.config import EngineArgs
         from minivllm.engine.async_llm_engine import AsyncLLMEngine
-        args = EngineArgs({tiny!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2)
+        args = EngineArgs({tiny_llama!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2)
         engine = AsyncLLMEngine.from_engine_args(args)
         print(*engine._client.replicas.process_ids, engine._client.replicas.coordinator_process_id, flush=True)
         time.sleep(100)
@@ -389,17 +379,17 @@ def check_that_nothing_is_left(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_that_nobody_has_any_more_ends(tiny):
-    engine = AsyncLLMEngine.from_engine_args(args_for(tiny))
+def test_an_engine_that_nobody_has_any_more_ends(tiny_llama):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama))
     processes = [psutil.Process(number) for number in engine._client.replicas.process_ids]
     del engine
     gc.collect()
     assert psutil.wait_procs(processes, timeout=10)[1] == []
 
 
-def test_replicas_of_several_workers_each(tiny, alone):
+def test_replicas_of_several_workers_each(tiny_llama, alone):
     """Two replicas of two ranks."""
     prompts, params = workload(12, seed=2)
-    llm = LLM(**replace(args_for(tiny), tensor_parallel_size=2).__dict__)
+    llm = LLM(**replace(args_for(tiny_llama), tensor_parallel_size=2).__dict__)
     assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
     llm.llm_engine.shutdown()

@@ -73,7 +73,7 @@ def test_pieces_join_wherever_prompt_and_output_are_divided(tokenizer, text):
             assert joined == tokenizer.decode(token_ids[cut:])
 
 
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 3)
 @given(st.data())
 def test_pieces_of_any_tokens_join_to_their_text(tokenizer, data):
     """Any ids at all, broken characters included."""

@@ -227,7 +227,7 @@ def run(seed, *, num_killers=0, with_kills=True, by_sigkill=False):
     return world
 
 
-@settings(max_examples=1000)
+@settings(max_examples=settings().max_examples * 10)
 @given(st.integers(0, 2**32))
 def test_streams_go_on_whatever_happens(seed):
     world = run(seed)
@@ -249,7 +249,7 @@ def test_who_is_there_twice_when_somebody_kills_replicas_from_outside_is_not_bla
         assert world.given_up == (set() if kills_elsewhere else {"r0"})
 
 
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 3)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.booleans())
 def test_who_kills_replicas_is_given_up_after_two_and_nobody_else_is(seed, num_killers, by_sigkill):
     """With several killers, an innocent request can be unlucky: it was tried when another killer came for the first time."""

@@ -331,7 +331,7 @@ class Network:
                 receiver.inbox.append("drained")
 
 
-@settings(max_examples=500)
+@settings(max_examples=settings().max_examples * 5)
 @given(st.integers(0, 2**32))
 def test_no_output_is_missing_and_who_is_there_is_found(seed):
     rng = random.Random(seed)

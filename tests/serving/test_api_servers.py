@@ -25,7 +25,6 @@ from minivllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--data-parallel-size", "2", "--api-server-count", "3", "--replica-timeout", "3"]
-NUM_REQUESTS = 200
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -64,15 +63,16 @@ def test_metrics_are_there_from_the_beginning(served):
     assert sorted((sample.labels["engine"], sample.value) for sample in samples) == [("0", 0), ("1", 0)]
 
 
-def test_200_requests_get_the_tokens_of_llm_generate_wherever_they_go(served, llm):
+def test_requests_get_the_tokens_of_llm_generate_wherever_they_go(served, llm, pytestconfig):
+    num_requests = 200 if pytestconfig.getoption("--long") else 64
     rng = random.Random(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "to", "find", "food", "near", "house"]
-    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(NUM_REQUESTS)]
+    prompts = [" ".join(rng.choices(words, k=rng.randint(1, 20))) for _ in range(num_requests)]
     options = [
         {"temperature": 0, "max_tokens": rng.randint(1, 10)}
         if i % 2
         else {"temperature": 1.0, "top_p": 0.9, "seed": i, "max_tokens": rng.randint(1, 10), "n": 1 + i % 3}
-        for i in range(NUM_REQUESTS)
+        for i in range(num_requests)
     ]
     outputs = llm.generate(prompts, [SamplingParams(**item) for item in options], use_tqdm=False)
     expected = [[completion.text for completion in output.outputs] for output in outputs]
@@ -86,11 +86,11 @@ def test_200_requests_get_the_tokens_of_llm_generate_wherever_they_go(served, ll
         assert list(pool.map(ask, prompts, options)) == expected
 
     after = metrics(served)
-    assert total(after, "request_success_total") - total(before, "request_success_total") == NUM_REQUESTS
+    assert total(after, "request_success_total") - total(before, "request_success_total") == num_requests
     num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     assert total(after, "generation_tokens_total") - total(before, "generation_tokens_total") == num_tokens
     shares = [total(after, "time_to_first_token_seconds_count", engine=rank) for rank in "01"]
-    assert min(shares) > NUM_REQUESTS / 4, "both replicas have worked"
+    assert min(shares) > num_requests / 4, "both replicas have worked"
     assert total(after, "num_requests_running") == total(after, "num_requests_waiting") == 0
     assert len({tuple(sample.labels.items()) for sample in after if sample.name == "minivllm:num_requests_running"}) == 2
 

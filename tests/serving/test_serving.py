@@ -18,6 +18,7 @@ import openai
 import psutil
 import pydantic
 import pytest
+import warm_processes
 
 from minivllm.entrypoints.cli import main as cli
 from minivllm.sampling_params import SamplingParams
@@ -37,7 +38,8 @@ class ServeProcess:
         self.log = log
         environment = os.environ | {"MINIVLLM_API_KEY": KEY}
         with log.open("w") as file:
-            command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", MODEL, "--port", "0", *SMALL, *options]
+            entry = [warm_processes.__file__, "minivllm"] if warm_processes.is_used else ["-m", "minivllm.entrypoints.cli.main"]
+            command = [sys.executable, *entry, "serve", MODEL, "--port", "0", *SMALL, *options]
             self.process = subprocess.Popen(command, stderr=file, env=environment)
         self.url = self._wait_for_url()
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)

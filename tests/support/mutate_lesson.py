@@ -15,6 +15,7 @@ import copy
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ import torch
 from lesson_cells import Cell, in_language, read_cells, run_cells
 
 LIMIT = 20.0
-"""Seconds for a mutant: one that takes longer is caught, as a check that never ends would be."""
+"""Seconds for a mutant at the most: one that takes longer is caught, as a check that never ends would be."""
 WANTED = 0.9
 COMPARISONS = {
     ast.Lt: (ast.LtE, ast.Gt),
@@ -198,11 +199,11 @@ def _apply(node: ast.AST, variant: int) -> tuple[str, str]:
     return before[first].strip(), after[first].strip() if first < len(after) else "(nothing)"
 
 
-def is_caught(cells: list[Cell], mutant: Mutant) -> bool:
+def is_caught(cells: list[Cell], mutant: Mutant, limit: float = LIMIT) -> bool:
     """Whether a check fails on the mutant, or something breaks, or it does not come to an end."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(cells, mutant), daemon=True)
     process.start()
-    process.join(LIMIT)
+    process.join(limit)
     if process.is_alive():
         process.kill()
         process.join()
@@ -226,12 +227,15 @@ def _run(cells: list[Cell], mutant: Mutant) -> None:
 def find_survivors(number: str, every: int = 1) -> tuple[int, list[Mutant]]:
     """Run the mutants of a lesson. Returns how many there were, those that are equivalent left out, and those that no check caught."""
     cells = read_cells(number)
-    clean = run_cells(cells)  # and everything is imported before the forks
+    run_cells(cells)  # everything is imported before the forks
+    begin = time.monotonic()
+    clean = run_cells(cells)
+    limit = min(LIMIT, 2 + 5 * (time.monotonic() - begin))
     assert not clean.failed and not clean.broken, "the answers themselves must pass"
     known = EQUIVALENT.get(number, {})
     mutants = [mutant for cell in cells if cell.kind == "answer" for mutant in mutants_of(cell)]
     mutants = [mutant for mutant in mutants if mutant.change not in known][::every]
-    return len(mutants), [mutant for mutant in mutants if not is_caught(cells, mutant)]
+    return len(mutants), [mutant for mutant in mutants if not is_caught(cells, mutant, limit)]
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 A process that has imported the modules forks a copy of itself for each process that the package starts. The copy becomes a child of the
 tests, gets the files and the environment that it would have had, and runs the same module. With --long processes start as they do for users.
+
+    python tests/support/warm_processes.py minivllm serve ...    does the same for the processes of a server
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ MODULES = (
     "minivllm.data_parallel.client",
     "minivllm.data_parallel.coordinator",
     "minivllm.engine.engine_core",
+    "minivllm.entrypoints.server.launcher",
     "minivllm.executor.multiproc",
     "minivllm.executor.uniproc",
     "minivllm.kernels.cpu",
@@ -36,7 +39,11 @@ MODULES = (
 FIXED = ("CUDA", "GOMP", "LD_", "MALLOC", "MINIVLLM", "MKL", "NUMBA", "OMP", "PYTHONDEV", "PYTHONHASH", "TORCH", "TRITON")
 """What variables begin with that are read when something is imported."""
 _SET_CHILD_SUBREAPER = 36
+_ROOM = 20_000
+"""Bytes for the arguments and the environment that others see of a copy."""
 _lock = threading.Lock()
+is_used = False
+"""Whether processes are started so."""
 
 
 def is_possible() -> bool:
@@ -56,9 +63,9 @@ class Nursery:
         self.socket, theirs = socket.socketpair()
         path = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), "room for the arguments of a copy".center(100)],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": path, "ROOM": "x" * _ROOM},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -109,6 +116,8 @@ def use(nursery: Nursery) -> None:
             self._child_created = True
             self._close_pipe_fds(*(given[x] for x in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
 
+    global is_used
+    is_used = True
     processes.subprocess = types.SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
 
 
@@ -151,11 +160,22 @@ def serve(control: socket.socket) -> str:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        _show(module, environment)
         sys.path[:] = [
             *environment["PYTHONPATH"].split(os.pathsep),
             *(path for path in sys.path if path not in environment["PYTHONPATH"]),
         ]
         return module
+
+
+def _show(module: str, environment: dict[str, str]) -> None:
+    """Write arguments and environment where other processes look for them."""
+    start, end, env_start, env_end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])
+    command = "\0".join((sys.executable, "-m", module)).encode()[: end - start]
+    variables = b"".join(f"{name}={value}\0".encode() for name, value in environment.items())
+    ctypes.memmove(start, command.ljust(end - start, b"\0"), end - start)
+    if len(variables) <= env_end - env_start:
+        ctypes.memmove(env_start, variables.ljust(env_end - env_start, b"\0"), env_end - env_start)
 
 
 def _move_up(file: int) -> int:
@@ -165,7 +185,18 @@ def _move_up(file: int) -> int:
     return fcntl.fcntl(file, fcntl.F_DUPFD, 500)
 
 
+def run_server(arguments: list[str]) -> None:
+    """Run `minivllm` with these arguments, and its processes as copies."""
+    from minivllm.entrypoints.cli.main import main
+
+    nursery = Nursery()
+    use(nursery)
+    sys.exit(main(arguments))
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "minivllm":
+        run_server(sys.argv[2:])
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
         importlib.import_module(name)

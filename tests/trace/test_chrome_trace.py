@@ -91,7 +91,7 @@ def test_a_small_example_by_hand():
 REQUESTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 3)), min_size=2, max_size=7)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(
     REQUESTS, st.integers(24, 40), st.booleans(), st.sampled_from(["recompute", "swap"]), st.integers(0, 3), st.booleans(),
     st.sampled_from([0.1, 1e-6, 0.1234567, 1e4 / 3]), st.sampled_from([0.0, 0.001]),
@@ -129,7 +129,7 @@ def test_slices_do_not_overlap_and_last_as_long_as_the_spans(requests, num_block
     assert names == {}
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(REQUESTS, st.integers(24, 40), st.sampled_from(["recompute", "swap"]))
 def test_counters_and_preemptions_are_those_of_the_steps(requests, num_blocks, mode):
     trace = record(requests, num_blocks, preemption_mode=mode, enable_prefix_caching=True)

@@ -50,7 +50,7 @@ COMPOSED = {
     "run": draw_run,
     "step": lambda trace: draw_step(trace, len(trace) // 2),
 }
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=max(5, settings().max_examples // 4))
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(REQUESTS, st.integers(24, 40), st.booleans(), st.sampled_from(["recompute", "swap"]), st.integers(0, 3))
 def test_the_waits_are_those_that_the_users_saw(requests, num_blocks, chunked, mode, drafts):
     engine, _ = timed_engine(
