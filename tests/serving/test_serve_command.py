@@ -27,7 +27,7 @@ def told_where(capsys):
 
     def tell(host, *keys):
         with pytest.raises(ModelLoadError):
-            run_server(no_engine, ServerSettings(api_keys=keys), host=host, port=0)
+            run_server(no_engine, ServerSettings(host=host, api_keys=keys))
         return capsys.readouterr().err
 
     return tell
@@ -142,7 +142,7 @@ def test_a_folder_is_served_under_its_last_name(smollm2_path, tmp_path, monkeypa
 
 
 def serve(port, start_engine):
-    return run_server(start_engine, ServerSettings(), host="127.0.0.1", port=port)
+    return run_server(start_engine, ServerSettings(port=port))
 
 
 def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_path):

@@ -141,13 +141,17 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
         raise ConfigError(
             f"With --allow-kill the server listens for this machine alone, and not on {arguments.host}: leave out --host."
         )
-    names = ("max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count", "allow_kill")
+    names = (
+        "host", "port", "max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count", "allow_kill",
+        "log_level",
+    )  # fmt: skip
     settings = ServerSettings(
         api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
         **{name: getattr(arguments, name) for name in names},
         allowed_origins=tuple(arguments.allowed_origins),
         chat_template=arguments.chat_template and _read_text(arguments.chat_template),
         may_manage=is_local or bool(arguments.api_key or os.environ.get(API_KEY_VARIABLE)),
+        seed=args.seed,
     )
     if arguments.mode == "static":  # which has no chunked prefill
         args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)
@@ -170,5 +174,4 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
             return make_engine(limit_steps(args))
         return AsyncLLMEngine.from_engine_args(limit_steps(args), restart=restart, others=others)
 
-    where = {"host": arguments.host, "port": arguments.port}
-    return run_server(start_engine, settings, **where, seed=args.seed, log_level=arguments.log_level)
+    return run_server(start_engine, settings)

@@ -29,9 +29,9 @@ def main() -> int:
     sys.path[:] = setup.sys_path
     folders = (setup.place.folder, os.environ[SHARED_METRICS])
     threading.Thread(target=exit_with_the_frontend, args=folders, daemon=True).start()
-    configure_logging(setup.log_level)
+    configure_logging(setup.settings.log_level)
     try:
-        engine = AsyncLLMEngine.join(pickle.loads(setup.config), setup.place, setup.seed)
+        engine = AsyncLLMEngine.join(pickle.loads(setup.config), setup.place, setup.settings.seed)
     except MinivllmError as error:
         print(f"minivllm: {error}", file=sys.stderr)
         return 1

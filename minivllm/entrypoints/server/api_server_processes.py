@@ -29,21 +29,17 @@ class ApiServerSetup(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         config: The engine's, pickled.
-        seed: As for `AsyncLLMEngine.join`.
         place: Which API server it is.
         settings: How to treat requests.
         listener: The file descriptor of the socket on which it listens.
         sys_path: Where Python finds modules.
-        log_level: One of `LOG_LEVELS`.
     """
 
     config: bytes
-    seed: int
     place: FrontendPlace
     settings: ServerSettings
     listener: int
     sys_path: list[str]
-    log_level: str
 
 
 class _ApiServerProcess(ChildProcess):
@@ -68,16 +64,14 @@ class ApiServerProcesses:
     Args:
         listeners: One socket to listen on for each, which they take over.
         settings: How to treat requests, and how many API servers there are in all.
-        seed: As for `AsyncLLMEngine.join`.
-        log_level: One of `LOG_LEVELS`.
 
     Attributes:
         num_others: How many there are.
     """
 
-    def __init__(self, listeners: list[socket.socket], settings: ServerSettings, seed: int, log_level: str) -> None:
+    def __init__(self, listeners: list[socket.socket], settings: ServerSettings) -> None:
         self.num_others = len(listeners)
-        self._listeners, self._settings, self._seed, self._log_level = listeners, settings, seed, log_level
+        self._listeners, self._settings = listeners, settings
         self._processes: dict[int, _ApiServerProcess] = {}
         """The running ones, by `FrontendPlace.client_index`."""
 
@@ -85,7 +79,7 @@ class ApiServerProcesses:
         """Start them."""
         packed = config.to_bytes()
         for place, listener in zip(places, self._listeners, strict=True):
-            setup = ApiServerSetup(packed, self._seed, place, self._settings, listener.fileno(), sys.path, self._log_level)
+            setup = ApiServerSetup(packed, place, self._settings, listener.fileno(), sys.path)
             self._processes[place.client_index] = _ApiServerProcess(setup)
             listener.close()  # or connections would queue here after the process has closed its own
 

@@ -39,23 +39,12 @@ _LEEWAY = 10.0
 """Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
 
 
-def run_server(
-    start_engine: Callable[[ApiServerProcesses | None], AsyncLLMEngine],
-    settings: ServerSettings,
-    *,
-    host: str,
-    port: int,
-    seed: int = 0,
-    log_level: str = "info",
-) -> int:
+def run_server(start_engine: Callable[[ApiServerProcesses | None], AsyncLLMEngine], settings: ServerSettings) -> int:
     """Serve until a signal, or until the engine is dead.
 
     Args:
         start_engine: Starts the engine, and the other API servers if there are any.
-        settings: How to treat requests.
-        host: Address to listen on.
-        port: TCP port; 0 picks a free one.
-        seed, log_level: For the other API servers.
+        settings: Where to listen, and how to treat requests.
 
     Returns:
         The exit status: 0 after a signal, 1 after the engine's death.
@@ -64,7 +53,9 @@ def run_server(
         ConfigError: The port cannot be bound.
         ModelLoadError: The engine cannot be started.
     """
-    listener, *more = bind(host, port, settings.api_server_count)  # before loading the model: a port in use fails at once
+    listener, *more = bind(
+        settings.host, settings.port, settings.api_server_count
+    )  # before loading the model: a port in use fails at once
     with listener:
         address = listener.getsockname()
         say(f"Loading the model; the server will listen on {url_of(address)}.")
@@ -73,7 +64,7 @@ def run_server(
         raise_file_limit()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit_on_signal)  # until uvicorn installs its handlers: shut the engine down
-        others = ApiServerProcesses(more, settings, seed, log_level) if more else None
+        others = ApiServerProcesses(more, settings) if more else None
         try:
             engine = start_engine(others)
             try:

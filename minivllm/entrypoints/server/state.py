@@ -31,6 +31,7 @@ class ServerSettings:
     """Settings of `minivllm serve`.
 
     Args:
+        host, port: Where to listen; port 0 picks a free one.
         api_keys: Any of them grants access; empty means no authentication.
         max_request_bytes: Largest request body.
         max_waiting: Sequences that may wait, besides the running ones.
@@ -41,11 +42,15 @@ class ServerSettings:
         allowed_origins: Web pages that may use the server from a browser (CORS); "*" means all.
         allow_kill: Any client may kill replicas.
         may_manage: Any client that has the key, if there is one, may restart replicas.
+        log_level: One of `LOG_LEVELS`.
+        seed: As for `AsyncLLMEngine.join`.
 
     Raises:
         ConfigError: A value is out of range.
     """
 
+    host: str = "127.0.0.1"
+    port: int = 0
     api_keys: tuple[str, ...] = ()
     max_request_bytes: int = 2**20
     max_waiting: int = 1024
@@ -56,6 +61,8 @@ class ServerSettings:
     chat_template: str | None = None
     allowed_origins: tuple[str, ...] = ()
     may_manage: bool = True
+    log_level: str = "info"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
