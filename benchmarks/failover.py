@@ -32,7 +32,9 @@ from minivllm import LLM, SamplingParams
 from minivllm.bench.openai_client import WORDS
 from minivllm.bench.report import format_table, report
 from minivllm.config import EngineArgs
+from minivllm.data_parallel.request_table import InFlightRequest
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_messages import EngineCoreOutput
 
 KILL_EVERY, STREAMS, STORM_SECONDS = 5.0, 200, 120.0
 TIMEOUT = 3
@@ -205,31 +207,18 @@ def run_gap(arguments: argparse.Namespace) -> int:
 # -- cost ------------------------------------------------------------------------------------------------------------
 
 
-class NoFailover:
-    """In place of `Failover`: sends requests, and remembers nothing."""
-
-    waiting, is_stuck = (), False
-
-    def __init__(self, engine: AsyncLLMEngine) -> None:
-        self._client = engine._client
-
-    def submit(self, state: Any) -> bool:
-        """Send a request."""
-        state.engine_index = self._client.add_request(state.request)
-        return True
-
-    def note_tokens(self, states: Any) -> bool:
-        """Nothing."""
-        return False
-
-    def forget(self, request_id: str) -> bool:
-        """Nothing."""
-        return False
+def note_ends(in_flight: InFlightRequest, output: EngineCoreOutput) -> None:
+    """In place of `InFlightRequest.add`: remember no tokens."""
+    for new in output.sequences:
+        if new.finish_reason is not None:
+            in_flight.finish_sequence(new.index)
+    if output.finished:
+        in_flight.unfinished.clear()
 
 
 def run_cost(arguments: argparse.Namespace) -> int:
     engine = AsyncLLMEngine.from_engine_args(EngineArgs(MODEL, data_parallel_size=2, max_num_seqs=16), restart=True)
-    failover, rng = engine.failover, random.Random(arguments.seed)
+    add, rng = InFlightRequest.add, random.Random(arguments.seed)
     prompts = [" ".join(rng.choices(WORDS, k=20)) for _ in range(32)]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
@@ -247,7 +236,7 @@ def run_cost(arguments: argparse.Namespace) -> int:
         rates: dict[str, list[float]] = {"with": [], "without": []}
         for number in tqdm(range(arguments.rounds), dynamic_ncols=True):
             for name in sorted(rates, reverse=bool(number % 2)):
-                engine.failover = failover if name == "with" else NoFailover(engine)  # type: ignore[assignment]
+                InFlightRequest.add = add if name == "with" else note_ends  # type: ignore[method-assign]
                 rates[name].append(await rate())
         return rates
 

@@ -32,7 +32,6 @@ from minivllm.engine.core_messages import (
     SchedulerStats,
     StopSequences,
     ToCore,
-    ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.cli import main as cli
@@ -65,7 +64,7 @@ class ProcessPerRequestCore:
         self._lock = threading.Lock()
         self._requests: dict[str, _RequestProcess] = {}
         """The requests that wait or run."""
-        self._messages: queue.SimpleQueue[ToFrontend | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[EngineCoreOutputs | CoreLost | None] = queue.SimpleQueue()
 
     def send(self, message: ToCore) -> None:
         with self._lock:
@@ -81,7 +80,7 @@ class ProcessPerRequestCore:
                     if found := self._requests.get(stopped.request_id):
                         found.stop(stopped)
 
-    def receive(self) -> ToFrontend | None:
+    def receive(self) -> EngineCoreOutputs | CoreLost | None:
         return self._messages.get()
 
     def shutdown(self) -> None:
@@ -103,7 +102,7 @@ class ProcessPerRequestCore:
                 if self._requests.get(request.id) is request:
                     del self._requests[request.id]
 
-    def _forward(self, request: _RequestProcess, message: ToFrontend) -> None:
+    def _forward(self, request: _RequestProcess, message: EngineCoreOutputs | CoreLost) -> None:
         """Pass on a message of a process. One that dies fails its own request only."""
         if isinstance(message, CoreLost):
             message = EngineCoreOutputs([request.failure(str(message.error))], time.perf_counter(), SchedulerStats())
@@ -165,7 +164,7 @@ def start_engine(args: EngineArgs, max_processes: int | None = None) -> AsyncLLM
     """
     config = EngineConfig.from_engine_args(args)
     num_gpu_blocks = args.num_gpu_blocks_override or -(-config.model_config.max_model_len // args.block_size)
-    client = AsyncMPClient(lambda: ProcessPerRequestCore(config, num_gpu_blocks, max_processes))
+    client = AsyncMPClient(ProcessPerRequestCore(config, num_gpu_blocks, max_processes))
     configs = (config.model_config, config.cache_config, config.scheduler_config)
     return AsyncLLMEngine(client, *configs, config.load_tokenizer(), seed=args.seed)
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import struct
 import sys
 import time
 
 import zmq
 
 from minivllm.data_parallel import messages
-from minivllm.data_parallel.messages import LoadReport, NodeWelcome
+from minivllm.data_parallel.messages import LoadReport, NodeWelcome, identity_of, message_header
 from minivllm.data_parallel.sockets import KeyPair, Sockets
 from minivllm.engine import core_messages
 from minivllm.engine.core_messages import CoreReady, Drain, EngineCoreOutputs, FromCore, Heartbeat, ReplicaLoad
@@ -30,7 +29,6 @@ from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup, run_c
 
 MAX_UNREAD = 10_000
 """Messages that wait for an API server which reads nothing. Further ones are lost; it finds out, and sends its requests elsewhere."""
-_HEADER = struct.Struct("<QQ")
 
 
 class ReplicaSetup(ProcessSetup, kw_only=True):
@@ -66,9 +64,10 @@ class DPEngineCoreProc(EngineCoreProc):
         self._engine_index, self._incarnation = setup.engine_index, setup.incarnation
         self._ready_descriptor, self._clock_offset = setup.ready_descriptor, setup.clock_offset
         self._inputs, self._poller = [], zmq.Poller()
+        identity = identity_of(setup.engine_index, setup.incarnation)
         for address in setup.addresses.input_addresses:
             # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
-            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity_of(setup.engine_index), RCVHWM=0, PROBE_ROUTER=1)
+            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity, RCVHWM=0, PROBE_ROUTER=1)
             self._inputs.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=MAX_UNREAD) for address in setup.addresses.output_addresses]
@@ -137,34 +136,6 @@ class DPEngineCoreProc(EngineCoreProc):
         self._reports.send(messages.encode(LoadReport(self._engine_index, None)))
         for socket in (*self._outputs, self._reports):
             socket.close(linger=1000)
-
-
-def message_header(incarnation: int, number: int) -> bytes:
-    """The first frame of a message from a replica: from which process it is, and how many that process has sent before it."""
-    return _HEADER.pack(incarnation, number)
-
-
-def read_header(data: bytes) -> tuple[int, int]:
-    """Incarnation and number in a message's first frame.
-
-    Raises:
-        ValueError: It is none.
-    """
-    try:
-        incarnation, number = _HEADER.unpack(data)
-    except struct.error:
-        raise ValueError(f"a header has {_HEADER.size} bytes, and this one {len(data)}") from None
-    return incarnation, number
-
-
-def identity_of(engine_index: int) -> bytes:
-    """The name by which an API server sends to a replica."""
-    return engine_index.to_bytes(2, "little")
-
-
-def index_of(identity: bytes) -> int:
-    """The rank of a replica with this name."""
-    return int.from_bytes(identity, "little")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
-"""What becomes of requests whose replica is lost: they go on at another one, where they were.
+"""What happens to requests whose replica is lost: they go on at another one, where they were.
 
-    waiting ──► assigned ──token──► running ──► finished, aborted
-       ▲           │                   │
-       └───────────┴──── replica lost ─┘──► given up, after two deaths without a token in between
+    pending ──► at a replica ──token──► at a replica ──► finished, aborted
+       ▲             │                       │
+       └─────────────┴───── replica lost ────┴──► given up, after two deaths without a token in between
 
 A token depends on the request, its seed and its position alone, so another replica computes the same ones from the prompt and the output
-so far. A request that was at a replica that died may be what killed it. Until it has got another token it is a suspect: suspects go on
-one at a time at each replica, so that a death is blamed on one, and not on those that happened to be there. If replicas without the
-request were killed as well, something else may be killing them.
+so far, which the client has seen. The frontend is told of outputs, or of an error that ends the request, and of nothing else.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 
-from minivllm.engine.core_client import EngineCoreClient
-from minivllm.engine.core_messages import CoreLost
-from minivllm.engine.output_processor import OutputProcessor, RequestState
+from minivllm.data_parallel.request_table import InFlightRequest, RequestTable
+from minivllm.engine.core_messages import EngineCoreOutput, RequestsFailed, StoppedSequence
 from minivllm.errors import EngineDeadError, RequestGivenUpError
+from minivllm.request import EngineCoreRequest
 
 MAX_DEATHS = 2
 """Replicas that may die in a row while they compute a request without giving it a token. One more for each that was killed elsewhere lately."""
@@ -27,132 +25,159 @@ MEMORY_SECONDS, MAX_KILLS = 60.0, 4
 """How long a kill elsewhere speaks for a request, and how many do."""
 
 
-class Failover:
-    """Sends requests to replicas, and again when their replica is lost.
+class Blame:
+    """Finds the requests that kill replicas.
 
-    Used from one thread.
-
-    Args:
-        output_processor: Has the state of every unfinished request.
-        client: Sends requests to replicas.
+    A request that was at a replica that died may be what killed it: it is a suspect, until it has got another token. Suspects go on one at a
+    time at each replica (see `Failover`), so that the next death is blamed on one. Replicas may also be killed from outside: each one that was
+    killed by SIGKILL without a suspect speaks for that suspect.
     """
 
-    def __init__(self, output_processor: OutputProcessor, client: EngineCoreClient) -> None:
-        self._output_processor, self._client = output_processor, client
-        self._waiting: dict[str, RequestState] = {}
-        """Requests that are at no replica, those that came first at the beginning."""
-        self._deaths: dict[str, int] = {}
-        """Of suspects: the deaths of replicas that had them since their latest token."""
-        self._tried: dict[str, int] = {}
-        """Of suspects that are at a replica: its rank."""
+    def __init__(self) -> None:
+        self.deaths: dict[str, int] = {}
+        """By suspect: the deaths of replicas that had it since its latest token."""
         self._kills: deque[tuple[float, frozenset[str]]] = deque(maxlen=32)
         """Replicas that were killed by SIGKILL, by a request or from outside: when, and the requests that they had."""
 
-    @property
-    def waiting(self) -> list[RequestState]:
-        """Requests that are at no replica."""
-        return list(self._waiting.values())
-
-    @property
-    def sent(self) -> list[tuple[str, int]]:
-        """Requests that are at a replica, each with its number."""
-        states = self._output_processor.states
-        return [(request_id, state.request.number) for request_id, state in states.items() if request_id not in self._waiting]
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether requests wait, and not only for their turn."""
-        return bool(self._waiting) and not self._tried
-
-    def submit(self, state: RequestState) -> bool:
-        """Send a new request to a replica. If none takes requests, it waits. Returns whether it was sent."""
-        return self._send(state, ()) or self._wait(state)
-
-    def lose(self, requests: Collection[tuple[str, int]], *, has_died: bool, was_killed: bool = False) -> list[RequestState]:
-        """A replica is lost with these requests: they wait to go on. Call `resume` then.
+    def note_death(self, request_ids: Collection[str], *, was_killed: bool, now: float) -> list[str]:
+        """A replica has died.
 
         Args:
-            requests: Those that were there, each with its number.
-            has_died: It may have been one of them that killed it. If not, it left, or is out of reach.
-            was_killed: By SIGKILL, so that it may have been somebody else.
+            request_ids: The requests that it had.
+            was_killed: By SIGKILL, so perhaps from outside.
+            now: The time, in seconds.
+
+        Returns:
+            The requests to be given up. The others are suspects.
+        """
+        if was_killed:
+            self._kills.append((now, frozenset(request_ids)))
+        guilty = []
+        for request_id in request_ids:
+            self.deaths[request_id] = self.deaths.get(request_id, 0) + 1
+            if self.deaths[request_id] >= MAX_DEATHS + was_killed * self._count_kills_without(request_id, now):
+                guilty.append(request_id)
+                del self.deaths[request_id]
+                for kill in [kill for kill in self._kills if request_id in kill[1]]:  # these are explained
+                    self._kills.remove(kill)
+        return guilty
+
+    def clear(self, request_id: str) -> None:
+        """A request has got a token, or has ended: it is a suspect no longer."""
+        self.deaths.pop(request_id, None)
+
+    def _count_kills_without(self, request_id: str, now: float) -> int:
+        """How many replicas were killed lately that did not have a request."""
+        since = now - MEMORY_SECONDS
+        return min(MAX_KILLS, sum(moment > since and request_id not in requests for moment, requests in self._kills))
+
+
+class Failover:
+    """Sends requests to replicas, and again when their replica is lost.
+
+    Args:
+        table: Has every request in flight.
+        send: Sends a request to a replica; returns False if that is out of reach.
+        timeout: Seconds that requests wait for a replica, until they fail.
+    """
+
+    def __init__(self, table: RequestTable, send: Callable[[int, EngineCoreRequest], bool], timeout: float) -> None:
+        self._table, self._send = table, send
+        self.timeout = timeout
+        self.blame = Blame()
+        self._stuck_since: float | None = None
+        """Since when requests have waited for a replica, and not only for their turn."""
+
+    def submit(self, request: EngineCoreRequest) -> int:
+        """Send a new request to a replica; if none takes it, it waits. Returns the replica's rank; 0 if it waits."""
+        in_flight = self._table.add(request)
+        self._try_to_place(in_flight)
+        return in_flight.replica or 0
+
+    def remove(self, request_id: str) -> int | None:
+        """A request was aborted. Returns the replica that has it, if any does."""
+        self.blame.clear(request_id)
+        return self._table.remove(request_id)
+
+    def stop(self, stopped: StoppedSequence) -> tuple[int, StoppedSequence] | None:
+        """A stop string was found in a sequence. Returns the replica that has it, and what to tell it."""
+        told = self._table.stop(stopped)
+        if stopped.request_id not in self._table.requests:
+            self.blame.clear(stopped.request_id)
+        return told
+
+    def take_output(self, rank: int, output: EngineCoreOutput) -> bool:
+        """A replica has sent an output. Returns whether it is one of a request that is there."""
+        if not self._table.take_output(rank, output):
+            return False
+        if output.sequences or output.finished:
+            self.blame.clear(output.request_id)
+        return True
+
+    def lose(self, rank: int, *, has_died: bool, was_killed: bool = False, cause: str = "") -> RequestsFailed | None:
+        """A replica is lost. The requests that it had wait for another.
+
+        Args:
+            rank: Which one.
+            has_died: Whether one of its requests may have killed it. If not, it has left, or is out of reach.
+            was_killed: Whether it was killed by SIGKILL, so perhaps from outside.
+            cause: How it ended, in words.
 
         Returns:
             The requests to be given up.
         """
-        given_up = []
-        if was_killed:
-            self._kills.append((time.monotonic(), frozenset(request_id for request_id, _ in requests)))
-        for request_id, number in requests:
-            state = self._output_processor.states.get(request_id)
-            if state is None or state.request.number != number:
-                continue  # it has finished, and the name may be another's now
-            self._tried.pop(request_id, None)
-            if has_died:
-                self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
-            if has_died and self._deaths[request_id] >= MAX_DEATHS + was_killed * self._count_kills_without(request_id):
-                self.forget(request_id)
-                given_up.append(state)
-                for kill in [kill for kill in self._kills if request_id in kill[1]]:  # these are explained
-                    self._kills.remove(kill)
-            else:
-                self._wait(state)
-        return given_up
+        lost = {in_flight.request_id: in_flight for in_flight in self._table.lose(rank)}
+        if not has_died or not (guilty := self.blame.note_death(lost, was_killed=was_killed, now=time.monotonic())):
+            return None
+        return self._give_up([lost[request_id] for request_id in guilty], give_up_error(rank, cause))
 
-    def resume(self) -> list[RequestState]:
-        """Send the requests that wait, as far as replicas take them. Returns those that go on now."""
-        sent: list[RequestState] = []
-        is_full = False
-        if not self._client.takes_requests:
-            return sent
-        for request_id, state in list(self._waiting.items()):
-            is_suspect, is_new = request_id in self._deaths, not state.was_sent
-            if is_suspect and is_full:
-                continue
-            avoid = set(self._tried.values()) if is_suspect else ()
-            if self._send(state, avoid):
-                if not is_new:
-                    sent.append(state)
-                if is_suspect:
-                    self._tried[request_id] = state.engine_index
-            elif is_suspect:
-                is_full = True  # each replica that takes requests has a suspect already
-        return sent
+    def retry_pending(self) -> list[InFlightRequest]:
+        """Send the requests that wait, as far as replicas take them. Returns those that go on after a loss."""
+        resumed = []
+        for in_flight in self._table.pending if self._table.open else ():
+            was_sent = in_flight.was_sent
+            avoid = self._replicas_with_suspects() if in_flight.request_id in self.blame.deaths else ()
+            if self._try_to_place(in_flight, avoid) and was_sent:
+                resumed.append(in_flight)
+        return resumed
 
-    def note_tokens(self, request_ids: Iterable[str]) -> bool:
-        """Requests have got tokens, or have finished. Returns whether others may go on now: then call `resume`."""
-        if not self._deaths:
-            return False
-        return sum(self.forget(request_id) for request_id in request_ids) > 0
+    def give_up_after_timeout(self, now: float, error: EngineDeadError) -> RequestsFailed | None:
+        """The requests that have waited too long for a replica."""
+        if self._table.pending and not self._replicas_with_suspects():
+            self._stuck_since = self._stuck_since or now
+        elif self._table.open or not self.has_timed_out(now):
+            self._stuck_since = None
+        return self._give_up(self._table.pending, error) if self.has_timed_out(now) and self._table.pending else None
 
-    def forget(self, request_id: str) -> bool:
-        """A request is a suspect no longer, or is gone. Returns whether others may go on now: then call `resume`."""
-        self._waiting.pop(request_id, None)
-        self._deaths.pop(request_id, None)
-        return self._tried.pop(request_id, None) is not None
+    def has_timed_out(self, now: float) -> bool:
+        """Whether requests have waited too long for a replica, and none has come since."""
+        return self._stuck_since is not None and now - self._stuck_since > self.timeout
 
-    def _count_kills_without(self, request_id: str) -> int:
-        """How many replicas were killed lately that did not have a request."""
-        since = time.monotonic() - MEMORY_SECONDS
-        return min(MAX_KILLS, sum(moment > since and request_id not in requests for moment, requests in self._kills))
+    def _replicas_with_suspects(self) -> set[int]:
+        suspects = (self._table.requests.get(request_id) for request_id in self.blame.deaths)
+        return {suspect.replica for suspect in suspects if suspect is not None and suspect.replica is not None}
 
-    def _wait(self, state: RequestState) -> bool:
-        self._waiting[state.request.request_id] = state
-        return False
+    def _try_to_place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> bool:
+        while True:
+            try:
+                rank, request = self._table.place(in_flight, avoid)
+            except EngineDeadError:
+                return False
+            if self._send(rank, request):
+                self._stuck_since = None
+                return True
+            self._table.take_back(in_flight)
+            self._table.close(rank)
 
-    def _send(self, state: RequestState, avoid: Collection[int]) -> bool:
-        request = self._output_processor.renew(state) if state.was_sent else state.request
-        try:
-            state.engine_index = self._client.add_request(request, avoid)
-        except EngineDeadError:
-            return False
-        state.was_sent = True
-        self._waiting.pop(request.request_id, None)
-        return True
+    def _give_up(self, requests: list[InFlightRequest], error: EngineDeadError) -> RequestsFailed:
+        for in_flight in requests:
+            self.remove(in_flight.request_id)
+        return RequestsFailed([(in_flight.request_id, in_flight.request.number) for in_flight in requests], error)
 
 
-def give_up_error(lost: CoreLost) -> RequestGivenUpError:
-    """What the sender of a request that is given up is told."""
+def give_up_error(rank: int, cause: str) -> RequestGivenUpError:
+    """What the sender of a request that kills replicas is told."""
     return RequestGivenUpError(
         f"The request was given up: at least {MAX_DEATHS} replicas of the model in a row died while they computed it, the last one, "
-        f"replica {lost.engine_index}, in this way: {lost.cause.rstrip('.')}."
+        f"replica {rank}, in this way: {cause.rstrip('.')}."
     )

@@ -82,7 +82,7 @@ class Peer:
     Attributes:
         incarnation: Which process; 0 if none was heard yet.
         state: What may be done with it.
-        is_connected: Whether messages can be sent to it.
+        connected: The latest process to which messages can be sent; 0 if there is none yet.
         is_ready: Whether it has said that it has loaded the model.
         ready: What it said of itself then; until then, what the process before it said.
         is_draining: Whether it takes no new requests.
@@ -95,7 +95,7 @@ class Peer:
     outlook: str
     incarnation: int = 0
     state: PeerState = PeerState.ABSENT
-    is_connected: bool = False
+    connected: int = 0
     is_ready: bool = False
     ready: CoreReady = field(default_factory=lambda: CoreReady(0))
     is_draining: bool = False
@@ -137,10 +137,12 @@ class ReplicaLiveness:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def connect(self, rank: int) -> list[Decision]:
+    def connect(self, rank: int, incarnation: int) -> list[Decision]:
         """A process with this rank has made a connection to send to. If it had one before, what was sent there may be lost."""
         peer = self.peers[rank]
-        peer.is_connected = True
+        peer.connected = max(peer.connected, incarnation)
+        if incarnation != peer.incarnation:  # it will be admitted when it is heard, unless its successor was
+            return []
         if peer.is_member:
             return self._fence(rank, "its connection broke, and messages to it may be lost")
         return self._admit(rank)
@@ -235,7 +237,7 @@ class ReplicaLiveness:
     def _admit(self, rank: int) -> list[Decision]:
         """A replica that is there takes requests, as soon as messages can be sent to it; or it leaves, which it is told once more."""
         peer = self.peers[rank]
-        if not peer.is_ready or not peer.is_connected:
+        if not peer.is_ready or peer.connected != peer.incarnation:
             return []
         previous, peer.state = peer.state, PeerState.DRAINING if peer.is_draining else PeerState.READY
         if peer.is_draining:

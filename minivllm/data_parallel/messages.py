@@ -12,6 +12,7 @@ From then on, replicas report (PUSH to PULL), and the coordinator publishes (XPU
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,7 @@ Published = Loads | ReplicaDied | CoordinatorLog
 ToHandshake = HelloFrontend | HelloNode
 FromHandshake = FrontendWelcome | NodeWelcome | Refused
 
+_HEADER, _IDENTITY = struct.Struct("<QQ"), struct.Struct("<cHQ")
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_HANDSHAKE: msgspec.msgpack.Decoder[ToHandshake] = msgspec.msgpack.Decoder(ToHandshake)
 _FROM_HANDSHAKE: msgspec.msgpack.Decoder[FromHandshake] = msgspec.msgpack.Decoder(FromHandshake)
@@ -156,6 +158,36 @@ def decode_report(data: bytes) -> Report:
 def decode_published(data: bytes) -> Published:
     """What the coordinator publishes."""
     return _PUBLISHED.decode(data)
+
+
+def identity_of(rank: int, incarnation: int) -> bytes:
+    """The name of a replica's process, by which API servers send to it. A process that is back after a cut cannot take its successor's place."""
+    return _IDENTITY.pack(b"r", rank, incarnation)
+
+
+def read_identity(data: bytes) -> tuple[int, int] | None:
+    """Rank and incarnation of the process with this name; None if it is no replica's."""
+    if len(data) != _IDENTITY.size or data[:1] != b"r":
+        return None
+    _, rank, incarnation = _IDENTITY.unpack(data)
+    return rank, incarnation
+
+
+def message_header(incarnation: int, number: int) -> bytes:
+    """The first frame of a message from a replica: which process sent it, and how many messages that process had sent before."""
+    return _HEADER.pack(incarnation, number)
+
+
+def read_header(data: bytes) -> tuple[int, int]:
+    """Incarnation and number in a message's first frame.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if len(data) != _HEADER.size:
+        raise ValueError(f"a header has {_HEADER.size} bytes, and this one {len(data)}")
+    incarnation, number = _HEADER.unpack(data)
+    return incarnation, number
 
 
 def _describe_weights(path: Path) -> list[tuple[str, int, str]]:

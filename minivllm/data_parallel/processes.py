@@ -262,10 +262,13 @@ class LocalReplicas:
         if now >= self._next_sign and not self._is_ending:
             self._next_sign = now + NODE_SECONDS
             self._report(NodeAlive(self._node_id, list(self._places)))
-        ended = []
+        ended: list[ReplicaDied] = []
         for rank, place in self._places.items():
             if place.due is not None and now >= place.due:
-                self._start_one(rank)
+                try:
+                    self._start_one(rank)
+                except OSError as error:  # no memory, no process, no file
+                    ended.append(self._note_failed_start(rank, place, error))
             if place.process is not None and (end := place.process.poll()):
                 place.ended_since = place.ended_since or now
                 if now - place.ended_since >= LAST_WORDS_SECONDS:
@@ -277,34 +280,38 @@ class LocalReplicas:
     def _bury(self, rank: int, place: _Place, process: ReplicaProcess, end: str) -> ReplicaDied:
         """A process has ended: decide whether another is started."""
         place.process, place.ended_since = None, None
-        status, now = process.exit_status, time.monotonic()
+        status, now, outlook = process.exit_status, time.monotonic(), "gone"
         has_died = status not in (0, RETURN_STATUS)
-        outlook = "gone"
         if has_died:
-            place.num_deaths += 1
             lived = None if process.ready_since is None else now - process.ready_since
-            pause = place.policy.next_pause(lived) if self._restart and not self._is_ending else None
-            if pause is not None:
-                place.due = now + pause
-                if pause:
-                    logger.warning("Replica %d is started again in %.0f s.", rank, pause)
-            elif self._restart and not self._is_ending:
-                outlook = "given up"
-                logger.error(
-                    "Replica %d has died %d times in a row, each time soon: it is given up.", rank, place.policy.num_short_lives
-                )
+            outlook = self._plan_restart(rank, place, lived)
         elif status == RETURN_STATUS and not self._is_ending:
-            place.due = now
+            place.due, outlook = now, "starting"
         process.shutdown(0.0)
-        return ReplicaDied(
-            rank,
-            process.incarnation,
-            f"its process {end}",
-            has_died=has_died,
-            was_killed=process.was_killed,
-            num_deaths=place.num_deaths,
-            outlook=outlook if place.due is None else "starting",
-        )
+        how = {"has_died": has_died, "was_killed": process.was_killed}
+        return ReplicaDied(rank, process.incarnation, f"its process {end}", **how, num_deaths=place.num_deaths, outlook=outlook)
+
+    def _note_failed_start(self, rank: int, place: _Place, error: OSError) -> ReplicaDied:
+        """A process could not be started. That counts like one that has died soon."""
+        outlook = self._plan_restart(rank, place, None)
+        how = {"has_died": True, "was_killed": False, "num_deaths": place.num_deaths, "outlook": outlook}
+        return ReplicaDied(rank, time.time_ns(), f"its process could not be started: {error.strerror}", **how)
+
+    def _plan_restart(self, rank: int, place: _Place, lived: float | None) -> str:
+        """A process has died. Returns what follows: "starting", "given up" or "gone"."""
+        place.num_deaths += 1
+        place.due = None
+        if not self._restart or self._is_ending:
+            return "gone"
+        pause = place.policy.next_pause(lived)
+        if pause is None:
+            count = place.policy.num_short_lives
+            logger.error("Replica %d has died %d times in a row, each time soon: it is given up.", rank, count)
+            return "given up"
+        if pause:
+            logger.warning("Replica %d is started again in %.0f s.", rank, pause)
+        place.due = time.monotonic() + pause
+        return "starting"
 
     def _report(self, report: ReplicaDied | NodeAlive) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the coordinator is gone, or the socket is closed

@@ -16,22 +16,30 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
-from minivllm.data_parallel.client import DPLBAsyncMPClient
-from minivllm.data_parallel.failover import Failover, give_up_error
-from minivllm.data_parallel.launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
+from minivllm.data_parallel.client import DPLBAsyncMPClient, make_async_mp_client
+from minivllm.data_parallel.launcher import FrontendPlace, OtherFrontends
 from minivllm.engine.core_client import AsyncMPClient
-from minivllm.engine.core_handle import CoreProcess, CoreThread
-from minivllm.engine.core_messages import CoreLost, EngineCoreOutputs, SchedulerStats, SetTracing, ToFrontend
+from minivllm.engine.core_handle import CoreThread
+from minivllm.engine.core_messages import (
+    CoreLost,
+    EngineCoreOutputs,
+    ReplicaChanged,
+    RequestsFailed,
+    SchedulerStats,
+    SetTracing,
+    ToFrontend,
+)
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_config import EngineConfig
+from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.metrics import Metrics, TokenRate
+from minivllm.engine.metrics import Metrics
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.request_stream import RequestStream, StepQueue
+from minivllm.engine.request_stream import RequestStream, StepWatchers
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
@@ -40,9 +48,6 @@ from minivllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 0.5
-"""How often to look whether requests that wait for a replica can be sent, or must be given up."""
-
 
 class AsyncLLMEngine:
     """Runs an engine core in the background and streams what it generates.
@@ -50,21 +55,18 @@ class AsyncLLMEngine:
     Usually made by `from_engine_args`, or from an existing engine by `from_engine`.
 
     Args:
-        client: The way to the core.
+        client: The way to the core, or to several.
         model_config, cache_config, scheduler_config: What the core was made with.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
-        failover_timeout: Seconds that requests wait for a core when none is left but one may come, until they fail.
         input_processor: Of an engine that this one takes over, whose stream of seeds goes on.
+        detokenizer_cls: What makes the text of each sequence.
 
     Attributes:
-        num_gpu_blocks: Blocks of the KV cache on the device; of the replica that has fewest, if there are several.
         num_engines: How many replicas there may be.
-        stats: The scheduler's state after the latest step; the sum over replicas if there are several.
-        stats_by_engine: That of each replica, by rank.
         metrics: For Prometheus.
         replicas: What the replicas do, and how to restart one.
-        dead_error: Why the engine does nothing now; None while it is alive.
+        dead_error: Why the engine has failed for good; None while it has not.
 
     Example:
         >>> engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m"), in_process=True)
@@ -84,45 +86,27 @@ class AsyncLLMEngine:
         tokenizer: Tokenizer | None,
         *,
         seed: int = 0,
-        failover_timeout: float = 60.0,
         input_processor: InputProcessor | None = None,
         detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
-        self.model_config = model_config
-        self.cache_config = cache_config
-        self.scheduler_config = scheduler_config
+        self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
         self.tokenizer = tokenizer
-        self.num_gpu_blocks, self.num_engines = client.num_gpu_blocks, client.num_engines
-        self.stats_by_engine = {0: SchedulerStats(num_gpu_blocks=self.num_gpu_blocks)}
-        self.stats = SchedulerStats.sum(self.stats_by_engine.values())
-        self._token_rates = [TokenRate() for _ in range(client.num_engines)]
-        self.metrics = Metrics(model_config.name, client.num_engines, is_shared=client.client_count > 1)
-        self.replicas = client.replicas
-        if client.client_index == 0:
-            for status in self.replicas.statuses():
-                self.metrics.set_stats(status.rank, SchedulerStats())  # shared gauges are shown once they are set
-                self.metrics.set_replica(status.rank, is_ready=status.state == "ready")
-                if status.state == "ready":
-                    self.metrics.set_cache_config(status.rank, cache_config, status.num_gpu_blocks)
-        self.dead_error: EngineDeadError | None = None
         self._client = client
-        self.input_processor = input_processor or InputProcessor(
-            model_config, scheduler_config, tokenizer, self.num_gpu_blocks * cache_config.block_size, seed
-        )
+        self.replicas, self.num_engines = client.replicas, client.num_engines
+        cache_tokens = self.num_gpu_blocks * cache_config.block_size
+        self.input_processor = input_processor or InputProcessor(model_config, scheduler_config, tokenizer, cache_tokens, seed)
+        self.input_processor.num_engines = self.num_engines
         self.input_processor.load_grammar_tokenizer()
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
-        self.failover = Failover(self.output_processor, client)
-        self._failover_timeout = failover_timeout
-        self._closed_since: float | None = None
-        """Since when no core has taken requests that wait for one; in seconds of `time.monotonic`."""
-        self._is_tending = False
+        self.metrics = Metrics(model_config.name, cache_config, client.num_engines, client.client_index, client.client_count)
+        for status in self.replicas.statuses():
+            self.metrics.record_change(ReplicaChanged(status.rank, status.state == "ready", status.num_gpu_blocks))
+        self.dead_error: EngineDeadError | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._watchers: set[StepQueue] = set()
-        self._waiting_for_death: set[asyncio.Future[None]] = set()
+        self._watchers = StepWatchers(lambda on: client.send(SetTracing(on)))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_restarting = False
-        self._is_final = False
-        """Whether it is dead for good. Set on the event loop; `dead_error` is known before that."""
+        self._death = asyncio.Event()
+        """Set when the event loop hears of `dead_error`, which is known before that."""
         client.start(self._receive)
 
     @classmethod
@@ -161,17 +145,8 @@ class AsyncLLMEngine:
             return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
-        client: AsyncMPClient | DPLBAsyncMPClient
-        if args.parallel_config().has_replicas or others is not None:
-            if num_threads is not None:
-                raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
-            launcher = ReplicaLauncher(config, restart, others)
-            client = DPLBAsyncMPClient(config, launcher.place, launcher)
-        else:
-            client = AsyncMPClient(lambda: CoreProcess(config, num_threads), restart=restart)
-        configs = (config.model_config, config.cache_config, config.scheduler_config)
-        timeout = config.parallel_config.failover_timeout
-        return cls(client, *configs, tokenizer, seed=args.seed, failover_timeout=timeout, detokenizer_cls=config.detokenizer_cls)
+        client = make_async_mp_client(config, num_threads, restart, others)
+        return cls(client, *_configs(config), tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
 
     @classmethod
     def join(cls, config: EngineConfig, place: FrontendPlace, seed: int) -> AsyncLLMEngine:
@@ -186,9 +161,7 @@ class AsyncLLMEngine:
         """
         tokenizer = config.load_tokenizer()
         client = DPLBAsyncMPClient(config, place)
-        configs = (config.model_config, config.cache_config, config.scheduler_config)
-        timeout = config.parallel_config.failover_timeout
-        return cls(client, *configs, tokenizer, seed=seed + (place.client_index << 64), failover_timeout=timeout)
+        return cls(client, *_configs(config), tokenizer, seed=seed + (place.client_index << 64))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
@@ -206,16 +179,18 @@ class AsyncLLMEngine:
         core = engine.core
         if core.trace is not None:
             raise ConfigError("The engine records a trace, which would grow forever: stop_trace() first.")
-        client = AsyncMPClient(lambda: CoreThread(core, owns_core=owns_core))
         return cls(
-            client,
-            core.model_config,
-            core.cache_config,
-            core.scheduler_config,
+            AsyncMPClient(CoreThread(core, owns_core=owns_core)),
+            *_configs(core),
             engine.tokenizer,
             input_processor=engine.input_processor,
             detokenizer_cls=engine.output_processor.detokenizer_cls,
         )
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks of the KV cache on the device; of the replica that has fewest, if there are several."""
+        return self._client.num_gpu_blocks
 
     @property
     def process_id(self) -> int:
@@ -230,54 +205,38 @@ class AsyncLLMEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        priority: int = 0,
         arrival_time: float | None = None,
-        data_parallel_rank: int | None = None,
+        **options: Any,
     ) -> ProcessedRequest:
         """Validate, tokenize and seed a request, for `generate`.
 
         Args:
-            prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids".
-            params: How to generate, and by `output_kind` in which pieces; the defaults if None.
+            prompt, params: As for `InputProcessor.process_inputs`. `SamplingParams.output_kind` says in which pieces to generate.
             request_id: Your name for it; one is made up if None.
-            priority: With the "priority" policy, smaller goes first.
             arrival_time: Seconds of `time.perf_counter`; now if None.
-            data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
+            options: `priority` and `data_parallel_rank`, as for `InputProcessor.process_inputs`.
 
         Raises:
             RequestError: It cannot be served.
         """
-        if data_parallel_rank is not None and not 0 <= data_parallel_rank < self.num_engines:
-            raise RequestError(f"data_parallel_rank is {data_parallel_rank}, but must be from 0 to {self.num_engines - 1}.")
-        arrival_time = time.perf_counter() if arrival_time is None else arrival_time
+        options["arrival_time"] = time.perf_counter() if arrival_time is None else arrival_time
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await asyncio.wrap_future(self.input_processor.submit_grammar(params))  # these hold up each other alone
-        process = self.input_processor.process_inputs
         # In a thread: a long text takes long to encode, and other requests must not wait for it.
-        processed = await asyncio.to_thread(process, request_id, prompt, params, arrival_time=arrival_time, priority=priority)
-        if data_parallel_rank is None:
-            return processed
-        return replace(processed, core_request=replace(processed.core_request, data_parallel_rank=data_parallel_rank))
+        return await asyncio.to_thread(self.input_processor.process_inputs, request_id, prompt, params, **options)
 
     async def generate(
         self,
         prompt: Prompt | ProcessedRequest,
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        data_parallel_rank: int | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request as they come. The last one has `finished` set; that of a request that failed, `error` too.
 
         When tokens come faster than they are read, one output has several. Closing the generator early, or cancelling the task that
-        waits for it, aborts the request.
-
-        Args:
-            prompt: As for `process_inputs`, or what that returned.
-            params, request_id, priority, arrival_time, data_parallel_rank: As for `process_inputs`.
+        waits for it, aborts the request. The arguments are those of `process_inputs`; or give as `prompt` what that returned.
 
         Raises:
             RequestError: It cannot be served; raised before anything is queued.
@@ -286,27 +245,14 @@ class AsyncLLMEngine:
         self.check_takes_requests()
         self._bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
-            prompt = await self.process_inputs(
-                prompt,
-                params,
-                request_id,
-                priority=priority,
-                arrival_time=arrival_time,
-                data_parallel_rank=data_parallel_rank,
-            )
+            prompt = await self.process_inputs(prompt, params, request_id, **options)
             self.check_takes_requests()
-        request = prompt.core_request
-        if request.request_id in self._streams:
-            raise RequestError(
-                f"There is already a request {request.request_id!r}: choose another id, or wait until it has finished."
-            )
-        stream = RequestStream(self.output_processor.add_request(prompt))
-        self._streams[request.request_id] = stream
+        request_id = prompt.core_request.request_id
+        if request_id in self._streams:
+            raise RequestError(f"There is already a request {request_id!r}: choose another id, or wait until it has finished.")
+        stream = self._streams[request_id] = RequestStream(self.output_processor.add_request(prompt))
         try:
-            if self.failover.submit(stream.state):
-                self._closed_since = None
-            else:
-                self._resume_requests()
+            stream.state.engine_index = self._client.add_request(stream.state.request)
             while True:
                 output = await stream.get()
                 yield output
@@ -327,22 +273,34 @@ class AsyncLLMEngine:
         """Give up a stream, if it has not finished."""
         request_id = stream.state.request.request_id
         if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self.output_processor.abort_request(request_id)
-            self.metrics.record_finish(stream.state, "abort", time.perf_counter())
+            self._forget(stream, "abort")
             self._client.abort_requests([request_id])
-            if self.failover.forget(request_id):
-                self._resume_requests()
+
+    def _forget(self, stream: RequestStream, reason: str) -> None:
+        request_id = stream.state.request.request_id
+        del self._streams[request_id]
+        self.output_processor.abort_request(request_id)
+        self.metrics.record_finish(stream.state, reason, time.perf_counter())
 
     def num_unfinished_requests(self) -> int:
         """Requests whose stream has not finished."""
         return len(self._streams)
 
+    # -- observation and health ----------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state after the latest step; the sum over replicas if there are several."""
+        return SchedulerStats.sum(self.stats_by_engine.values())
+
+    @property
+    def stats_by_engine(self) -> dict[int, SchedulerStats]:
+        """The scheduler's state of each replica, by rank."""
+        return self.metrics.stats_by_engine
+
     def tokens_per_second(self, engine_index: int = 0) -> float:
         """How fast a core has generated in the last two seconds, for all its frontends together."""
-        return self._token_rates[engine_index].rate(time.monotonic())
-
-    # -- observation and health ----------------------------------------------------------------------------------
+        return self.metrics.tokens_per_second(engine_index)
 
     async def steps(self) -> AsyncGenerator[StepRecord, None]:
         """The steps of the core from now on; of the first replica, if there are several. A slow reader misses some.
@@ -359,25 +317,9 @@ class AsyncLLMEngine:
         """As `steps`, of all replicas, each step with the rank of its replica."""
         self.check_health()
         self._bind_to_loop()
-        watcher = StepQueue()
-        self._client.send(SetTracing(True))  # the next record then describes all requests
-        self._watchers.add(watcher)
-        try:
-            while True:
-                await watcher.news.wait()
-                if watcher.has_missed:
-                    watcher.has_missed = False
-                    self._client.send(SetTracing(True))
-                while watcher.records:
-                    yield watcher.records.popleft()
-                if watcher.failure is not None:
-                    raise watcher.failure
-                watcher.news.clear()
-        finally:
-            if watcher in self._watchers:  # not if the core has died, or another event loop has taken over
-                self._watchers.remove(watcher)
-                if not self._watchers:
-                    self._client.send(SetTracing(False))
+        async with contextlib.aclosing(self._watchers.watch()) as steps:
+            async for step in steps:
+                yield step
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if the engine has failed, or is not responding."""
@@ -387,19 +329,14 @@ class AsyncLLMEngine:
 
     def check_takes_requests(self) -> None:
         """As `check_health`; but while a core is being started, requests wait for it, up to a limit."""
-        if self.dead_error is None or not self._is_restarting or self._has_waited_in_vain():
-            self.check_health()
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error))
+        self._client.check_takes_requests()
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""
         self._bind_to_loop()
-        if not self._is_final:
-            future = asyncio.get_running_loop().create_future()
-            self._waiting_for_death.add(future)
-            try:
-                await future
-            finally:
-                self._waiting_for_death.discard(future)
+        await self._death.wait()
         assert self.dead_error is not None
         return self.dead_error
 
@@ -409,9 +346,9 @@ class AsyncLLMEngine:
         Streams that have not finished get an EngineDeadError. Safe to call again, and from any thread.
         """
         self._client.shutdown()
-        self._receive(CoreLost("it was shut down", has_died=False))
+        self._receive(CoreLost("it was shut down"))
 
-    # -- messages from the core ----------------------------------------------------------------------------------
+    # -- messages from the client --------------------------------------------------------------------------------
 
     def _bind_to_loop(self) -> None:
         """Streams belong to the running event loop; those of an earlier one, which was closed, have no reader any more."""
@@ -420,20 +357,18 @@ class AsyncLLMEngine:
             return
         if self._loop is not None and self._loop.is_running():
             raise RequestError("This engine serves another event loop: use it from one thread.")
-        self._loop, self._is_tending = loop, False
-        self._waiting_for_death.clear()
-        if self._watchers:
-            self._watchers.clear()
-            self._client.send(SetTracing(False))
+        self._loop, was_final = loop, self._death.is_set()
+        self._death = asyncio.Event()
+        if was_final:
+            self._death.set()
+        self._watchers.clear()
         for stream in list(self._streams.values()):
             self._abort(stream)
 
     def _receive(self, message: ToFrontend) -> None:
         """Take a message from a thread of the client's to the event loop."""
-        if isinstance(message, CoreLost) and message.is_last and (self.dead_error is None or self._is_restarting):
-            self._is_restarting = message.may_return
-            again = " Another engine is being started: try again in some seconds." if message.may_return else ""
-            self.dead_error = EngineDeadError(f"{message.error}{again}")  # known at once, whatever the event loop does
+        if isinstance(message, CoreLost) and self.dead_error is None:
+            self.dead_error = message.error  # known at once, whatever the event loop does
         loop = self._loop
         if loop is not None and loop.is_running():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
@@ -443,11 +378,8 @@ class AsyncLLMEngine:
 
     def _handle(self, message: ToFrontend) -> None:
         if isinstance(message, CoreLost):
-            if message.may_return or not message.is_last:
-                self._lose_core(message)
-            else:
-                self._fail_streams(message)
-        elif self._is_final:
+            self._end(message.error)
+        elif self._death.is_set():
             return
         elif isinstance(message, EngineCoreOutputs):
             try:
@@ -456,106 +388,42 @@ class AsyncLLMEngine:
                 logger.exception("The outputs of a step could not be processed.")
                 threading.Thread(target=self._client.shutdown).start()
                 self._receive(CoreLost(f"{type(error).__name__}: {error}"))
-        else:
-            self.dead_error, self._is_restarting = None, False
-            if self._client.client_index == 0:
-                self.metrics.set_replica(message.engine_index, is_ready=True)
-                num_gpu_blocks = self.replicas.statuses()[message.engine_index].num_gpu_blocks
-                self.metrics.set_cache_config(message.engine_index, self.cache_config, num_gpu_blocks)
-            self.num_gpu_blocks = message.num_gpu_blocks
+        elif isinstance(message, RequestsFailed):
+            for request_id, number in message.requests:
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.state.request.number == number:
+                    self._fail(stream, message.error)
+        elif isinstance(message, ReplicaChanged):
+            self.metrics.record_change(message)
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
-            if self._watchers:
-                self._client.send(SetTracing(True))
-            self._resume_requests()
+        else:
+            self.metrics.record_resumptions(message)
 
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
-        self._set_stats(outputs.engine_index, outputs.stats)
+        self.metrics.set_stats(outputs.engine_index, outputs.stats)
         processed = self.output_processor.process_outputs(outputs)
         self._client.stop_sequences(processed.stopped)
-        now = time.perf_counter()
-        has_cache = self.cache_config.enable_prefix_caching
-        self.metrics.record_outputs(outputs.engine_index, processed.updated, now, outputs.timestamp, has_cache)
+        self.metrics.record_outputs(outputs.engine_index, processed.updated, time.perf_counter(), outputs.timestamp)
         for state in processed.updated:
-            stream = self._streams[state.request.request_id]
-            stream.notify()
+            self._streams[state.request.request_id].notify()
             if state.finished:
                 del self._streams[state.request.request_id]
-        if self.failover.note_tokens(state.request.request_id for state in processed.updated):
-            self._resume_requests()
         if outputs.record is not None:
-            for watcher in self._watchers:
-                watcher.put(outputs.engine_index, outputs.record)
+            self._watchers.put(outputs.engine_index, outputs.record)
 
-    def _lose_core(self, lost: CoreLost) -> None:
-        """A core is gone, and there are others, or will be: its requests go on there."""
-        self._forget_stats(lost.engine_index)
-        if self._client.client_index == 0:
-            self.metrics.set_replica(lost.engine_index, is_ready=False, has_died=lost.has_died)
-        requests = lost.requests
-        if requests is None:
-            requests = self.failover.sent
-            self._client.abort_requests([request_id for request_id, _ in requests])  # if another core has been started since
-        for state in self.failover.lose(requests, has_died=lost.has_died, was_killed=lost.was_killed):
-            self._fail_stream(self._streams.pop(state.request.request_id), give_up_error(lost))
-        self._resume_requests()
-
-    def _resume_requests(self) -> None:
-        """Send requests that wait for a core, or fail them if they have waited for too long."""
-        for state in self.failover.resume():
-            self.metrics.record_resumption(state)
-        if not self.failover.is_stuck:
-            self._closed_since = None
-        elif self._closed_since is None:
-            self._closed_since = time.monotonic()
-        if self._has_waited_in_vain():
-            reason = self.dead_error or EngineDeadError("There is no replica of the model that takes requests.")
-            for state in self.failover.waiting:
-                self._fail_stream(self._streams.pop(state.request.request_id), reason)
-        if self.failover.waiting and not self._is_tending and self._loop is not None and self._loop.is_running():
-            self._is_tending = True
-            self._loop.call_later(_PATIENCE_SECONDS, self._tend)
-
-    def _tend(self) -> None:
-        self._is_tending = False
-        self._resume_requests()
-
-    def _has_waited_in_vain(self) -> bool:
-        return self._closed_since is not None and time.monotonic() - self._closed_since > self._failover_timeout
-
-    def _fail_stream(self, stream: RequestStream, error: EngineDeadError) -> None:
+    def _fail(self, stream: RequestStream, error: EngineDeadError) -> None:
+        self._forget(stream, "error")
         self.metrics.record_lost_request(stream.state)
-        self.output_processor.abort_request(stream.state.request.request_id)
-        self.failover.forget(stream.state.request.request_id)
-        self.metrics.record_finish(stream.state, "error", time.perf_counter())
         stream.fail(error)
 
-    def _fail_streams(self, lost: CoreLost) -> None:
-        """The core is gone, or the last of several, and no other will come: tell everybody who waits."""
-        if self._client.client_index == 0:
-            self.metrics.set_replica(lost.engine_index, is_ready=False, has_died=lost.has_died)
-        error = lost.error
-        for engine_index in list(self.stats_by_engine):
-            self._forget_stats(engine_index)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            self._fail_stream(stream, error)
-        watchers, self._watchers = self._watchers, set()
-        for watcher in watchers:
-            watcher.fail(error)
-        self._is_final = True
-        for future in self._waiting_for_death:
-            if not future.done():
-                future.set_result(None)
+    def _end(self, error: EngineDeadError) -> None:
+        """No core is left, and none will come: tell everybody who waits."""
+        self.metrics.set_idle()
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+        self._watchers.fail(error)
+        self._death.set()
 
-    def _forget_stats(self, engine_index: int) -> None:
-        """A core is gone, and with it what it had; its counts go on if it is back."""
-        known = self.stats_by_engine.get(engine_index, SchedulerStats())
-        counts = {name: getattr(known, name) for name in ("num_steps", "num_preemptions", "num_generated_tokens")}
-        self._set_stats(engine_index, SchedulerStats(num_gpu_blocks=known.num_gpu_blocks, **counts))
 
-    def _set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
-        self.stats_by_engine[engine_index] = stats
-        self.stats = SchedulerStats.sum(self.stats_by_engine.values())
-        self._token_rates[engine_index].update(stats.num_generated_tokens, time.monotonic())
-        if self._client.client_index == 0:  # one frontend is enough to tell of the cores
-            self.metrics.set_stats(engine_index, stats)
+def _configs(made_with: EngineConfig | EngineCore) -> tuple[ModelConfig, CacheConfig, SchedulerConfig]:
+    return made_with.model_config, made_with.cache_config, made_with.scheduler_config

@@ -2,9 +2,9 @@
 
     InprocClient    the core is called directly: `LLM`, notebooks
     SyncMPClient    a process of its own, and a frontend that waits for each output
-    AsyncMPClient   a process (or thread) of its own, and outputs that arrive by themselves; a core that dies can be replaced
+    AsyncMPClient   a process (or thread) of its own, and outputs that arrive by themselves
 
-Mirrors `vllm/v1/engine/core_client.py`.
+The clients of several cores, and of one that is restarted when it dies, are in `minivllm/data_parallel/client.py`. Mirrors `vllm/v1/engine/core_client.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakMethod
 
-from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.engine.core_handle import CoreHandle
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
     CoreLost,
     EngineCoreOutputs,
+    ReplicaChanged,
     Shutdown,
     StoppedSequence,
     StopSequences,
@@ -92,18 +92,9 @@ class EngineCoreClient(ABC):
     num_engines: int = 1
     client_index, client_count = 0, 1
 
-    @property
-    def takes_requests(self) -> bool:
-        """Whether there is a core that takes requests, as far as is known."""
-        return True
-
     @abstractmethod
-    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
-        """Queue a request, at none of these replicas. Returns the rank of the one where it is; 0 if there is only one core.
-
-        Raises:
-            EngineDeadError: There is no core that takes it.
-        """
+    def add_request(self, request: EngineCoreRequest) -> int:
+        """Queue a request. Returns the rank of the replica that has it; 0 if there is only one core, or none yet."""
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -129,7 +120,7 @@ class InprocClient(EngineCoreClient):
         self.core = core
         self.num_gpu_blocks = core.num_gpu_blocks
 
-    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+    def add_request(self, request: EngineCoreRequest) -> int:
         self.core.add_request(request)
         return 0
 
@@ -154,7 +145,7 @@ class MPClient(EngineCoreClient):
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
+    def add_request(self, request: EngineCoreRequest) -> int:
         self.send(AddRequest(request))
         return 0
 
@@ -198,64 +189,32 @@ class SyncMPClient(MPClient):
 class AsyncMPClient(MPClient):
     """For a frontend that is told of each message, in a thread of the client's.
 
-    A message is an `EngineCoreOutputs`, a `CoreLost` (the last one, unless the core `may_return`), or a `CoreReady` after a restart.
+    The messages are an `EngineCoreOutputs` after each step, a `ReplicaChanged` when the core dies, and a `CoreLost`, which is the last one.
+    With replicas, there are more.
 
     Args:
-        start_core: Starts a core and returns it when it is ready.
-        restart: Start another core when one dies.
-
-    Raises:
-        ModelLoadError, ConfigError, EngineDeadError: The first core cannot be started.
+        core: A running core.
     """
 
-    def __init__(self, start_core: Callable[[], CoreHandle], *, restart: bool = False) -> None:
-        self._supervisor = CoreSupervisor(start_core, restart)
-        self._finalizer = weakref.finalize(self, self._supervisor.let_go)  # its thread holds the supervisor, and not the client
-        self.num_gpu_blocks = self._supervisor.core.ready.num_gpu_blocks
-        self.replicas: ReplicaControl = _OneReplica(self._supervisor)
+    def __init__(self, core: CoreHandle) -> None:
+        self._core = core
+        self._finalizer = weakref.finalize(self, core.send, Shutdown())
+        self._lost = threading.Event()
+        self.num_gpu_blocks = core.ready.num_gpu_blocks
 
     @property
     def process_id(self) -> int:
         """The process that computes."""
-        return self._supervisor.core.process_id
-
-    def start(self, on_message: OnMessage) -> None:
-        """From now on, call a method with each message."""
-        self._supervisor.start(WeakMethod(on_message))
-
-    def send(self, message: ToCore) -> None:
-        self._supervisor.core.send(message)
+        return self._core.process_id
 
     @property
-    def takes_requests(self) -> bool:
-        return self._supervisor.is_ready
-
-    def add_request(self, request: EngineCoreRequest, avoid: Collection[int] = ()) -> int:
-        if avoid or not self._supervisor.is_ready:
-            raise EngineDeadError("There is no engine that takes requests.")
-        return super().add_request(request)
-
-    def check_health(self) -> None:
-        """Raise an EngineDeadError if the core is not responding."""
-        heard = self._supervisor.core.last_heard
-        if heard is not None and (silent := time.monotonic() - heard) > NOT_RESPONDING_SECONDS:
-            raise EngineDeadError(f"The engine is not responding: nothing heard from its process for {silent:.0f} seconds.")
-
-    def shutdown(self) -> None:
-        self._finalizer.detach()
-        self._supervisor.stop()
-
-
-class _OneReplica:
-    """The only core, as a `ReplicaControl`: there is no other that could take its requests."""
-
-    def __init__(self, supervisor: CoreSupervisor) -> None:
-        self._supervisor = supervisor
+    def replicas(self) -> ReplicaControl:
+        """The only core, which nobody restarts."""
+        return self
 
     def statuses(self) -> list[ReplicaStatus]:
-        core = self._supervisor.core
-        state = "ready" if self._supervisor.is_ready else "gone"
-        return [ReplicaStatus(0, state, core.process_id, core.ready.num_gpu_blocks, self._supervisor.num_deaths)]
+        state = "gone" if self._lost.is_set() else "ready"
+        return [ReplicaStatus(0, state, self._core.process_id, self.num_gpu_blocks, int(self._lost.is_set()))]
 
     def restart(self, rank: int) -> bool:
         return False
@@ -266,95 +225,43 @@ class _OneReplica:
     def drop_client(self, client_index: int) -> None:
         pass
 
+    def start(self, on_message: OnMessage) -> None:
+        """From now on, call a method with each message."""
+        method = WeakMethod(on_message)  # the thread keeps neither the frontend nor this client alive
+        threading.Thread(target=_forward, args=(self._core, method, self._lost), name="minivllm outputs", daemon=True).start()
 
-class CoreSupervisor:
-    """Forwards a core's messages, and replaces the core when it dies.
+    def send(self, message: ToCore) -> None:
+        self._core.send(message)
 
-    Args:
-        start_core, restart: As for `AsyncMPClient`.
-    """
+    def check_health(self) -> None:
+        """Raise an EngineDeadError if the core is not responding."""
+        heard = self._core.last_heard
+        if heard is not None and (silent := time.monotonic() - heard) > NOT_RESPONDING_SECONDS:
+            raise EngineDeadError(f"The engine is not responding: nothing heard from its process for {silent:.0f} seconds.")
 
-    MAX_FAILED_STARTS = 3
-    """Failed starts in a row before giving up; a core that dies soon counts as one."""
+    def check_takes_requests(self) -> None:
+        """As `check_health`."""
+        self.check_health()
 
-    def __init__(self, start_core: Callable[[], CoreHandle], restart: bool) -> None:
-        self.core = start_core()
-        self.is_ready = True
-        """Whether the core takes requests, as far as is known."""
-        self.num_deaths = 0
-        self._start_core = start_core
-        self._restart = restart
-        self._stopped = threading.Event()
-        self._on_message: Callable[[], OnMessage | None]
+    def shutdown(self) -> None:
+        self._finalizer.detach()
+        self._core.shutdown()
 
-    def start(self, on_message: Callable[[], OnMessage | None]) -> None:
-        """Begin to forward, for as long as the weak reference gives a method to forward to."""
-        self._on_message = on_message
-        threading.Thread(target=self._run, name="minivllm outputs", daemon=True).start()
 
-    def stop(self) -> None:
-        """End the core, and one that is being started as soon as it is there."""
-        self._stopped.set()
-        self.core.shutdown()
+def _forward(core: CoreHandle, on_message: Callable[[], OnMessage | None], lost: threading.Event) -> None:
+    """Forward a core's messages until it ends, or nobody wants them any more."""
 
-    def let_go(self) -> None:
-        """Tell the core to end, without waiting for it: called by the garbage collector, in any thread."""
-        self._stopped.set()
-        self.core.send(Shutdown())
+    def tell(message: ToFrontend) -> bool:
+        method = on_message()
+        if method is not None:
+            method(message)
+        return method is not None
 
-    def _run(self) -> None:
-        policy, started = RestartPolicy(self.MAX_FAILED_STARTS), -float("inf")
-        while (lost := self._forward()) is not None:
-            self.is_ready = False
-            self.num_deaths += 1
-            logger.error("%s", lost.error)
-            self.core.shutdown()
-            lost.may_return = self._restart
-            self._tell(lost)
-            if not self._restart or not self._start_another(policy, time.monotonic() - started, lost):
-                return
-            started = time.monotonic()
-
-    def _forward(self) -> CoreLost | None:
-        """Forward messages until the core is lost. None if it was shut down, or nobody wants them any more."""
-        while True:
-            message = self.core.receive()
-            if message is None or self._stopped.is_set():
-                return None
-            if isinstance(message, CoreLost):
-                return message
-            if not self._tell(message):
-                return None
-
-    def _tell(self, message: ToFrontend) -> bool:
-        on_message = self._on_message()
-        if on_message is not None:
-            on_message(message)
-        return on_message is not None
-
-    def _start_another(self, policy: RestartPolicy, lived: float, lost: CoreLost) -> bool:
-        """Start a core in place of a dead one. False after too many failed starts in a row, or if nobody wants it any more."""
-        pause = policy.next_pause(lived)
-        while pause is not None:
-            if self._stopped.wait(pause):
-                return False
-            try:
-                core = self._start_core()
-            except Exception as error:  # many kinds: no memory, no file, no process
-                if self._stopped.is_set():
-                    return False
-                pause = policy.next_pause(None)
-                logger.error("Start %d of %d of another engine failed: %s", policy.num_short_lives, self.MAX_FAILED_STARTS, error)
-                lost = CoreLost(f"starting another failed: {error}", may_return=True)
-                self._tell(lost)
-                continue
-            self.core, self.is_ready = core, True
-            if self._stopped.is_set():
-                core.shutdown()
-                return False
-            logger.warning("Another engine has been started.")
-            self._tell(core.ready)
-            return True
-        logger.error("%d starts of an engine in a row failed: giving up.", self.MAX_FAILED_STARTS)
-        self._tell(CoreLost(lost.cause))
-        return False
+    while (message := core.receive()) is not None:
+        if isinstance(message, CoreLost):
+            logger.error("%s", message.error)
+            core.shutdown()
+            lost.set()
+            tell(ReplicaChanged(0, is_ready=False, has_died=True))
+        if not tell(message) or isinstance(message, CoreLost):
+            return

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,6 @@ from minivllm.engine.core_messages import (
     FromCore,
     Shutdown,
     ToCore,
-    ToFrontend,
     decode_from_core,
     encode,
 )
@@ -64,7 +62,7 @@ class CoreHandle(Protocol):
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
-    def receive(self) -> ToFrontend | None:
+    def receive(self) -> EngineCoreOutputs | CoreLost | None:
         """Wait for the next message. A `CoreLost` is the last one if the core ended by itself, None if it was shut down."""
 
     def shutdown(self) -> None:
@@ -95,9 +93,9 @@ class CoreThread:
     def send(self, message: ToCore) -> None:
         self._input.put(message)
 
-    def receive(self) -> ToFrontend | None:
+    def receive(self) -> EngineCoreOutputs | CoreLost | None:
         message = self._output.get()
-        if isinstance(message, CoreReady | EngineCoreOutputs):
+        if isinstance(message, EngineCoreOutputs):
             return message
         if isinstance(message, CoreFailed):
             return CoreLost(message.cause)
@@ -189,9 +187,12 @@ class CoreProcess:
                 with contextlib.suppress(zmq.Again):  # there is no process at the other end any more
                     self._input.send(data, zmq.NOBLOCK)
 
-    def receive(self) -> ToFrontend | None:
+    def receive(self) -> EngineCoreOutputs | CoreLost | None:
         message = self._receive()
-        return CoreLost(message.cause) if isinstance(message, CoreFailed) else message
+        if isinstance(message, CoreFailed):
+            return CoreLost(message.cause)
+        assert not isinstance(message, CoreReady), "it is the first message"
+        return message
 
     def _receive(self) -> CoreReady | EngineCoreOutputs | CoreFailed | CoreLost | None:
         with self._receiving:
@@ -207,7 +208,7 @@ class CoreProcess:
                     continue
                 status = self._process.poll()
                 if status is not None and not self._output.poll(0):
-                    return CoreLost(f"its process {describe_exit(status)}", was_killed=status == -signal.SIGKILL)
+                    return CoreLost(f"its process {describe_exit(status)}")
         return None
 
     def shutdown(self) -> None:

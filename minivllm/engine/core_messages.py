@@ -60,6 +60,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The state of several replicas together."""
         return cls(*map(sum, zip(*map(msgspec.structs.astuple, stats), strict=True)))
 
+    def when_idle(self) -> SchedulerStats:
+        """The same counts, with nothing queued and no block in use."""
+        return msgspec.structs.replace(self, num_running=0, num_waiting=0, num_swapped=0, num_used_blocks=0)
+
     @property
     def load(self) -> ReplicaLoad:
         """How busy the core is, for a router."""
@@ -275,34 +279,65 @@ FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreDraining | CoreLog |
 
 
 @dataclass
+class ReplicaChanged:
+    """A core takes requests from now on, or is lost. That is for metrics: the client moves requests by itself.
+
+    Attributes:
+        engine_index: The rank of the replica; 0 if there is only one core.
+        is_ready: Whether it takes requests.
+        num_gpu_blocks: Of its KV cache, if it is ready.
+        has_died: If it is lost: whether its process has died. If not, it has drained, or is out of reach.
+    """
+
+    engine_index: int
+    is_ready: bool
+    num_gpu_blocks: int = 0
+    has_died: bool = False
+
+
+@dataclass
+class RequestsResumed:
+    """Requests whose replica was lost go on at another.
+
+    Attributes:
+        engine_index: The rank of the other one.
+        count: How many there are.
+    """
+
+    engine_index: int
+    count: int
+
+
+@dataclass
+class RequestsFailed:
+    """Requests that no replica will finish.
+
+    Attributes:
+        requests: Each one's id and number.
+        error: Why.
+    """
+
+    requests: list[tuple[str, int]]
+    error: EngineDeadError
+
+
+@dataclass
 class CoreLost:
-    """A core is gone, or out of reach.
+    """The core is gone for good, or the last of several: the last message.
 
     Attributes:
         cause: Why, in words.
-        engine_index: The rank of the replica.
-        requests: Those that it had, each with its number; None stands for all that were sent.
-        is_last: Whether there is no other core.
-        may_return: If it was the last: whether a core may be there again, in its place.
-        has_died: Whether one of its requests may have killed it. If not, it left, or is out of reach.
-        was_killed: Whether it was killed by SIGKILL, which may have been somebody else's.
     """
 
     cause: str
-    engine_index: int = 0
-    requests: list[tuple[str, int]] | None = None
-    is_last: bool = True
-    may_return: bool = False
-    has_died: bool = True
-    was_killed: bool = False
 
     @property
     def error(self) -> EngineDeadError:
-        """What users are told if no core is left."""
+        """What users are told."""
         return EngineDeadError(f"The engine has ended: {self.cause.rstrip('.')}.")
 
 
-ToFrontend = CoreReady | EngineCoreOutputs | CoreLost
+ToFrontend = EngineCoreOutputs | ReplicaChanged | RequestsResumed | RequestsFailed | CoreLost
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)

@@ -50,6 +50,9 @@ class InputProcessor:
         seed: Requests without a seed draw theirs from a stream that starts here.
         clock: Gives the arrival time, in seconds.
         in_process: Whether the model runs in this process, so that it can call functions of a request.
+
+    Attributes:
+        num_engines: How many replicas there are.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class InputProcessor:
         *,
         in_process: bool = False,
     ) -> None:
-        self.cache_tokens = cache_tokens
+        self.cache_tokens, self.num_engines = cache_tokens, 1
         self._model_config = model_config
         self._scheduler_config = scheduler_config
         self._tokenizer = tokenizer
@@ -93,6 +96,7 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> ProcessedRequest:
         """Validate, tokenize and seed a request.
 
@@ -103,10 +107,13 @@ class InputProcessor:
             params: How to generate; the defaults if None.
             arrival_time: Seconds of the engine's clock; now if None.
             priority: With the "priority" policy, smaller goes first.
+            data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
 
         Raises:
             RequestError: It cannot be served.
         """
+        if data_parallel_rank is not None and not 0 <= data_parallel_rank < self.num_engines:
+            raise RequestError(f"data_parallel_rank is {data_parallel_rank}, but must be from 0 to {self.num_engines - 1}.")
         if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
             raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
         params = SamplingParams() if params is None else params
@@ -126,6 +133,7 @@ class InputProcessor:
             arrival_time=self.clock() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=_read_salt(prompt),
+            data_parallel_rank=data_parallel_rank,
             bad_words=bad_words,
         )
         return ProcessedRequest(text, request)

@@ -29,7 +29,6 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.data_parallel.client import DPLBSyncMPClient
-    from minivllm.data_parallel.failover import Failover
 
 
 class LLMEngine:
@@ -68,10 +67,6 @@ class LLMEngine:
             model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock, in_process=in_process
         )
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
-        self.failover: Failover | None = None
-        """With replicas: what becomes of requests whose replica is lost."""
-        if (use := getattr(engine_core, "use", None)) is not None:
-            self.failover = use(self.output_processor)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
@@ -160,18 +155,13 @@ class LLMEngine:
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )  # fmt: skip
         state = self.output_processor.add_request(processed)
-        if self.failover is not None:
-            self.failover.submit(state)
-        else:
-            self.engine_core.add_request(state.request)
+        state.engine_index = self.engine_core.add_request(state.request)
         return state.request
 
     def abort_request(self, request_id: str) -> None:
         """Finish a request and free its blocks. Unknown and finished ids are ignored."""
         self.output_processor.abort_request(request_id)
         self.engine_core.abort_requests([request_id])
-        if self.failover is not None and self.failover.forget(request_id):
-            self.failover.resume()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -201,11 +191,8 @@ class LLMEngine:
             for output in outputs.outputs:
                 self.abort_request(output.request_id)
             raise
-        return [
-            state.make_output()
-            for state in processed.updated
-            if state.finished or state.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        ]
+        final_only = RequestOutputKind.FINAL_ONLY
+        return [state.make_output() for state in processed.updated if state.finished or state.params.output_kind != final_only]
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -27,7 +27,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from minivllm.config import CacheConfig
-from minivllm.engine.core_messages import SchedulerStats
+from minivllm.engine.core_messages import ReplicaChanged, RequestsResumed, SchedulerStats
 from minivllm.engine.output_processor import RequestState
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -69,13 +69,13 @@ class RequestTimes:
 
 
 class TokenRate:
-    """Tokens per second of an engine, over the last moments, from how many it has generated since it started."""
+    """Tokens per second of an engine, over the last two seconds."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()
 
     def update(self, num_tokens: int, now: float) -> None:
-        """So many have been generated until now, in seconds."""
+        """Record the running token count at time `now`, in seconds."""
         if self._counts and num_tokens < self._counts[-1][1]:
             self._counts.clear()  # another process
         self._counts.append((now, num_tokens))
@@ -96,17 +96,27 @@ class Metrics:
 
     Args:
         model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
+        cache_config: How the engines' caches are laid out.
         num_engines: How many replicas there are.
-        is_shared: Add up over all API servers, which write to the folder that `SHARED_METRICS` names. Process metrics are left out
-            then: they would be those of whichever server answers.
+        client_index, client_count: Which of the API servers this is, and how many there are. If there are several, metrics add up over all of
+            them, which write to the folder that `SHARED_METRICS` names. Process metrics are left out then: they would be those of the server
+            that happens to answer. The first one tells of the engines.
+
+    Attributes:
+        stats_by_engine: The state of each engine's scheduler after its latest step.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str, num_engines: int = 1, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, model_name: str, cache_config: CacheConfig, num_engines: int = 1, client_index: int = 0, client_count: int = 1
+    ) -> None:
+        self._layout, self._tells_of_engines = cache_config, client_index == 0
+        self.stats_by_engine: dict[int, SchedulerStats] = {}
+        self._token_rates = [TokenRate() for _ in range(num_engines)]
         self.registry = self._rendered = CollectorRegistry()
         """Of its own, so that two engines in one process do not share metrics."""
-        if is_shared:
+        if client_count > 1:
             self._rendered = CollectorRegistry()
             MultiProcessCollector(self._rendered, os.environ[SHARED_METRICS])  # type: ignore[no-untyped-call]
         else:
@@ -200,8 +210,6 @@ class Metrics:
         self._model_name = model_name
         self._counts: dict[str, tuple[float, int]] = {}
         """What `count` has returned lately, and when."""
-        self._num_preemptions: dict[int, int] = {}
-        """By engine, in its latest stats."""
         self._layouts: dict[int, tuple[str, ...]] = {}
         """By engine, the labels of its KV cache."""
         self._times: dict[RequestState, RequestTimes] = {}
@@ -213,15 +221,40 @@ class Metrics:
 
     def set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """The state of an engine's scheduler has changed."""
-        labels = (self._model_name, str(engine_index))
-        self._running.labels(*labels).set(stats.num_running)
-        self._waiting.labels(*labels).set(stats.num_waiting + stats.num_swapped)
-        self._cache_usage.labels(*labels).set(stats.cache_usage)
-        self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - self._num_preemptions.get(engine_index, 0)))
-        self._num_preemptions[engine_index] = stats.num_preemptions
+        known = self.stats_by_engine.get(engine_index, SchedulerStats())
+        self.stats_by_engine[engine_index] = stats
+        self._token_rates[engine_index].update(stats.num_generated_tokens, time.monotonic())
+        if self._tells_of_engines:
+            labels = (self._model_name, str(engine_index))
+            self._running.labels(*labels).set(stats.num_running)
+            self._waiting.labels(*labels).set(stats.num_waiting + stats.num_swapped)
+            self._cache_usage.labels(*labels).set(stats.cache_usage)
+            self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - known.num_preemptions))
 
-    def set_cache_config(self, engine_index: int, config: CacheConfig, num_gpu_blocks: int) -> None:
-        """How an engine's cache is laid out, from now on."""
+    def set_idle(self) -> None:
+        """No engine is left, and with them what they had; their counts stay."""
+        for engine_index, stats in self.stats_by_engine.items():
+            self.set_stats(engine_index, stats.when_idle())
+
+    def tokens_per_second(self, engine_index: int) -> float:
+        """How fast an engine has generated in the last two seconds."""
+        return self._token_rates[engine_index].rate(time.monotonic())
+
+    def record_change(self, change: ReplicaChanged) -> None:
+        """An engine takes requests from now on, or is lost, and with it what it had."""
+        rank = change.engine_index
+        if not change.is_ready or rank not in self.stats_by_engine:  # shared gauges are shown once they are set
+            known = self.stats_by_engine.get(rank, SchedulerStats(num_gpu_blocks=change.num_gpu_blocks))
+            self.set_stats(rank, known.when_idle())
+        if self._tells_of_engines:
+            labels = (self._model_name, str(rank))
+            self._is_ready.labels(*labels).set(change.is_ready)
+            self._deaths.labels(*labels).inc(change.has_died)
+            if change.is_ready:
+                self._set_cache_config(rank, change.num_gpu_blocks)
+
+    def _set_cache_config(self, engine_index: int, num_gpu_blocks: int) -> None:
+        config = self._layout
         values = (config.block_size, num_gpu_blocks, config.enable_prefix_caching, config.gpu_memory_utilization)
         layout = tuple(map(str, (*values, config.swap_space_bytes)))
         if engine_index in self._layouts:  # labels cannot be removed where several processes share metrics
@@ -229,15 +262,9 @@ class Metrics:
         self._cache_config.labels(*layout, str(engine_index)).set(1)
         self._layouts[engine_index] = layout
 
-    def set_replica(self, engine_index: int, *, is_ready: bool, has_died: bool = False) -> None:
-        """An engine takes requests from now on, or is gone."""
-        labels = (self._model_name, str(engine_index))
-        self._is_ready.labels(*labels).set(is_ready)
-        self._deaths.labels(*labels).inc(has_died)
-
-    def record_resumption(self, state: RequestState) -> None:
-        """A request whose engine was lost has been sent to another."""
-        self._resumptions.labels(*self._labels(state)).inc()
+    def record_resumptions(self, resumed: RequestsResumed) -> None:
+        """Requests whose engine was lost have been sent to another."""
+        self._resumptions.labels(self._model_name, str(resumed.engine_index)).inc(resumed.count)
 
     def record_lost_request(self, state: RequestState) -> None:
         """A request has failed because its engine was lost."""
@@ -252,9 +279,7 @@ class Metrics:
             self._counts[name] = now, _sum_samples(self._rendered.collect(), full_name)
         return self._counts[name][1]
 
-    def record_outputs(
-        self, engine_index: int, states: list[RequestState], now: float, step_end: float, has_prefix_cache: bool
-    ) -> None:
+    def record_outputs(self, engine_index: int, states: list[RequestState], now: float, step_end: float) -> None:
         """A step added something to these requests.
 
         Args:
@@ -262,12 +287,11 @@ class Metrics:
             states: The requests, after the step.
             now: Seconds of `time.perf_counter`.
             step_end: When the step ended, on the core's clock.
-            has_prefix_cache: Whether prompts are looked up.
         """
-        if num_tokens := sum(self._record_output(state, now, step_end, has_prefix_cache) for state in states):
+        if num_tokens := sum(self._record_output(state, now, step_end) for state in states):
             self._step_tokens.labels(self._model_name, str(engine_index)).observe(num_tokens)
 
-    def _record_output(self, state: RequestState, now: float, step_end: float, has_prefix_cache: bool) -> int:
+    def _record_output(self, state: RequestState, now: float, step_end: float) -> int:
         """Returns how many tokens were added; at the first one, those of the prompt that were computed, too."""
         times, labels = self._times.setdefault(state, RequestTimes()), self._labels(state)
         num_new = num_prompt = 0
@@ -279,7 +303,7 @@ class Metrics:
         if num_new:
             if times.latest is None:
                 num_prompt = len(state.request.prompt_token_ids) - state.metrics.num_cached_tokens
-                self._record_first_token(state, now, has_prefix_cache)
+                self._record_first_token(state, now)
             else:
                 self._itl.labels(*labels).observe(now - times.latest)
             self._generation_tokens.labels(*labels).inc(num_new)
@@ -291,11 +315,11 @@ class Metrics:
             self.record_finish(state, "error" if state.error or not reasons else str(reasons[-1]), now)
         return num_prompt + num_new
 
-    def _record_first_token(self, state: RequestState, now: float, has_prefix_cache: bool) -> None:
+    def _record_first_token(self, state: RequestState, now: float) -> None:
         metrics, num_prompt_tokens, labels = state.metrics, len(state.request.prompt_token_ids), self._labels(state)
         self._ttft.labels(*labels).observe(now - metrics.arrival_time)
         self._prompt_tokens.labels(*labels).inc(num_prompt_tokens)
-        if has_prefix_cache:
+        if self._layout.enable_prefix_caching:
             self._prefix_queries.labels(*labels).inc(num_prompt_tokens)
             self._prefix_hits.labels(*labels).inc(metrics.num_cached_tokens)
 

@@ -14,7 +14,6 @@ from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from minivllm.request import EngineCoreRequest, Resumption
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -99,7 +98,6 @@ class RequestState:
     Attributes:
         finished: Whether it gets no more tokens. The frontend can know that before the core does.
         engine_index: The replica where it is, or was last.
-        was_sent: Whether it has been at a replica.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class RequestState:
         self.metrics = RequestMetrics(request.arrival_time)
         self.error: str | None = None
         self.finished = False
-        self.engine_index, self.was_sent = 0, False
+        self.engine_index = 0
         self.texts: dict[int, SequenceText] = {}
         self._tokenizer, self._detokenizer_cls = tokenizer, detokenizer_cls
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -156,14 +154,6 @@ class RequestState:
             if stop is not None:
                 return stop
         return text.finish() if new.finish_reason is not None else None
-
-    def resumed_request(self) -> EngineCoreRequest:
-        """For another engine core: the request, and how far it has got."""
-        if not self.texts:
-            return self.request
-        output = {index: list(text.output.token_ids) for index, text in self.texts.items() if not text.output.finished}
-        params = replace(self.params, prompt_logprobs=None)  # all of them came before the first token
-        return replace(self.request, sampling_params=params, resumption=Resumption(output, self.metrics))
 
     def abort(self) -> None:
         """Finish it here: sequences that have not finished get the finish reason "abort"."""
@@ -242,11 +232,6 @@ class OutputProcessor:
         state = RequestState(replace(processed, core_request=request), self.tokenizer, self.detokenizer_cls)
         self.states[request.request_id] = state
         return state
-
-    def renew(self, state: RequestState) -> EngineCoreRequest:
-        """Give a request another number, so that what still comes under the old one is ignored. Returns how it goes on."""
-        state.request = replace(state.request, number=next(self._numbers))
-        return state.resumed_request()
 
     def abort_request(self, request_id: str) -> RequestState | None:
         """Stop tracking a request; None if it is unknown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncGenerator, Callable
 
 from minivllm.engine.output_processor import RequestState
 from minivllm.engine.trace import StepRecord
@@ -62,7 +63,7 @@ class StepQueue:
         self.news = asyncio.Event()
 
     def put(self, engine_index: int, record: StepRecord) -> None:
-        """There was a step. All records of a reader who is too slow are dropped: it needs to be told anew what there is."""
+        """There was a step. A reader that is too slow loses all records, and needs a new description of all requests."""
         if len(self.records) == MAX_KEPT_STEPS:
             self.records.clear()
             self.has_missed = True
@@ -73,3 +74,56 @@ class StepQueue:
         """There will be no more."""
         self.failure = error
         self.news.set()
+
+
+class StepWatchers:
+    """The readers of the core's steps. The core records its steps while there are any.
+
+    Used from the event loop alone.
+
+    Args:
+        set_tracing: Tells the core to record steps, and to describe all requests in the next record; or to stop.
+    """
+
+    def __init__(self, set_tracing: Callable[[bool], None]) -> None:
+        self._set_tracing = set_tracing
+        self._queues: set[StepQueue] = set()
+
+    async def watch(self) -> AsyncGenerator[tuple[int, StepRecord], None]:
+        """The steps from now on, each with the rank of its replica. A slow reader misses some."""
+        queue = StepQueue()
+        self._set_tracing(True)
+        self._queues.add(queue)
+        try:
+            while True:
+                await queue.news.wait()
+                if queue.has_missed:
+                    queue.has_missed = False
+                    self._set_tracing(True)
+                while queue.records:
+                    yield queue.records.popleft()
+                if queue.failure is not None:
+                    raise queue.failure
+                queue.news.clear()
+        finally:
+            if queue in self._queues:  # not if the core has died, or another event loop has taken over
+                self._queues.remove(queue)
+                if not self._queues:
+                    self._set_tracing(False)
+
+    def put(self, engine_index: int, record: StepRecord) -> None:
+        """There was a step."""
+        for queue in self._queues:
+            queue.put(engine_index, record)
+
+    def fail(self, error: EngineDeadError) -> None:
+        """There will be no more steps."""
+        queues, self._queues = self._queues, set()
+        for queue in queues:
+            queue.fail(error)
+
+    def clear(self) -> None:
+        """Forget the readers: their event loop was closed."""
+        if self._queues:
+            self._queues.clear()
+            self._set_tracing(False)

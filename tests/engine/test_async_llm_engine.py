@@ -33,6 +33,7 @@ from minivllm.engine.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     NewTokens,
+    ReplicaChanged,
     SchedulerStats,
     SetTracing,
     Shutdown,
@@ -575,7 +576,7 @@ have today."""
 
 
 def test_vllms_dashboard_has_all_its_series_from_the_beginning():
-    metrics = Metrics("a model", 2)
+    metrics = Metrics("a model", CacheConfig(), 2)
     samples = [sample for metric in metrics.registry.collect() for sample in metric.samples]
     for panel, names in DASHBOARD.items():
         for name in names:
@@ -589,9 +590,9 @@ def test_vllms_dashboard_has_all_its_series_from_the_beginning():
 
 
 def test_the_layout_of_a_cache_is_told_and_changes_with_it():
-    metrics = Metrics("model")
+    metrics = Metrics("model", CacheConfig(block_size=16))
     for num_gpu_blocks in (100, 200):
-        metrics.set_cache_config(0, CacheConfig(block_size=16), num_gpu_blocks)
+        metrics.record_change(ReplicaChanged(0, is_ready=True, num_gpu_blocks=num_gpu_blocks))
     samples = {
         sample.labels["num_gpu_blocks"]: sample.value
         for metric in metrics.registry.collect()
@@ -602,14 +603,14 @@ def test_the_layout_of_a_cache_is_told_and_changes_with_it():
 
 
 def test_each_of_n_answers_has_its_own_length_and_pace():
-    metrics = Metrics("model")
+    metrics = Metrics("model", CacheConfig())
     state = make_state(SamplingParams(n=2), arrival_time=10.0)
     for moment, lengths in ((11.0, (1, 1)), (12.0, (1, 1)), (14.0, (0, 2))):
         new = [NewTokens(i, [5] * length) for i, length in enumerate(lengths) if length]
         if moment == 14.0:
             new = [NewTokens(i, tokens.token_ids, finish_reason="stop") for i, tokens in enumerate([NewTokens(0, []), *new])]
         state.add(make_core_output(*new, finished=moment == 14.0, metrics=RequestMetrics(10.0, 10.5)), moment)
-        metrics.record_outputs(0, [state], moment, moment, has_prefix_cache=False)
+        metrics.record_outputs(0, [state], moment, moment)
     sums = {
         name: (value("sum"), value("count"))
         for name in ("request_generation_tokens", "request_time_per_output_token_seconds", "e2e_request_latency_seconds")
@@ -625,7 +626,7 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
 
 
 def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
-    metrics = Metrics("model")
+    metrics = Metrics("model", CacheConfig())
     for total in (2, 2, 5, 0, 1):  # then another engine, which begins anew
         metrics.set_stats(0, SchedulerStats(num_preemptions=total))
     assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model", "engine": "0"}) == 5 + 1
@@ -876,8 +877,8 @@ def test_a_message_that_is_none_is_refused(data):
 
 def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_a_process):
     client = in_a_process._client
-    with client._supervisor.core._lock:
-        client._supervisor.core._input.send(b"nonsense")
+    with client._core._lock:
+        client._core._input.send(b"nonsense")
 
     async def run():
         task = asyncio.create_task(collect(in_a_process, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), request_id="r"))

@@ -24,9 +24,8 @@ from failing_parts import FailingSampler
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
-from minivllm.data_parallel.engine_core_proc import message_header
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_messages import AddRequest, EngineCoreOutputs, Heartbeat, SchedulerStats, encode
+from minivllm.engine.core_messages import AddRequest, EngineCoreOutputs, Heartbeat, SchedulerStats
 from minivllm.entrypoints.openai.errors import as_api_error
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError, RequestGivenUpError
 
@@ -90,8 +89,16 @@ def states(engine):
     return [status.state for status in engine.replicas.statuses()]
 
 
+def is_healthy(engine):
+    try:
+        engine.check_health()
+    except EngineDeadError:
+        return False
+    return True
+
+
 def in_flight(engine):
-    return engine._client.replicas._table._router.num_in_flight
+    return engine._client.replicas.group.table._router.num_in_flight
 
 
 def test_two_replicas_generate_what_one_engine_does_and_both_work(engine, alone):
@@ -155,8 +162,8 @@ def test_a_replica_whose_messages_were_lost_begins_anew_though_it_is_never_idle(
     async def run():
         streams = [asyncio.create_task(collect(engine, [5 + i] * 4, params)) for i in range(2)]
         await becomes(lambda: [stats.num_running for stats in engine.stats_by_engine.values()] == [1, 1])
-        with replicas._lock:
-            replicas._liveness.peers[0].next_number += 1  # as if one were missing
+        with replicas.lock:
+            replicas.group.liveness.peers[0].next_number += 1  # as if one were missing
         await becomes(lambda: in_flight(engine)[1] == 2)
         await becomes(lambda: set(states(engine)) == {"ready"}, 3)
         assert in_flight(engine) == [0, 2]
@@ -170,23 +177,24 @@ def test_a_replica_whose_messages_were_lost_begins_anew_though_it_is_never_idle(
 
 
 def test_a_request_that_cannot_be_sent_goes_elsewhere_and_the_replica_is_used_again_when_it_is_connected(engine, monkeypatch):
-    replicas, send, failed = engine._client.replicas, type(engine._client.replicas)._send, []
+    replicas, failed = engine._client.replicas, []
+    group, send = replicas.group, replicas.group._send_to
 
-    def fail_once(rank, message):
+    def fail_once(rank, incarnation, message):
         if isinstance(message, AddRequest) and not failed:
-            failed.append(rank)
+            failed.append((rank, incarnation))
             return False
-        return send(replicas, rank, message)
+        return send(rank, incarnation, message)
 
-    monkeypatch.setattr(replicas, "_send", fail_once)
+    monkeypatch.setattr(group, "_send_to", fail_once)
 
     async def run():
         for _ in range(4):
             assert len((await collect(engine, [5], SHORT)).outputs[0].token_ids) == 5
-        assert replicas._table.open == [1 - failed[0]]
-        with replicas._lock:
-            replicas._carry_out(replicas._liveness.connect(failed[0]))
-        await becomes(lambda: len(replicas._table.open) == 2, 3)
+        assert group.table.open == [1 - failed[0][0]]
+        with replicas.lock:
+            group.connect(failed)
+        await becomes(lambda: len(group.table.open) == 2, 3)
         assert states(engine) == ["ready", "ready"]
 
     asyncio.run(run())
@@ -212,7 +220,7 @@ def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog, monkey
 
     def after_a_pause():
         if not is_done.is_set():  # between two rounds of the thread of messages
-            for peer in replicas._liveness.peers:
+            for peer in replicas.group.liveness.peers:
                 peer.last_heard = time.monotonic() - 60
             replicas._latest_check = time.monotonic() - 60
         is_done.set()
@@ -238,7 +246,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
             lambda: all(stats.num_running for stats in engine.stats_by_engine.values()) and len(engine.stats_by_engine) == 3
         )
         os.kill(first, signal.SIGTERM)
-        await becomes(lambda: "Replica 0 leaves" in caplog.text)
+        await becomes(lambda: "Replica 0 is draining" in caplog.text)
         busy = asyncio.create_task(collect(engine, [9] * 4, replace(LONG, max_tokens=4000)))  # its replica has no quiet moment
         await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
         os.kill(third, signal.SIGKILL)
@@ -246,8 +254,8 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
         replicas = engine._client.replicas
         late = EngineCoreOutputs([], 0.0, SchedulerStats(num_running=3), engine_index=2)
         for message in (late, Heartbeat(2, 300, third)):  # what it had sent, and was not read yet
-            header = message_header(replicas._liveness.peers[2].incarnation, replicas._liveness.peers[2].next_number)
-            assert replicas._take_message([header, encode(message)]) == []
+            peer = replicas.group.liveness.peers[2]
+            assert replicas._take_message(peer.incarnation, peer.next_number, message) == []
         await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(6)])
         assert states(engine)[2] == "gone" and engine.stats_by_engine[2].num_running == 0
         assert tokens_of(await asyncio.gather(*streams)) == expected
@@ -278,33 +286,34 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_
         before = replicas.process_ids
         os.kill(before[0], signal.SIGKILL)
         await becomes(lambda: len(replicas.process_ids) == 2 and replicas.process_ids[0] != before[0], 30)
-        await becomes(lambda: sorted(replicas._table.open) == [0, 1], 30)
+        await becomes(lambda: sorted(replicas.group.table.open) == [0, 1], 30)
         assert replicas.process_ids[1] == before[1]
         outputs = await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(4)])
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
         os.kill(replicas.process_ids[1], signal.SIGTERM)
         await becomes(lambda: "Replica 1 has left." in caplog.text, 30)
-        assert replicas._table.open == [0]
+        assert replicas.group.table.open == [0]
         # and now the only one that is left: until it is back, requests wait
         running = asyncio.create_task(collect(engine, [5] * 4, LONG))
         await becomes(lambda: engine.stats.num_running)
         os.kill(replicas.process_ids[0], signal.SIGKILL)
-        await becomes(lambda: engine.dead_error is not None)
+        await becomes(lambda: not is_healthy(engine))
         with pytest.raises(EngineDeadError, match="Another engine is being started"):
             engine.check_health()
         assert tokens_of([await collect(engine, [5], SHORT)]) == tokens_of(outputs[:1])
-        assert engine.dead_error is None
+        engine.check_health()
         assert tokens_of([await running]) == tokens_of(alone.generate([[5] * 4], LONG, use_tqdm=False))
         # and for how long is limited
-        engine._failover_timeout = 0.5
+        replicas.group.failover.timeout = 0.5
         running = [asyncio.create_task(collect(engine, [5] * 4, LONG)) for _ in range(2)]
         await becomes(lambda: engine.stats.num_running)
         os.kill(replicas.process_ids[0], signal.SIGKILL)
         await asyncio.wait(running)
-        assert {str(task.exception()) for task in running} == {str(engine.dead_error)}
-        with pytest.raises(EngineDeadError, match="Another engine is being started"):
+        [reason] = {str(task.exception()) for task in running}
+        with pytest.raises(EngineDeadError, match="Another engine is being started") as refusal:
             await collect(engine, [5], SHORT)
-        await becomes(lambda: engine.dead_error is None, 30)
+        assert str(refusal.value) == reason
+        await becomes(lambda: is_healthy(engine), 30)
         await collect(engine, [5], SHORT)
 
     with caplog.at_level(logging.WARNING):

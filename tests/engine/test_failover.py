@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
+from minivllm.data_parallel.request_table import InFlightRequest
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.sampling_params import RequestOutputKind
 
@@ -64,18 +65,25 @@ def start(engine, number, params):
 
 
 def run_alone(engine, params):
-    """Run a request. Returns its outputs, and its frontend's state before each token."""
+    """Run a request. Returns its outputs; and before each token, its frontend's state and the client's."""
     processor, state = start(engine, "alone", params)
+    in_flight = InFlightRequest.begin(state.request)
     engine.core.add_request(state.request)
     outputs, states = [], []
     while True:
         shared = {id(part): part for part in (engine.tokenizer, *vars(engine.tokenizer).values())}
-        states.append((copy.deepcopy(state, shared), len(outputs)))
-        processed = processor.process_outputs(engine.core.step())
+        states.append((copy.deepcopy((state, in_flight), shared), len(outputs)))
+        step = engine.core.step()
+        for output in step.outputs:
+            in_flight.add(output)
+        processed = processor.process_outputs(step)
         engine.core.stop_sequences(processed.stopped)
+        for stopped in processed.stopped:
+            in_flight.finish_sequence(stopped.index)
         if processed.updated:
             outputs.append(state.make_output())
         if state.finished:
+            assert not in_flight.unfinished
             return outputs, states
 
 
@@ -83,11 +91,12 @@ def go_on(engine, states):
     """Let interrupted requests go on, all in one batch. Returns the outputs of each."""
     processor = OutputProcessor(engine.tokenizer)
     outputs = {}
-    for number, state in enumerate(states):
-        state.request = replace(state.request, request_id=str(number))
+    for number, (state, in_flight) in enumerate(states):
+        in_flight.request = replace(in_flight.request, request_id=str(number))
+        state.request = replace(state.request, request_id=str(number), number=number)
         processor.states[str(number)] = state
         outputs[str(number)] = []
-        engine.core.add_request(processor.renew(state))
+        engine.core.add_request(in_flight.to_send(number))
     while processor.states:
         processed = processor.process_outputs(engine.core.step())
         engine.core.stop_sequences(processed.stopped)
@@ -140,9 +149,9 @@ def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, par
         outputs, states = run_alone(llm.llm_engine, params)
         assert len(states) > 1 and outputs[-1].finished
         whole = joined(outputs, params.n)
-        for state, num_given in states:
-            if state.texts or num_given == 0:
-                interrupted.append(state)
+        for interrupted_state, num_given in states:
+            if interrupted_state[0].texts or num_given == 0:
+                interrupted.append(interrupted_state)
                 expected.append((outputs, num_given, whole))
     assert len(interrupted) > 180
     step = 1 if name == "default" else 7

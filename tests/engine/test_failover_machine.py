@@ -9,11 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.data_parallel.failover import MAX_DEATHS, MAX_KILLS, Failover, give_up_error
-from minivllm.data_parallel.replica_table import ReplicaTable
+from minivllm.data_parallel.request_table import RequestTable
 from minivllm.data_parallel.routing import make_router
-from minivllm.engine.core_messages import CoreLost, EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats
+from minivllm.engine.core_messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    NewTokens,
+    RequestsFailed,
+    SchedulerStats,
+    StoppedSequence,
+)
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.output_processor import OutputProcessor
+from minivllm.errors import EngineDeadError
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
@@ -65,9 +73,9 @@ class World:
 
     def __init__(self, rng, size, by_sigkill):
         self.rng, self.size, self.by_sigkill = rng, size, by_sigkill
-        self.table = ReplicaTable(make_router("least-loaded"), 16)
+        self.table = RequestTable(make_router("least-loaded"), 16)
         self.processor = OutputProcessor(None)
-        self.failover = Failover(self.processor, self)
+        self.failover = Failover(self.table, self.send, timeout=60.0)
         self.replicas: dict[int, FakeReplica] = {}
         self.old: list[tuple[int, FakeReplica]] = []
         """Stopped processes that were given up, and may go on."""
@@ -77,20 +85,17 @@ class World:
         for index in range(size):
             self.start(index)
 
-    @property
-    def takes_requests(self):
-        return bool(self.table.open)
-
-    def add_request(self, request, avoid=()):
-        index = self.table.add(request, avoid)
-        assert index not in avoid
+    def send(self, index, request):
+        suspects = set(self.failover.blame.deaths) - {request.request_id}
+        if request.request_id in self.failover.blame.deaths:
+            assert not suspects & self.replicas[index].requests.keys(), "two suspects at one replica"
         self.replicas[index].add(request)
-        return index
+        return True
 
     def start(self, index):
         self.replicas[index] = FakeReplica()
         self.table.take_in(index, 100)
-        self.failover.resume()
+        self.failover.retry_pending()
 
     def submit(self, poisonous):
         number = len(self.states)
@@ -99,7 +104,7 @@ class World:
         request = EngineCoreRequest(f"r{number}", [1, 2], params, 2 + LENGTH, seed=number, priority=kills_at)
         state = self.processor.add_request(ProcessedRequest(None, request))
         self.states[state.request.request_id] = state
-        self.failover.submit(state)
+        self.failover.submit(state.request)
 
     def abort(self):
         unfinished = sorted(self.processor.states)
@@ -107,11 +112,24 @@ class World:
             request_id = self.rng.choice(unfinished)
             self.aborted.add(request_id)
             self.processor.abort_request(request_id)
-            index = self.table.abort(request_id)
+            index = self.failover.remove(request_id)
             if index is not None and index in self.replicas:
                 self.replicas[index].requests.pop(request_id, None)
-            if self.failover.forget(request_id):
-                self.failover.resume()
+            self.failover.retry_pending()
+
+    def stop_sequence(self):
+        """The frontend finds a stop string in a sequence: it gets no more tokens, wherever the request is."""
+        for request_id in sorted(self.processor.states):
+            state = self.processor.states[request_id]
+            unfinished = [index for index, text in state.texts.items() if not text.output.finished]
+            if len(unfinished) > 1:
+                state.texts[unfinished[0]].output.finish_reason = "stop"
+                told = self.failover.stop(StoppedSequence(request_id, state.request.number, unfinished[0], "."))
+                if told is not None:
+                    request, output = self.replicas[told[0]].requests.get(request_id, (None, {}))
+                    if request is not None and request.number == told[1].number:
+                        output.pop(unfinished[0], None)
+                return
 
     def step(self):
         running = [index for index, replica in self.replicas.items() if not replica.is_stopped]
@@ -136,10 +154,9 @@ class World:
     def take(self, index, outputs):
         if index not in self.replicas:
             return
-        outputs = [output for output in outputs if self.table.take_output(index, output)]
-        processed = self.processor.process_outputs(EngineCoreOutputs(outputs, 0.0, SchedulerStats(), engine_index=index))
-        if self.failover.note_tokens(state.request.request_id for state in processed.updated):
-            self.failover.resume()
+        outputs = [output for output in outputs if self.failover.take_output(index, output)]
+        self.processor.process_outputs(EngineCoreOutputs(outputs, 0.0, SchedulerStats(), engine_index=index))
+        self.failover.retry_pending()
 
     def lose(self, index, *, has_died, was_killed=False, last_words=True):
         while last_words and any(sender == index for sender, _ in self.in_transit):
@@ -147,10 +164,12 @@ class World:
             self.take(index, self.in_transit.pop(place)[1])
         self.in_transit = [(sender, outputs) for sender, outputs in self.in_transit if sender != index]
         self.replicas.pop(index)
-        for state in self.failover.lose(self.table.remove(index), has_died=has_died, was_killed=was_killed):
-            self.given_up.add(state.request.request_id)
-            self.processor.abort_request(state.request.request_id)
-        self.failover.resume()
+        failed = self.failover.lose(index, has_died=has_died, was_killed=was_killed)
+        for request_id, number in failed.requests if failed else ():
+            assert self.processor.states[request_id].request.number == number
+            self.given_up.add(request_id)
+            self.processor.abort_request(request_id)
+        self.failover.retry_pending()
 
     def kill(self):
         if self.replicas:
@@ -184,19 +203,25 @@ class World:
             self.start(self.rng.choice(gone))
 
     def check(self):
-        self.most_deaths = max([self.most_deaths, *self.failover._deaths.values()])
-        tried = list(self.failover._tried.values())
-        assert len(tried) == len(set(tried)), "two suspects at one replica"
-        at_replicas = [request_id for index in range(self.size) for request_id in self.table.requests_at(index)]
-        waiting = [state.request.request_id for state in self.failover.waiting]
+        self.most_deaths = max([self.most_deaths, *self.failover.blame.deaths.values()])
+        at_replicas = [item.request_id for index in range(self.size) for item in self.table.requests_at(index)]
+        waiting = [item.request_id for item in self.table.pending]
         assert sorted(at_replicas + waiting) == sorted(self.processor.states), "each request is at one replica, or waits"
-        assert not self.failover.is_stuck or not self.table.open
+        for request_id, state in self.processor.states.items():
+            known = {index: text.output.token_ids for index, text in state.texts.items() if not text.output.finished}
+            assert self.table.requests[request_id].token_ids == known, "the client knows what the frontend does"
+        suspects = {self.table.requests[request_id].replica for request_id in self.failover.blame.deaths}
+        assert not (waiting and self.table.open) or suspects - {None}, "requests wait only for their turn"
 
 
 def run(seed, *, num_killers=0, with_kills=True, by_sigkill=False):
     rng = random.Random(seed)
     world = World(rng, rng.randint(1, 4), by_sigkill)
-    events = [world.step] * 8 + [world.deliver] * 8 + [world.abort, world.restart, world.stop, world.miss, world.wake]
+    events = (
+        [world.step] * 8
+        + [world.deliver] * 8
+        + [world.abort, world.stop_sequence, world.restart, world.stop, world.miss, world.wake]
+    )
     events += [lambda: world.submit(False)] * 3
     events += [world.kill] * (2 * with_kills)
     num_events = rng.randint(1, 120)
@@ -216,14 +241,15 @@ def run(seed, *, num_killers=0, with_kills=True, by_sigkill=False):
             world.deliver()
         world.check()
     assert not world.processor.states, "all have come to an end"
-    assert not world.failover.waiting and not world.failover._deaths and not world.failover._tried
+    assert not world.table.requests and not world.table.pending and not world.failover.blame.deaths
     for request_id, state in world.states.items():
         for index, text in state.texts.items():
             expected = [token_at(state.request.seed, index, position) for position in range(LENGTH)]
             tokens = text.output.token_ids
             assert tokens == expected[: len(tokens)], "no token twice, none missing, none of another"
         if request_id not in world.aborted | world.given_up:
-            assert [len(text.output.token_ids) for text in state.texts.values()] == [LENGTH] * state.params.n
+            lengths = [len(text.output.token_ids) for text in state.texts.values() if text.output.finish_reason != "stop"]
+            assert lengths and set(lengths) == {LENGTH} and len(state.texts) == state.params.n
     return world
 
 
@@ -242,7 +268,7 @@ def test_who_is_there_twice_when_somebody_kills_replicas_from_outside_is_not_bla
             world.lose(2, has_died=True, was_killed=True)
         world.submit(False)
         for _ in range(2):
-            index = world.states["r0"].engine_index
+            index = world.table.requests["r0"].replica
             world.lose(index, has_died=True, was_killed=True)
             if kills_elsewhere:
                 world.start(index)
@@ -261,5 +287,19 @@ def test_who_kills_replicas_is_given_up_after_two_and_nobody_else_is(seed, num_k
 
 
 def test_the_sender_of_a_request_that_is_given_up_is_told_why():
-    error = give_up_error(CoreLost("its process was killed by SIGSEGV", engine_index=3))
+    error = give_up_error(3, "its process was killed by SIGSEGV")
     assert "was given up" in str(error) and "replica 3, in this way: its process was killed by SIGSEGV." in str(error)
+
+
+def test_requests_wait_for_a_replica_for_a_while_and_then_new_ones_are_refused_until_there_is_one():
+    table, error = RequestTable(make_router("least-loaded"), 16), EngineDeadError("none")
+    failover = Failover(table, lambda index, request: True, timeout=60.0)
+    request = EngineCoreRequest("r", [1, 2], SamplingParams(), 10, number=7)
+    failover.submit(request)
+    assert failover.give_up_after_timeout(100.0, error) is None and failover.give_up_after_timeout(160.0, error) is None
+    assert failover.give_up_after_timeout(161.0, error) == RequestsFailed([("r", 7)], error)
+    assert not table.requests and failover.give_up_after_timeout(162.0, error) is None and failover.has_timed_out(162.0)
+    table.take_in(0, 100)
+    failover.give_up_after_timeout(163.0, error)
+    assert not failover.has_timed_out(163.0)
+    assert failover.submit(request) == 0 and not table.pending

@@ -49,7 +49,7 @@ class Node:
         monkeypatch.setattr(FakeProcess, "started", [])
         monkeypatch.setattr(processes, "ReplicaProcess", FakeProcess)
         monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.0)
-        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 10**9))
         parallel = SimpleNamespace(local_ranks=range(2, 4), max_replica_deaths=3, tensor_parallel_size=1)
         config = SimpleNamespace(parallel_config=parallel, worker_config=SimpleNamespace(device="cpu"), to_bytes=lambda: b"")
         self.sockets = Sockets()
@@ -158,3 +158,34 @@ def test_the_coordinator_hears_that_the_node_is_alive_who_died_and_that_it_ends(
     assert heard == [NodeAlive("node", [2, 3]), died, NodeAlive("node", [2, 3]), NodeAlive("node", [])]
     assert isinstance(died, ReplicaDied)
     node.replicas.shutdown(told=())
+
+
+def test_one_that_is_being_started_again_is_ended_with_the_others(node):
+    node.end(-9, lived=60.0)
+    node.replicas.find_ended()
+    assert FakeProcess.started[-1].exit_status is None
+    node.replicas.shutdown(told=(2,))
+    assert [process.exit_status for process in FakeProcess.started] == [-9, -9, -9]
+
+
+def test_a_start_that_the_system_refuses_is_tried_again_like_one_that_failed(node, monkeypatch):
+    start = node.replicas._start
+
+    def refuse(*arguments, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    node.replicas._start = refuse
+    node.end(-9, lived=60.0)
+    [died] = node.replicas.find_ended()
+    assert (died.engine_index, died.outlook, died.has_died) == (3, "starting", True)
+    assert died.end == "its process could not be started: Cannot allocate memory"
+    node.replicas._start = start
+    assert node.replicas.find_ended() == [], "there is a pause first"
+    node.now += 1.1
+    node.replicas.find_ended()
+    assert node.started == [2, 3, 3]
+    node.replicas._start = refuse
+    node.end(1)
+    node.now += 2.1
+    [died] = node.replicas.find_ended()
+    assert died.outlook == "given up"

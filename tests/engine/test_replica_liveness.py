@@ -32,7 +32,7 @@ class Frontend:
         return self.liveness.state_of(rank)
 
     def begin(self, rank=0, incarnation=5):
-        self.liveness.connect(rank)
+        self.liveness.connect(rank, incarnation)
         assert self.hear(READY, rank, incarnation) == [Join(rank, 100)]
 
 
@@ -46,17 +46,17 @@ def frontend():
 def test_a_replica_joins_when_it_is_ready_and_connected_in_either_order():
     frontend = Frontend()
     assert frontend.state() == "starting"
-    assert frontend.liveness.connect(0) == []
+    assert frontend.liveness.connect(0, 5) == []
     assert frontend.hear(READY) == [Join(0, 100)]
     assert frontend.state() == "ready"
     assert frontend.hear(READY, rank=1) == []
-    assert frontend.liveness.connect(1) == [Join(1, 100)]
+    assert frontend.liveness.connect(1, 5) == [Join(1, 100)]
     assert frontend.hear(Heartbeat(0, 100, 7)) == [], "it is there already"
 
 
 def test_a_heartbeat_stands_in_for_a_ready_message_that_was_lost():
     frontend = Frontend()
-    frontend.liveness.connect(0)
+    frontend.liveness.connect(0, 5)
     assert frontend.hear(Heartbeat(0, 50, 7), skip=1) == [Join(0, 50)]
     assert frontend.liveness.peers[0].ready.process_id == 7
 
@@ -76,9 +76,18 @@ def test_a_gap_in_front_of_the_message_that_announces_its_leaving_is_no_exceptio
 
 
 def test_a_new_connection_fences(frontend):
-    [lose] = frontend.liveness.connect(0)
+    [lose] = frontend.liveness.connect(0, 5)
     assert "connection broke" in lose.cause and not lose.has_died
     assert frontend.hear(Heartbeat(0, 100, 7)) == [Join(0, 100)]
+
+
+def test_a_process_that_is_back_after_a_cut_does_not_take_its_successors_place(frontend):
+    frontend.liveness.connect(0, 6)
+    frontend.hear(READY, incarnation=6)
+    assert frontend.liveness.connect(0, 5) == []
+    assert frontend.hear(Heartbeat(0, 100, 7), incarnation=5) == []
+    assert frontend.state() == "ready" and frontend.liveness.is_believed(0, 6)
+    assert frontend.liveness.peers[0].connected == 6, "nothing is sent to the other one"
 
 
 def test_silence_fences_and_the_next_word_ends_it_though_others_keep_it_busy(frontend):
@@ -96,6 +105,7 @@ def test_silence_fences_and_the_next_word_ends_it_though_others_keep_it_busy(fro
 
 
 def test_a_late_notice_of_a_death_is_not_taken_for_that_of_the_next_process(frontend):
+    assert frontend.liveness.connect(0, 6) == []
     [lose, join] = frontend.hear(READY, incarnation=6)
     assert lose.has_died and join == Join(0, 100)
     assert frontend.liveness.note_death(0, 5, "its process was killed by SIGKILL") == []
@@ -134,6 +144,7 @@ def test_one_that_leaves_is_told_so_again_and_again_until_it_has_left(frontend):
     assert frontend.hear(CoreDraining(is_drained=True, returns=True)) == [Lose(0, "it left")]
     assert frontend.state() == "starting" and frontend.liveness.peers[0].may_return
     assert frontend.liveness.note_death(0, 5, "its process ended with status 75", has_died=False, outlook="starting") == []
+    frontend.liveness.connect(0, 6)
     assert frontend.hear(READY, incarnation=6) == [Join(0, 100)]
 
 
@@ -220,6 +231,11 @@ class Network:
         for rank in range(self.SIZE):
             self.start(rank)
 
+    def addressed(self, rank):
+        """The process of a rank that the frontend sends to."""
+        incarnation = self.liveness.peers[rank].incarnation
+        return next(process for process in self.processes if process.incarnation == incarnation)
+
     def current(self, rank):
         """The newest process of a rank."""
         return [process for process in self.processes if process.rank == rank][-1]
@@ -289,7 +305,8 @@ class Network:
 
     def hear_hello(self):
         if self.hellos:
-            self.carry_out(self.liveness.connect(self.hellos.pop(0).rank))
+            process = self.hellos.pop(0)
+            self.carry_out(self.liveness.connect(process.rank, process.incarnation))
 
     def deliver(self, process=None):
         while self.hellos:
@@ -319,7 +336,7 @@ class Network:
             if isinstance(decision, Lose):
                 del self.session[rank]
                 continue
-            receiver = self.current(rank)
+            receiver = self.addressed(rank)
             if isinstance(decision, Withdraw) and decision.previous in (PeerState.READY, PeerState.DRAINING):
                 assert rank in self.session
             else:

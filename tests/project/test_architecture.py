@@ -48,6 +48,17 @@ BELOW = {
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+FRONTENDS = {"llm_engine", "async_llm_engine", "input_processor", "output_processor", "request_stream", "metrics"}
+"""Modules of engine/ that deal in text and streams: above data_parallel/, which is above the rest of engine/."""
+KNOWN_CYCLES = [
+    {"kernels.cpu.linear_int8", "kernels.cpu.linear_bfloat16", "kernels.cpu.linear"},
+    {"layers.quantization", "layers.linear", "layers.compiled", "layers.platform"},
+    {"bench.served_request", "bench.summary"},
+    {"engine.engine_core", "engine.trace_recorder"},
+]
+"""To be dissolved."""
+
+
 def imported_modules(path: Path) -> set[str]:
     """The minivllm modules that a file imports when it runs, without the leading package name."""
     tree = ast.parse(path.read_text())
@@ -75,6 +86,57 @@ def test_arrows_point_down(path):
     for module in imported_modules(path):
         top = module.split(".")[0]
         assert top in VOCABULARY or top in allowed or module in allowed, f"{path.name} imports minivllm.{module}"
+
+
+def find_imports() -> dict[str, set[str]]:
+    """The modules of the package that each one imports: also inside functions, and for type checkers. The package itself only re-exports."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in ROOT.rglob("*.py")
+    }
+    del modules["__init__"]
+    imports = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                package = node.module.removeprefix("minivllm.")
+                names = {f"{package}.{alias.name}" for alias in node.names}
+                found |= names & modules.keys() or {package}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name.removeprefix("minivllm.") for alias in node.names}
+        imports[name] = found & modules.keys() - {name}
+    return imports
+
+
+def find_cycles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """The largest sets of modules that all import each other, directly or through others."""
+    reached = {name: {name} for name in imports}
+    for _ in imports:
+        before = sum(map(len, reached.values()))
+        for name, found in imports.items():
+            reached[name].update(*(reached[other] for other in found))
+        if sum(map(len, reached.values())) == before:
+            break
+    cycles = [{other for other in found if name in reached[other]} for name, found in reached.items()]
+    return [cycle for i, cycle in enumerate(cycles) if len(cycle) > 1 and cycle not in cycles[:i]]
+
+
+def test_no_modules_import_each_other():
+    assert [cycle for cycle in find_cycles(find_imports()) if cycle not in KNOWN_CYCLES] == []
+
+
+def test_a_cycle_is_found():
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert find_cycles(imports) == [{"b", "c"}]
+
+
+def test_frontends_are_above_data_parallel_and_the_engines_core_is_below():
+    for name, imports in find_imports().items():
+        folder, _, module = name.partition(".")
+        if folder == "data_parallel" or (folder == "engine" and module not in FRONTENDS):
+            assert not imports & {f"engine.{frontend}" for frontend in FRONTENDS}, name
+        if folder == "engine" and module not in FRONTENDS:
+            assert not any(item.startswith("data_parallel") for item in imports), name
 
 
 def test_every_folder_has_its_place():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -20,20 +23,17 @@ from scripted_server import (
     events,
     post,
     read_to_the_end,
-    restarting_engine,
     running_server,
-    scripted_core,
     scripted_engine,
     wait_until,
 )
 from starlette.responses import StreamingResponse
 
+from minivllm.config import EngineArgs
 from minivllm.data_parallel.restart_policy import RestartPolicy
-from minivllm.engine.core_client import AsyncMPClient
-from minivllm.engine.core_messages import Shutdown
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.server.launcher import ApiServer
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
-from minivllm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -244,105 +244,67 @@ def test_when_the_engine_dies_every_client_hears_why_and_the_server_ends(smollm2
     assert server.server.exit_status == 1
 
 
-class Cores:
-    """Starts cores, and ends the latest one as if it had died."""
-
-    def __init__(self, smollm2_path, before_start=lambda number: None, after_start=lambda number: None):
-        self.smollm2_path, self.started = smollm2_path, []
-        self._before_start, self._after_start = before_start, after_start
-
-    def start(self):
-        number = len(self.started)
-        self.started.append(None)
-        self._before_start(number)
-        self.started[number] = scripted_core(self.smollm2_path)
-        self._after_start(number)
-        return self.started[number]
-
-    def kill(self, number=0):
-        self.started[number].send(Shutdown())
-
-    def engine(self):
-        return restarting_engine(self.smollm2_path, self.start)
+def restarting_engine(**options):
+    """A real engine, which is started again when it dies."""
+    args = EngineArgs("smollm2-135m", num_gpu_blocks_override=64, max_num_seqs=MAX_NUM_SEQS, **options)
+    return AsyncLLMEngine.from_engine_args(args, restart=True)
 
 
-def test_a_dead_core_is_replaced_under_a_server_that_goes_on(smollm2_path):
-    may_start = threading.Event()
-    may_start.set()
-    cores = Cores(smollm2_path, lambda number: may_start.wait(timeout=10))
-    with running_server(cores.engine) as server:
-        may_start.clear()
-        assert server.complete(max_tokens=5).status_code == 200
-        cores.kill()
-        wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
-        assert 'generation_tokens_total{engine="0",model_name="scripted"} 5.0' in server.client.get("/metrics").text
+def kill(server):
+    """Kill the engine's process, and wait until that is known."""
+    os.kill(server.engine.process_id, signal.SIGKILL)
+    wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
+
+
+def counted(server, name):
+    return server.engine.metrics.count(name)
+
+
+@pytest.mark.slow
+def test_a_dead_engine_is_replaced_under_a_server_that_goes_on():
+    with running_server(restarting_engine) as server:
+        server.client.timeout = 120
+        whole = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        expected = server.complete(**whole).json()["choices"][0]["text"]
+        readers = [StreamReader(server, **whole) for _ in range(3)]
+        wait_until(lambda: counted(server, "generation_tokens") > 60 + 3 * 5)
+        kill(server)
+        assert [item["state"] for item in server.client.get("/replicas").json()["replicas"]] == ["starting"]
         assert server.client.get("/v1/models").status_code == 200
+        for reader in readers:
+            reader.join()
+            assert "".join(chunk["choices"][0]["text"] for chunk in reader.chunks if chunk["choices"]) == expected
+        assert (counted(server, "num_resumed_requests"), counted(server, "num_lost_requests")) == (3, 0)
+        assert counted(server, "generation_tokens") == 4 * 60, "it goes on counting"
+        # and how long requests wait is limited
+        kill(server)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(server.complete, max_tokens=1)
-            wait_until(lambda: server.engine.failover.waiting)
-            server.engine._failover_timeout = 0.1
+            wait_until(lambda: server.engine._client.replicas.group.table.pending)
+            server.engine._client.replicas.group.failover.timeout = 0.1
             error_of(waiting.result(), 503)
         response = server.complete()
         error_of(response, 503)
         assert int(response.headers["retry-after"]) >= 1
-        may_start.set()
-        wait_until(lambda: server.client.get("/health").status_code == 200)
+        wait_until(lambda: server.client.get("/health").status_code == 200, 120)
         assert server.complete(max_tokens=1).status_code == 200
-        counted = server.client.get("/metrics").text
-        assert 'generation_tokens_total{engine="0",model_name="scripted"} 6.0' in counted, "it goes on counting"
-
-
-def test_streams_of_a_core_that_died_go_on_at_the_next(smollm2_path):
-    cores = Cores(smollm2_path)
-    with running_server(cores.engine) as server:
-        expected = server.complete(max_tokens=200).json()["choices"][0]["text"]
-        cores.started[0].scripted.seconds_per_step = 0.05
-        readers = [StreamReader(server, max_tokens=200) for _ in range(3)]
-        wait_until(lambda: server.engine.stats.num_running == 3)
-        cores.kill()
-        for reader in readers:
-            reader.join()
-            assert "".join(chunk["choices"][0]["text"] for chunk in reader.chunks if chunk["choices"]) == expected
-        assert server.client.get("/health").status_code == 200 and len(cores.started) == 2
-        count = server.engine.metrics.count
-        assert (count("num_resumed_requests"), count("num_lost_requests")) == (3, 0)
         wait_until(server.is_idle)
+        assert server.client.get("/replicas").json()["replicas"][0]["deaths"] == 2
 
 
-def test_cores_that_die_soon_after_their_start_end_the_server(smollm2_path, monkeypatch):
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_started_again_ends_the_server(monkeypatch):
     monkeypatch.setattr(RestartPolicy, "FIRST_PAUSE_SECONDS", 0.05)
-    cores = Cores(smollm2_path, after_start=lambda number: number and cores.kill(number))
-    with running_server(cores.engine) as server:
-        cores.kill()
-        wait_until(lambda: server.server.should_exit)
-    assert (len(cores.started), server.server.exit_status) == (4, 1)
-
-
-def test_a_core_that_is_being_started_when_the_client_shuts_down_is_ended(smollm2_path):
-    is_starting, may_start = threading.Event(), threading.Event()
-
-    def wait_to_start(number):
-        if number == 1:
-            is_starting.set()
-            may_start.wait(timeout=10)
-
-    cores = Cores(smollm2_path, wait_to_start)
-    client = AsyncMPClient(cores.start, restart=True)
-    messages = MessageList()
-    client.start(messages.append)
-    cores.kill()
-    assert is_starting.wait(timeout=10)
-    client.shutdown()
-    may_start.set()
-    wait_until(lambda: cores.started[1] is not None and not cores.started[1]._thread.is_alive())
-
-
-class MessageList:
-    def __init__(self):
-        self.messages = []
-
-    def append(self, message):
-        self.messages.append(message)
+    with running_server(lambda: restarting_engine(max_replica_deaths=3)) as server:
+        local = server.engine._client.replicas._launcher.local
+        start = local._start
+        local._start = lambda rank, **options: functools.partial(start.func, b"no configuration", **start.keywords)(
+            rank, **options
+        )
+        kill(server)
+        wait_until(lambda: server.server.should_exit, 120)
+        assert "The engine has ended: its process ended with status 1." in str(server.engine.dead_error)
+    assert server.server.exit_status == 1
 
 
 def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
@@ -358,20 +320,6 @@ def test_an_engine_that_cannot_be_watched_ends_the_server(smollm2_path, caplog):
         wait_until(lambda: server.server.should_exit)
     assert server.server.exit_status == 1
     assert "nobody foresaw this" in caplog.text
-
-
-def test_three_failed_starts_end_the_server(smollm2_path, monkeypatch):
-    monkeypatch.setattr(RestartPolicy, "FIRST_PAUSE_SECONDS", 0.05)
-
-    def fail(number):
-        if number:
-            raise ConfigError("There is no memory.")
-
-    cores = Cores(smollm2_path, fail)
-    with running_server(cores.engine) as server:
-        cores.kill()
-        wait_until(lambda: server.server.should_exit)
-    assert (len(cores.started), server.server.exit_status) == (4, 1)
 
 
 def test_who_only_watches_is_not_waited_for(smollm2_path):

@@ -281,8 +281,7 @@ def test_sigterm_lets_what_runs_finish_and_leaves_with_status_0(tmp_path):
 
 def engine_process(served):
     """The process id of the server's engine."""
-    listed = subprocess.run(["ps", "--ppid", str(served.process.pid), "-o", "pid="], capture_output=True, text=True, check=True)
-    return int(listed.stdout.split()[0])
+    return served.http.get("/replicas").json()["replicas"][0]["process_id"]
 
 
 def kill_the_engine_under_streams(served, num_streams):

@@ -21,9 +21,6 @@ from pydantic import TypeAdapter
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_client import AsyncMPClient
-from minivllm.engine.core_handle import CoreThread
-from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ErrorResponse
@@ -95,20 +92,6 @@ def scripted_engine(smollm2_path: Path) -> AsyncLLMEngine:
     engine = AsyncLLMEngine.from_engine(LLMEngine.from_executor(*scripted_configs(smollm2_path), executor, tokenizer))
     engine.scripted = executor
     return engine
-
-
-def scripted_core(smollm2_path: Path) -> CoreThread:
-    """A running core with its executor as `scripted`. Sent a `Shutdown`, it ends as if it had died."""
-    executor = ScriptedExecutor(Tokenizer(smollm2_path))
-    core = CoreThread(EngineCore(*scripted_configs(smollm2_path), executor))
-    core.scripted = executor
-    return core
-
-
-def restarting_engine(smollm2_path: Path, start_core: Callable[[], CoreThread]) -> AsyncLLMEngine:
-    """An engine that starts another core when one dies."""
-    client = AsyncMPClient(start_core, restart=True)
-    return AsyncLLMEngine(client, *scripted_configs(smollm2_path), Tokenizer(smollm2_path))
 
 
 @dataclass

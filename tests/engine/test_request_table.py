@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minivllm import SamplingParams
 from minivllm.data_parallel.processes import divide_gpus
-from minivllm.data_parallel.replica_table import ReplicaTable
+from minivllm.data_parallel.request_table import RequestTable
 from minivllm.data_parallel.routing import ROUTERS, LoadPublisher, make_router
 from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, ReplicaLoad, StoppedSequence
 from minivllm.errors import EngineDeadError
@@ -27,13 +27,15 @@ class World(RuleBasedStateMachine):
     @initialize(routing=st.sampled_from(sorted(ROUTERS)))
     def begin(self, routing):
         self.router = make_router(routing)
-        self.table = ReplicaTable(self.router, block_size=16)
+        self.table = RequestTable(self.router, block_size=16)
         self.publisher, self.now = LoadPublisher(0.0), 0.0
         self.state = {}
         """By replica: "open" or "draining"."""
         self.num_blocks = {}
         self.at = {}
-        """By request: its number, its replica, and its unfinished sequences."""
+        """By request: its number, its replica (None while it waits), and its unfinished sequences."""
+        self.sent = {}
+        """By request, what was sent last."""
         self.running = []
         """What replicas compute: (replica, request id, number, unfinished sequences), also what the frontend has given up."""
         self.num_requests = 0
@@ -57,10 +59,11 @@ class World(RuleBasedStateMachine):
 
     @rule(replica=REPLICAS)
     def a_replica_dies(self, replica):
-        lost = self.table.remove(replica)
-        assert sorted(lost) == sorted((name, number) for name, (number, where, _) in self.at.items() if where == replica)
-        for name, _ in lost:
-            del self.at[name]
+        lost = self.table.lose(replica)
+        assert sorted(item.request_id for item in lost) == sorted(name for name, (_, at, _) in self.at.items() if at == replica)
+        for in_flight in lost:
+            number, _, unfinished = self.at[in_flight.request_id]
+            self.at[in_flight.request_id] = (number, None, unfinished)
         self.running = [item for item in self.running if item[0] != replica]
         self.state.pop(replica, None)
         self.publisher.forget(replica)
@@ -78,17 +81,38 @@ class World(RuleBasedStateMachine):
         request = EngineCoreRequest(
             str(name), [token] * 70, SamplingParams(n=n), 16 * num_blocks + 1, number=self.num_requests, data_parallel_rank=wanted
         )
+        self.at[str(name)] = (self.num_requests, None, set(range(n)))
+        self.num_requests += 1
+        self.place(self.table.add(request))
+
+    @precondition(lambda self: self.table.pending)
+    @rule(data=st.data(), is_out_of_reach=st.booleans())
+    def a_request_that_waits_is_sent(self, data, is_out_of_reach):
+        in_flight = data.draw(st.sampled_from(self.table.pending))
+        if self.place(in_flight) and is_out_of_reach:
+            name = in_flight.request_id
+            self.table.take_back(in_flight)
+            self.running = [item for item in self.running if item[1:3] != (name, self.sent[name].number)]
+            self.at[name] = (self.at[name][0], None, self.at[name][2])
+
+    def place(self, in_flight):
+        """Choose a replica, if one may have the request. Returns whether one may."""
+        name, request = in_flight.request_id, in_flight.request
+        num_blocks, wanted = (request.max_num_tokens - 1) // 16, request.data_parallel_rank
+        number, _, unfinished = self.at[name]
         may_have_it = [r for r, state in self.state.items() if state == "open" and self.num_blocks[r] >= num_blocks]
         if not may_have_it:
             with pytest.raises(EngineDeadError):
-                self.table.add(request)
-            return
-        replica = self.table.add(request)
+                self.table.place(in_flight)
+            return False
+        replica, sent = self.table.place(in_flight)
         assert replica in may_have_it
         assert replica == wanted or wanted not in may_have_it
-        self.at[str(name)] = (self.num_requests, replica, set(range(n)))
-        self.running.append((replica, str(name), self.num_requests, set(range(n))))
-        self.num_requests += 1
+        begun = sent.resumption.output_token_ids if sent.resumption else dict.fromkeys(range(request.sampling_params.n))
+        assert begun.keys() == unfinished, "what has finished is not computed again"
+        self.at[name], self.sent[name] = (number, replica, unfinished), sent
+        self.running.append((replica, name, sent.number, set(unfinished)))
+        return True
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -102,8 +126,9 @@ class World(RuleBasedStateMachine):
         if not unfinished:
             self.running.remove(item)
         is_there = self.table.take_output(replica, output)
-        assert is_there == (name in self.at and self.at[name][:2] == (number, replica))
+        assert is_there == (name in self.at and (self.sent[name].number, self.at[name][1]) == (number, replica))
         if is_there:
+            assert output.number == self.at[name][0], "the number by which the frontend knows it"
             self.at[name][2].difference_update(ended)
             if not self.at[name][2] or not unfinished:
                 del self.at[name]
@@ -114,8 +139,11 @@ class World(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.at)))
         number, replica, unfinished = self.at[name]
         index = data.draw(st.sampled_from(sorted(unfinished)))
-        found = self.table.stop(StoppedSequence(name, number - is_stale, index, "stop"))
-        assert found == (None if is_stale else replica)
+        told = self.table.stop(StoppedSequence(name, number - is_stale, index, "stop"))
+        if is_stale or replica is None:
+            assert told is None
+        else:
+            assert told == (replica, StoppedSequence(name, self.sent[name].number, index, "stop"))
         if not is_stale:
             unfinished.discard(index)
             if not unfinished:
@@ -123,8 +151,8 @@ class World(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 4))
     def a_request_is_aborted(self, name):
-        placed = self.at.pop(str(name), None)
-        assert self.table.abort(str(name)) == (placed and placed[1])
+        known = self.at.pop(str(name), None)
+        assert self.table.remove(str(name)) == (known and known[1])
 
     @rule(replica=REPLICAS, load=st.builds(ReplicaLoad, st.integers(0, 9), st.integers(0, 9), st.floats(0, 1)))
     def a_replica_reports(self, replica, load):
@@ -137,12 +165,14 @@ class World(RuleBasedStateMachine):
             self.table.update_loads(self.publisher.publish(self.now))
 
     @invariant()
-    def each_request_is_at_one_replica_that_is_there(self):
-        at = {replica: sorted(self.table.requests_at(replica)) for replica in range(4)}
-        for replica, names in at.items():
+    def each_request_is_at_one_replica_that_is_there_or_waits(self):
+        for replica in range(4):
+            names = sorted(in_flight.request_id for in_flight in self.table.requests_at(replica))
             assert names == sorted(name for name, (_, where, _) in self.at.items() if where == replica)
             assert not names or replica in self.state
-        assert sum(map(len, at.values())) == len(self.at)
+        waiting = sorted(in_flight.request_id for in_flight in self.table.pending)
+        assert waiting == sorted(name for name, (_, where, _) in self.at.items() if where is None)
+        assert self.table.requests.keys() == self.at.keys()
 
     @invariant()
     def counts_are_right(self):

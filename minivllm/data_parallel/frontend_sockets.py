@@ -1,0 +1,109 @@
+"""A frontend's sockets: to the replicas, from the replicas, and from the coordinator."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import zmq
+
+from minivllm.config import ParallelConfig
+from minivllm.data_parallel import messages
+from minivllm.data_parallel.launcher import POLL_MS, FrontendPlace, ReplicaLauncher
+from minivllm.data_parallel.messages import (
+    FrontendWelcome,
+    HelloFrontend,
+    Published,
+    Refused,
+    decode_published,
+    identity_of,
+    read_header,
+    read_identity,
+)
+from minivllm.data_parallel.sockets import Sockets
+from minivllm.engine.core_messages import FromCore, ToCore, decode_from_core, encode
+from minivllm.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class FrontendSockets:
+    """Introduces a frontend to the coordinator, and talks with replicas, which are started then if that is this frontend's task.
+
+        requests ─► ROUTER ─► the replica's DEALER
+        outputs  ◄─ PULL   ◄─ all replicas
+        loads    ◄─ SUB    ◄─ the coordinator
+
+    Args:
+        place: Which frontend this is.
+        launcher: As for `Replicas`.
+    """
+
+    def __init__(self, place: FrontendPlace, launcher: ReplicaLauncher | None) -> None:
+        self._place, self._launcher = place, launcher
+        self._sockets = Sockets(place.key)
+        self._poller = zmq.Poller()
+
+    def open(self, parallel: ParallelConfig) -> None:
+        """Listen, say so to the coordinator, and start the replicas of this machine, if that is this frontend's task.
+
+        Raises:
+            ConfigError, EngineDeadError: This machine cannot listen there, or a process that is needed has ended.
+        """
+        options = {"SNDHWM": 0, "ROUTER_MANDATORY": 1, "ROUTER_HANDOVER": 1}
+        try:
+            self._requests, input_address = self._sockets.bind(zmq.ROUTER, self._place.address("requests"), **options)
+        except zmq.ZMQError as error:
+            host = parallel.data_parallel_address
+            raise ConfigError(f"data_parallel_address is {host}, where this machine cannot listen ({error.strerror}).") from None
+        self._outputs, output_address = self._sockets.bind(zmq.PULL, self._place.address("outputs"), RCVHWM=0)
+        hello = HelloFrontend(self._place.client_index, input_address, output_address)
+        with self._sockets.connect(zmq.DEALER, self._place.handshake_address, LINGER=0) as handshake:
+            if self._launcher is not None:
+                welcome = self._launcher.ask(handshake, hello)
+            else:
+                handshake.send(messages.encode(hello))
+                welcome = messages.decode_from_handshake(handshake.recv())
+            if isinstance(welcome, Refused):
+                raise EngineDeadError(welcome.message)
+            assert isinstance(welcome, FrontendWelcome)
+            self._loads = self._sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
+            for socket in (self._outputs, self._loads):
+                self._poller.register(socket, zmq.POLLIN)
+            if self._launcher is not None:
+                self._launcher.start_replicas(self._sockets, handshake)
+
+    def send(self, rank: int, incarnation: int, message: ToCore) -> bool:
+        """Send a message to a process. False if there is no connection: it has died, will be connected again, or is silent. One of these
+        is noticed soon."""
+        try:
+            self._requests.send_multipart([identity_of(rank, incarnation), encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def receive(self) -> tuple[Published | None, tuple[int, int, FromCore] | None]:
+        """Wait for a moment. Returns what the coordinator has published, and a replica's message behind its incarnation and its number."""
+        events = dict(self._poller.poll(POLL_MS))
+        published = decode_published(self._loads.recv()) if self._loads in events else None
+        return published, self._receive_output() if self._outputs in events else None
+
+    def _receive_output(self) -> tuple[int, int, FromCore] | None:
+        try:
+            header, data = self._outputs.recv_multipart()
+            return *read_header(header), decode_from_core(data)
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.error("Dropped a message of a replica that cannot be decoded: %s", error)
+            return None
+
+    def take_hellos(self) -> list[tuple[int, int]]:
+        """The rank and the incarnation of each process that has connected since the last call."""
+        hellos = []
+        while self._requests.poll(0):
+            if (identity := read_identity(self._requests.recv_multipart()[0])) is not None:
+                hellos.append(identity)
+        return hellos
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._sockets.close()

@@ -1,0 +1,224 @@
+"""Every request in flight: what its frontend sent, its tokens so far, and where it is. No sockets here.
+
+This is all that another replica needs to go on with a request when the one that has it is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from minivllm.data_parallel.routing import Router
+from minivllm.engine.core_messages import EngineCoreOutput, ReplicaLoad, StoppedSequence
+from minivllm.outputs import RequestMetrics
+from minivllm.request import EngineCoreRequest, Resumption
+
+
+@dataclass
+class InFlightRequest:
+    """A request that has not finished.
+
+    Attributes:
+        request: As the frontend sent it.
+        unfinished: Its unfinished sequences, by index.
+        token_ids: The output so far of the unfinished sequences, by index; empty before the first token.
+        metrics: As of the latest output.
+        replica: The rank of the replica that has it; None while it waits for one.
+        number: Identifies the latest sending. Outputs of an earlier one may still arrive, and are ignored.
+    """
+
+    request: EngineCoreRequest
+    unfinished: set[int]
+    metrics: RequestMetrics
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    replica: int | None = None
+    number: int = -1
+
+    @classmethod
+    def begin(cls, request: EngineCoreRequest) -> InFlightRequest:
+        """A request that no replica has seen."""
+        return cls(request, set(range(request.sampling_params.n)), RequestMetrics(request.arrival_time))
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self.request.request_id
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether a replica has it, or had it before."""
+        return self.number >= 0
+
+    def to_send(self, number: int) -> EngineCoreRequest:
+        """The request for a replica; if another replica has begun it, with its output so far."""
+        self.number = number
+        if not self.token_ids:
+            return replace(self.request, number=number)
+        output = {index: list(self.token_ids[index]) for index in sorted(self.unfinished)}
+        params = replace(self.request.sampling_params, prompt_logprobs=None)  # all of them came before the first token
+        return replace(self.request, number=number, sampling_params=params, resumption=Resumption(output, self.metrics))
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Add what a step computed."""
+        self.metrics = output.metrics
+        for new in output.sequences:
+            if new.index in self.unfinished:
+                self.token_ids.setdefault(new.index, []).extend(new.token_ids)
+                if new.finish_reason is not None:
+                    self.finish_sequence(new.index)
+        if output.finished:
+            self.unfinished.clear()
+
+    def finish_sequence(self, index: int) -> None:
+        """A sequence gets no more tokens."""
+        self.unfinished.discard(index)
+        self.token_ids.pop(index, None)
+
+
+class RequestTable:
+    """The requests in flight, and the replicas that take requests. A request is at one replica, or waits for one.
+
+    A replica takes requests while it is open. When it is closed, it still has those that it had.
+
+    Args:
+        router: Chooses among the open replicas.
+        block_size: Tokens of a cache block.
+
+    Attributes:
+        requests: Those in flight, by id.
+        num_gpu_blocks: Blocks of the open replica that has fewest; 0 if none is open.
+    """
+
+    def __init__(self, router: Router, block_size: int) -> None:
+        self._router, self._block_size = router, block_size
+        self._num_gpu_blocks: dict[int, int] = {}
+        """Of the open replicas, by rank."""
+        self.num_gpu_blocks = 0
+        self.requests: dict[str, InFlightRequest] = {}
+        self._pending: dict[str, InFlightRequest] = {}
+        self._numbers = itertools.count()
+
+    # -- replicas ------------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> list[int]:
+        """The ranks of the replicas that take requests."""
+        return list(self._num_gpu_blocks)
+
+    def take_in(self, rank: int, num_gpu_blocks: int) -> None:
+        """A replica takes requests from now on. It has none."""
+        self._num_gpu_blocks[rank] = num_gpu_blocks
+        self.num_gpu_blocks = min(self._num_gpu_blocks.values())
+        self._router.open(rank, num_gpu_blocks * self._block_size)
+
+    def close(self, rank: int) -> None:
+        """A replica gets no more requests."""
+        if self._num_gpu_blocks.pop(rank, None) is not None:
+            self.num_gpu_blocks = min(self._num_gpu_blocks.values(), default=0)
+            self._router.close(rank)
+
+    def lose(self, rank: int) -> list[InFlightRequest]:
+        """A replica is lost. Returns the requests that it had, which wait for another."""
+        self.close(rank)
+        lost = self.requests_at(rank)
+        for in_flight in lost:
+            in_flight.replica = None
+            self._pending[in_flight.request_id] = in_flight
+        return lost
+
+    def stop_reports(self) -> None:
+        """The coordinator is gone."""
+        self._router.stop_reports()
+
+    def update_loads(self, loads: dict[int, ReplicaLoad]) -> None:
+        """The coordinator has published."""
+        self._router.has_reports = True
+        for rank in self._num_gpu_blocks.keys() & loads.keys():
+            self._router.update(rank, loads[rank])
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> list[InFlightRequest]:
+        """The requests that wait for a replica, in the order in which they began to."""
+        return list(self._pending.values())
+
+    def requests_at(self, rank: int) -> list[InFlightRequest]:
+        """The requests that a replica has."""
+        return [in_flight for in_flight in self.requests.values() if in_flight.replica == rank]
+
+    def add(self, request: EngineCoreRequest) -> InFlightRequest:
+        """A new request. It waits for a replica."""
+        in_flight = self.requests[request.request_id] = self._pending[request.request_id] = InFlightRequest.begin(request)
+        return in_flight
+
+    def place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> tuple[int, EngineCoreRequest]:
+        """Choose a replica for a request: the one that it asks for if that is open, else the router's choice.
+
+        Args:
+            in_flight: Waits.
+            avoid: Replicas that it must not go to.
+
+        Returns:
+            The replica's rank, and what to send there.
+
+        Raises:
+            EngineDeadError: No other replica is open, or none of them has a cache that is large enough.
+        """
+        request = in_flight.request
+        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
+        if num_blocks > self.num_gpu_blocks:
+            avoid = {*avoid, *(rank for rank, size in self._num_gpu_blocks.items() if size < num_blocks)}
+        wanted = request.data_parallel_rank
+        if wanted in self._num_gpu_blocks and wanted not in avoid:
+            rank = self._router.assign(wanted)
+        else:
+            rank = self._router.route(request.prompt_token_ids, request.cache_salt, avoid)
+        in_flight.replica = rank
+        del self._pending[request.request_id]
+        return rank, in_flight.to_send(next(self._numbers))
+
+    def take_back(self, in_flight: InFlightRequest) -> None:
+        """A request could not be sent to its replica: it waits again."""
+        assert in_flight.replica is not None
+        self._router.finish(in_flight.replica)
+        in_flight.replica = None
+        self._pending[in_flight.request_id] = in_flight
+
+    def remove(self, request_id: str) -> int | None:
+        """A request has ended. Returns the replica that has it, if any does."""
+        in_flight = self.requests.pop(request_id, None)
+        self._pending.pop(request_id, None)
+        if in_flight is None or in_flight.replica is None:
+            return None
+        self._router.finish(in_flight.replica)
+        return in_flight.replica
+
+    def stop(self, stopped: StoppedSequence) -> tuple[int, StoppedSequence] | None:
+        """A stop string was found in a sequence. Returns the replica that has it, and what to tell it."""
+        in_flight = self.requests.get(stopped.request_id)
+        if in_flight is None or in_flight.request.number != stopped.number:
+            return None
+        in_flight.finish_sequence(stopped.index)
+        rank, number = in_flight.replica, in_flight.number
+        if not in_flight.unfinished:
+            self.remove(stopped.request_id)
+        return None if rank is None else (rank, msgspec.structs.replace(stopped, number=number))
+
+    def take_output(self, rank: int, output: EngineCoreOutput) -> bool:
+        """A replica has sent an output: note it, and give it the number by which the frontend knows the request.
+
+        Returns:
+            Whether the request is there. It may have been aborted, or sent elsewhere, meanwhile.
+        """
+        in_flight = self.requests.get(output.request_id)
+        if in_flight is None or (in_flight.number, in_flight.replica) != (output.number, rank):
+            return False
+        in_flight.add(output)
+        if not in_flight.unfinished:
+            self.remove(output.request_id)
+        output.number = in_flight.request.number
+        return True
