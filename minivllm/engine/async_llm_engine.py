@@ -2,7 +2,7 @@
 
     generate() ─► InputProcessor ─► AsyncMPClient ─► EngineCore (in a process or a thread of its own): step, step, step, ...
         ▲                                                │
-        └── RequestStream ◄── OutputProcessor ◄── EngineCoreOutputs
+        └── RequestStream ◄── OutputHandler ◄── EngineCoreOutputs
 
 The core never steps on the event loop, so that HTTP stays responsive while the model runs. Mirrors `vllm/v1/engine/async_llm.py`.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -23,36 +21,24 @@ from minivllm.data_parallel.client import DPLBAsyncMPClient, make_async_mp_clien
 from minivllm.data_parallel.launcher import FrontendPlace, OtherFrontends
 from minivllm.engine.core_client import AsyncMPClient
 from minivllm.engine.core_handle import CoreThread
-from minivllm.engine.core_messages import (
-    CoreLost,
-    EngineCoreOutputs,
-    ReplicaChanged,
-    RequestsFailed,
-    SchedulerStats,
-    SetTracing,
-    ToFrontend,
-)
+from minivllm.engine.core_messages import CoreLost, ReplicaChanged, SchedulerStats, ToFrontend
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.metrics import Metrics
+from minivllm.engine.output_handler import OutputHandler
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.request_stream import RequestStream, StepWatchers
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
 
 class AsyncLLMEngine:
-    """Runs an engine core in the background and streams what it generates.
-
-    Usually made by `from_engine_args`, or from an existing engine by `from_engine`.
+    """Runs an engine core in the background and streams what it generates. Usually made by `from_engine_args`.
 
     Args:
         client: The way to the core, or to several.
@@ -64,9 +50,8 @@ class AsyncLLMEngine:
 
     Attributes:
         num_engines: How many replicas there may be.
-        metrics: For Prometheus.
-        replicas: What the replicas do, and how to restart one.
-        dead_error: Why the engine has failed for good; None while it has not.
+        stats_by_engine: The state of each replica's scheduler after its latest step, by rank.
+        metrics, replicas: For Prometheus; and what the replicas do, and how to restart one.
 
     Example:
         >>> engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m"), in_process=True)
@@ -90,8 +75,7 @@ class AsyncLLMEngine:
         detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
         self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
-        self.tokenizer = tokenizer
-        self._client = client
+        self.tokenizer, self._client = tokenizer, client
         self.replicas, self.num_engines = client.replicas, client.num_engines
         cache_tokens = self.num_gpu_blocks * cache_config.block_size
         self.input_processor = input_processor or InputProcessor(model_config, scheduler_config, tokenizer, cache_tokens, seed)
@@ -101,12 +85,8 @@ class AsyncLLMEngine:
         self.metrics = Metrics(model_config.name, cache_config, client.num_engines, client.client_index, client.client_count)
         for status in self.replicas.statuses():
             self.metrics.record_change(ReplicaChanged(status.rank, status.state == "ready", status.num_gpu_blocks))
-        self.dead_error: EngineDeadError | None = None
-        self._streams: dict[str, RequestStream] = {}
-        self._watchers = StepWatchers(lambda on: client.send(SetTracing(on)))
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._death = asyncio.Event()
-        """Set when the event loop hears of `dead_error`, which is known before that."""
+        self.stats_by_engine = self.metrics.stats_by_engine
+        self._outputs = OutputHandler(client, self.output_processor, self.metrics)
         client.start(self._receive)
 
     @classmethod
@@ -131,18 +111,16 @@ class AsyncLLMEngine:
         Raises:
             ModelLoadError: The model cannot be found or used.
             ConfigError: The arguments cannot work together, or name a class that another process cannot import.
-            EngineDeadError: The process ended before it was ready.
+            EngineDeadError: A process ended before it was ready.
         """
         if args.trace:
-            raise ConfigError(
-                "trace=True would keep every step of a server forever: leave it out, and watch AsyncLLMEngine.steps()."
-            )
+            raise ConfigError("A server's trace would grow forever: leave trace=True out, and watch AsyncLLMEngine.steps().")
         if in_process:
             if restart or num_threads is not None:
                 raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
             if args.parallel_config().has_replicas:
                 raise ConfigError("Replicas run in processes of their own: leave out in_process, or data_parallel_size.")
-            return cls._from_engine(LLMEngine.from_engine_args(args), owns_core=True)
+            return cls.from_engine(LLMEngine.from_engine_args(args), owns_core=True)
         config = EngineConfig.from_engine_args(args)
         tokenizer = config.load_tokenizer()
         client = make_async_mp_client(config, num_threads, restart, others)
@@ -150,30 +128,26 @@ class AsyncLLMEngine:
 
     @classmethod
     def join(cls, config: EngineConfig, place: FrontendPlace, seed: int) -> AsyncLLMEngine:
-        """One of the `others` of `from_engine_args`, in its process. Waits until the cores are ready.
+        """One of the `others` of `from_engine_args`, in its process. Waits until the cores are ready. Raises the same errors.
 
         Args:
             config, place: As they were given to the others' `start`.
             seed: Requests without a seed draw theirs from a stream that starts here, another for each frontend.
-
-        Raises:
-            ModelLoadError, ConfigError, EngineDeadError: A core cannot be started.
         """
-        tokenizer = config.load_tokenizer()
-        client = DPLBAsyncMPClient(config, place)
+        tokenizer, client = config.load_tokenizer(), DPLBAsyncMPClient(config, place)
         return cls(client, *_configs(config), tokenizer, seed=seed + (place.client_index << 64))
 
     @classmethod
-    def from_engine(cls, engine: LLMEngine) -> AsyncLLMEngine:
+    def from_engine(cls, engine: LLMEngine, *, owns_core: bool = False) -> AsyncLLMEngine:
         """Run the core of an existing engine in a thread of this process. Until `shutdown`, use the other engine for nothing.
+
+        Args:
+            engine: The other engine.
+            owns_core: Whether `shutdown` ends the core, too.
 
         Raises:
             ConfigError: It has unfinished requests, or records a trace.
         """
-        return cls._from_engine(engine, owns_core=False)
-
-    @classmethod
-    def _from_engine(cls, engine: LLMEngine, *, owns_core: bool) -> AsyncLLMEngine:
         if engine.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
         core = engine.core
@@ -197,29 +171,21 @@ class AsyncLLMEngine:
         """The process that computes."""
         return self._client.process_id
 
-    # -- requests ------------------------------------------------------------------------------------------------
-
     async def process_inputs(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        arrival_time: float | None = None,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, **options: Any
     ) -> ProcessedRequest:
         """Validate, tokenize and seed a request, for `generate`.
 
         Args:
             prompt, params: As for `InputProcessor.process_inputs`. `SamplingParams.output_kind` says in which pieces to generate.
             request_id: Your name for it; one is made up if None.
-            arrival_time: Seconds of `time.perf_counter`; now if None.
-            options: `priority` and `data_parallel_rank`, as for `InputProcessor.process_inputs`.
+            options: `arrival_time`, `priority` and `data_parallel_rank`, as for `InputProcessor.process_inputs`.
 
         Raises:
             RequestError: It cannot be served.
         """
-        options["arrival_time"] = time.perf_counter() if arrival_time is None else arrival_time
+        if options.get("arrival_time") is None:
+            options["arrival_time"] = time.perf_counter()
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await asyncio.wrap_future(self.input_processor.submit_grammar(params))  # these hold up each other alone
@@ -243,60 +209,40 @@ class AsyncLLMEngine:
             EngineDeadError: The engine has failed, before or meanwhile.
         """
         self.check_takes_requests()
-        self._bind_to_loop()
+        self._outputs.bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
             prompt = await self.process_inputs(prompt, params, request_id, **options)
             self.check_takes_requests()
         request_id = prompt.core_request.request_id
-        if request_id in self._streams:
+        if request_id in self._outputs.streams:
             raise RequestError(f"There is already a request {request_id!r}: choose another id, or wait until it has finished.")
-        stream = self._streams[request_id] = RequestStream(self.output_processor.add_request(prompt))
+        stream = self._outputs.open(prompt)
         try:
-            stream.state.engine_index = self._client.add_request(stream.state.request)
             while True:
                 output = await stream.get()
                 yield output
                 if output.finished:
                     return
         finally:
-            self._abort(stream)
+            self._outputs.abort(stream)
 
     async def abort(self, request_id: str) -> None:
-        """Finish a request: its stream ends with the finish reason "abort". Unknown and finished ids are ignored."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._abort(stream)
-            stream.state.abort()
-            stream.notify()
-
-    def _abort(self, stream: RequestStream) -> None:
-        """Give up a stream, if it has not finished."""
-        request_id = stream.state.request.request_id
-        if self._streams.get(request_id) is stream:
-            self._forget(stream, "abort")
-            self._client.abort_requests([request_id])
-
-    def _forget(self, stream: RequestStream, reason: str) -> None:
-        request_id = stream.state.request.request_id
-        del self._streams[request_id]
-        self.output_processor.abort_request(request_id)
-        self.metrics.record_finish(stream.state, reason, time.perf_counter())
+        """End a request's stream with the finish reason "abort". Unknown and finished ids are ignored."""
+        self._outputs.finish(request_id)
 
     def num_unfinished_requests(self) -> int:
         """Requests whose stream has not finished."""
-        return len(self._streams)
+        return len(self._outputs.streams)
 
-    # -- observation and health ----------------------------------------------------------------------------------
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine has failed for good; None while it has not."""
+        return self._outputs.dead_error
 
     @property
     def stats(self) -> SchedulerStats:
         """The scheduler's state after the latest step; the sum over replicas if there are several."""
         return SchedulerStats.sum(self.stats_by_engine.values())
-
-    @property
-    def stats_by_engine(self) -> dict[int, SchedulerStats]:
-        """The scheduler's state of each replica, by rank."""
-        return self.metrics.stats_by_engine
 
     def tokens_per_second(self, engine_index: int = 0) -> float:
         """How fast a core has generated in the last two seconds, for all its frontends together."""
@@ -316,29 +262,24 @@ class AsyncLLMEngine:
     async def steps_of_all(self) -> AsyncGenerator[tuple[int, StepRecord], None]:
         """As `steps`, of all replicas, each step with the rank of its replica."""
         self.check_health()
-        self._bind_to_loop()
-        async with contextlib.aclosing(self._watchers.watch()) as steps:
+        self._outputs.bind_to_loop()
+        async with contextlib.aclosing(self._outputs.watchers.watch()) as steps:
             async for step in steps:
                 yield step
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if the engine has failed, or is not responding."""
-        if self.dead_error is not None:
-            raise EngineDeadError(str(self.dead_error))
+        self._outputs.check_alive()
         self._client.check_health()
 
     def check_takes_requests(self) -> None:
         """As `check_health`; but while a core is being started, requests wait for it, up to a limit."""
-        if self.dead_error is not None:
-            raise EngineDeadError(str(self.dead_error))
+        self._outputs.check_alive()
         self._client.check_takes_requests()
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the reason when the engine has failed for good, or was shut down."""
-        self._bind_to_loop()
-        await self._death.wait()
-        assert self.dead_error is not None
-        return self.dead_error
+        return await self._outputs.wait_dead()
 
     def shutdown(self) -> None:
         """End the engine, and its process if it has one; waits for the current step.
@@ -348,82 +289,12 @@ class AsyncLLMEngine:
         self._client.shutdown()
         self._receive(CoreLost("it was shut down"))
 
-    # -- messages from the client --------------------------------------------------------------------------------
-
-    def _bind_to_loop(self) -> None:
-        """Streams belong to the running event loop; those of an earlier one, which was closed, have no reader any more."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        if self._loop is not None and self._loop.is_running():
-            raise RequestError("This engine serves another event loop: use it from one thread.")
-        self._loop, was_final = loop, self._death.is_set()
-        self._death = asyncio.Event()
-        if was_final:
-            self._death.set()
-        self._watchers.clear()
-        for stream in list(self._streams.values()):
-            self._abort(stream)
-
     def _receive(self, message: ToFrontend) -> None:
-        """Take a message from a thread of the client's to the event loop."""
-        if isinstance(message, CoreLost) and self.dead_error is None:
-            self.dead_error = message.error  # known at once, whatever the event loop does
-        loop = self._loop
-        if loop is not None and loop.is_running():
-            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-                loop.call_soon_threadsafe(self._handle, message)
-                return
-        self._handle(message)  # there is no event loop whose streams it could disturb
-
-    def _handle(self, message: ToFrontend) -> None:
-        if isinstance(message, CoreLost):
-            self._end(message.error)
-        elif self._death.is_set():
-            return
-        elif isinstance(message, EngineCoreOutputs):
-            try:
-                self._handle_outputs(message)
-            except Exception as error:  # the requests of this step have lost tokens: go no further
-                logger.exception("The outputs of a step could not be processed.")
-                threading.Thread(target=self._client.shutdown).start()
-                self._receive(CoreLost(f"{type(error).__name__}: {error}"))
-        elif isinstance(message, RequestsFailed):
-            for request_id, number in message.requests:
-                stream = self._streams.get(request_id)
-                if stream is not None and stream.state.request.number == number:
-                    self._fail(stream, message.error)
-        elif isinstance(message, ReplicaChanged):
-            self.metrics.record_change(message)
+        """A message of the client's, in its thread."""
+        if isinstance(message, ReplicaChanged):
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
-        else:
-            self.metrics.record_resumptions(message)
-
-    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
-        self.metrics.set_stats(outputs.engine_index, outputs.stats)
-        processed = self.output_processor.process_outputs(outputs)
-        self._client.stop_sequences(processed.stopped)
-        self.metrics.record_outputs(outputs.engine_index, processed.updated, time.perf_counter(), outputs.timestamp)
-        for state in processed.updated:
-            self._streams[state.request.request_id].notify()
-            if state.finished:
-                del self._streams[state.request.request_id]
-        if outputs.record is not None:
-            self._watchers.put(outputs.engine_index, outputs.record)
-
-    def _fail(self, stream: RequestStream, error: EngineDeadError) -> None:
-        self._forget(stream, "error")
-        self.metrics.record_lost_request(stream.state)
-        stream.fail(error)
-
-    def _end(self, error: EngineDeadError) -> None:
-        """No core is left, and none will come: tell everybody who waits."""
-        self.metrics.set_idle()
-        for stream in list(self._streams.values()):
-            self._fail(stream, error)
-        self._watchers.fail(error)
-        self._death.set()
+        self._outputs.receive(message)
 
 
-def _configs(made_with: EngineConfig | EngineCore) -> tuple[ModelConfig, CacheConfig, SchedulerConfig]:
-    return made_with.model_config, made_with.cache_config, made_with.scheduler_config
+def _configs(of: EngineConfig | EngineCore) -> tuple[ModelConfig, CacheConfig, SchedulerConfig]:
+    return of.model_config, of.cache_config, of.scheduler_config

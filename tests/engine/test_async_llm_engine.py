@@ -883,7 +883,7 @@ def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_
     async def run():
         task = asyncio.create_task(collect(in_a_process, PROMPT, SamplingParams(max_tokens=400, ignore_eos=True), request_id="r"))
         await becomes(lambda: in_a_process.stats.num_running == 1)
-        client.add_request(in_a_process._streams["r"].state.request)  # the id is taken
+        client.add_request(in_a_process._outputs.streams["r"].state.request)  # the id is taken
         outputs = await task
         assert outputs[-1].error.startswith("There is already a request 'r'")
         client.abort_requests(["r"])

@@ -48,7 +48,15 @@ BELOW = {
 FILES = [path for folder in BELOW for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-FRONTENDS = {"llm_engine", "async_llm_engine", "input_processor", "output_processor", "request_stream", "metrics"}
+FRONTENDS = {
+    "llm_engine",
+    "async_llm_engine",
+    "input_processor",
+    "output_processor",
+    "output_handler",
+    "request_stream",
+    "metrics",
+}
 """Modules of engine/ that deal in text and streams: above data_parallel/, which is above the rest of engine/."""
 KNOWN_CYCLES = [
     {"kernels.cpu.linear_int8", "kernels.cpu.linear_bfloat16", "kernels.cpu.linear"},

@@ -149,7 +149,7 @@ class StreamReader(threading.Thread):
 
     def run(self):
         with (
-            httpx.Client(timeout=20) as client,
+            httpx.Client(timeout=120) as client,
             client.stream("POST", f"{self.server.url}/v1/completions", json=self.body) as response,
         ):
             self.status = response.status_code
@@ -266,7 +266,7 @@ def test_a_dead_engine_is_replaced_under_a_server_that_goes_on():
         server.client.timeout = 120
         whole = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
         expected = server.complete(**whole).json()["choices"][0]["text"]
-        readers = [StreamReader(server, **whole) for _ in range(3)]
+        readers = [StreamReader(server, prompt="Once", **whole) for _ in range(3)]
         wait_until(lambda: counted(server, "generation_tokens") > 60 + 3 * 5)
         kill(server)
         assert [item["state"] for item in server.client.get("/replicas").json()["replicas"]] == ["starting"]

@@ -121,7 +121,7 @@ class RunningServer:
 
     def tasks(self) -> int:
         """How many tasks the server's event loop has."""
-        return asyncio.run_coroutine_threadsafe(_count_tasks(), self.engine._loop).result()
+        return asyncio.run_coroutine_threadsafe(_count_tasks(), self.engine._outputs._loop).result()
 
 
 async def _count_tasks() -> int:

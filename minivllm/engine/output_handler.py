@@ -1,0 +1,171 @@
+"""From the client's messages to the streams that wait for them.
+
+    client's thread: receive() ─► event loop: OutputProcessor ─► RequestStream.notify()
+                                            └► Metrics, StepWatchers
+
+Mirrors the output handler of `vllm/v1/engine/async_llm.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+
+from minivllm.data_parallel.client import DPLBAsyncMPClient
+from minivllm.engine.core_client import AsyncMPClient
+from minivllm.engine.core_messages import CoreLost, EngineCoreOutputs, ReplicaChanged, RequestsFailed, SetTracing, ToFrontend
+from minivllm.engine.input_processor import ProcessedRequest
+from minivllm.engine.metrics import Metrics
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.request_stream import RequestStream, StepWatchers
+from minivllm.errors import EngineDeadError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class OutputHandler:
+    """Used from the event loop, except for `receive`.
+
+    Args:
+        client: The way to the core.
+        output_processor: Has the state of every unfinished request.
+        metrics: For Prometheus.
+
+    Attributes:
+        streams: Those that have not finished, by request id.
+        watchers: The readers of the core's steps.
+        dead_error: Why the engine has failed for good; None while it has not.
+    """
+
+    def __init__(self, client: AsyncMPClient | DPLBAsyncMPClient, output_processor: OutputProcessor, metrics: Metrics) -> None:
+        self._client, self._output_processor, self._metrics = client, output_processor, metrics
+        self.streams: dict[str, RequestStream] = {}
+        self.watchers = StepWatchers(lambda on: client.send(SetTracing(on)))
+        self.dead_error: EngineDeadError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._death = asyncio.Event()
+        """Set when the event loop hears of `dead_error`, which is known before that."""
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    def open(self, request: ProcessedRequest) -> RequestStream:
+        """A stream for a new request, which is sent to the core."""
+        stream = RequestStream(self._output_processor.add_request(request))
+        self.streams[request.core_request.request_id] = stream
+        stream.state.engine_index = self._client.add_request(stream.state.request)
+        return stream
+
+    def abort(self, stream: RequestStream) -> None:
+        """Give up a stream, if it has not finished."""
+        request_id = stream.state.request.request_id
+        if self.streams.get(request_id) is stream:
+            self._close(stream, "abort")
+            self._client.abort_requests([request_id])
+
+    def finish(self, request_id: str) -> None:
+        """End a stream with the finish reason "abort"."""
+        stream = self.streams.get(request_id)
+        if stream is not None:
+            self.abort(stream)
+            stream.state.abort()
+            stream.notify()
+
+    def bind_to_loop(self) -> None:
+        """Streams belong to the running event loop; those of an earlier one, which was closed, have no reader any more.
+
+        Raises:
+            RequestError: The earlier one is running.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise RequestError("This engine serves another event loop: use it from one thread.")
+        self._loop, is_dead = loop, self._death.is_set()
+        self._death = asyncio.Event()
+        if is_dead:
+            self._death.set()
+        self.watchers.clear()
+        for stream in list(self.streams.values()):
+            self.abort(stream)
+
+    def check_alive(self) -> None:
+        """Raise an EngineDeadError if the engine has failed for good."""
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error))
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Return the reason when the engine has failed for good."""
+        self.bind_to_loop()
+        await self._death.wait()
+        assert self.dead_error is not None
+        return self.dead_error
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def receive(self, message: ToFrontend) -> None:
+        """Take a message from another thread to the event loop."""
+        if isinstance(message, CoreLost) and self.dead_error is None:
+            self.dead_error = message.error  # known at once, whatever the event loop does
+        loop = self._loop
+        if loop is not None and loop.is_running():
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                loop.call_soon_threadsafe(self._handle, message)
+                return
+        self._handle(message)  # there is no event loop whose streams it could disturb
+
+    def _handle(self, message: ToFrontend) -> None:
+        if isinstance(message, CoreLost):
+            self._end(message.error)
+        elif self._death.is_set():
+            return
+        elif isinstance(message, EngineCoreOutputs):
+            try:
+                self._handle_outputs(message)
+            except Exception as error:  # the requests of this step have lost tokens: go no further
+                logger.exception("The outputs of a step could not be processed.")
+                threading.Thread(target=self._client.shutdown).start()
+                self.receive(CoreLost(f"{type(error).__name__}: {error}"))
+        elif isinstance(message, RequestsFailed):
+            for request_id, number in message.requests:
+                stream = self.streams.get(request_id)
+                if stream is not None and stream.state.request.number == number:
+                    self._fail(stream, message.error)
+        elif isinstance(message, ReplicaChanged):
+            self._metrics.record_change(message)
+        else:
+            self._metrics.record_resumptions(message)
+
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._metrics.set_stats(outputs.engine_index, outputs.stats)
+        processed = self._output_processor.process_outputs(outputs)
+        self._client.stop_sequences(processed.stopped)
+        self._metrics.record_outputs(outputs.engine_index, processed.updated, time.perf_counter(), outputs.timestamp)
+        for state in processed.updated:
+            self.streams[state.request.request_id].notify()
+            if state.finished:
+                del self.streams[state.request.request_id]
+        if outputs.record is not None:
+            self.watchers.put(outputs.engine_index, outputs.record)
+
+    def _close(self, stream: RequestStream, reason: str) -> None:
+        request_id = stream.state.request.request_id
+        del self.streams[request_id]
+        self._output_processor.abort_request(request_id)
+        self._metrics.record_finish(stream.state, reason, time.perf_counter())
+
+    def _fail(self, stream: RequestStream, error: EngineDeadError) -> None:
+        self._close(stream, "error")
+        self._metrics.record_lost_request(stream.state)
+        stream.fail(error)
+
+    def _end(self, error: EngineDeadError) -> None:
+        """No core is left, and none will come: tell everybody who waits."""
+        self._metrics.set_idle()
+        for stream in list(self.streams.values()):
+            self._fail(stream, error)
+        self.watchers.fail(error)
+        self._death.set()
