@@ -5,8 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 OPENMP_SPINS = "10000"
-"""How long torch's threads spin when they have nothing to do: by default for milliseconds, in the way of our own threads. OpenMP reads it
-when torch is first imported."""
+"""How long torch's idle threads spin. The default, milliseconds, would slow down our own threads. OpenMP reads it when torch is imported."""
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
 

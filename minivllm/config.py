@@ -25,7 +25,7 @@ class ModelConfig:
     """What the engine needs to know about a model: its public name, where its files are, the shape of its KV cache, and its limits.
 
     `hf_config` is the content of its config.json; the model class reads everything else from there. `model_cls` is that class, as
-    registered when the config was read: what is registered later does not change it.
+    registered when the config was read; later registrations do not change it.
     """
 
     name: str
@@ -130,7 +130,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many workers share a model and where they run, and how many replicas of all that there are; see `EngineArgs`."""
+    """Workers per replica, replicas, and where they run; see `EngineArgs`."""
 
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
@@ -198,13 +198,13 @@ _Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig, Paralle
 
 
 def _arg(default: Any, help: str) -> Any:
-    """A field of `EngineArgs` with its help, which the command line shows, too. (A docstring would be gone under `python -OO`.)"""
+    """A field of `EngineArgs` with its help, which the command line shows, too. (`python -OO` drops docstrings.)"""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class EngineArgs:
-    """Everything an engine can be configured with. Each argument has its description beside its default."""
+    """Everything an engine can be configured with. Each argument has its description next to its default."""
 
     model: str = _arg(
         "smollm2-135m",
@@ -346,11 +346,11 @@ class EngineArgs:
         return self._part(WorkerConfig)
 
     def parallel_config(self) -> ParallelConfig:
-        """The part of the arguments that says how many workers there are."""
+        """The part of the arguments about workers and replicas."""
         return self._part(ParallelConfig)
 
     def _part(self, config_cls: type[_Config], **others: Any) -> _Config:
-        """A config whose fields have the values of the arguments with the same names, and these others."""
+        """A config made from the arguments with its fields' names, and `others`."""
         shared = {item.name: getattr(self, item.name) for item in fields(config_cls) if hasattr(self, item.name)}
         return config_cls(**shared | others)
 
@@ -361,7 +361,7 @@ class EngineArgs:
 
 
 def check_at_least(name: str, value: Any, low: int) -> None:
-    """Raise a ConfigError unless the value is a whole number that is large enough."""
+    """Raise a ConfigError unless the value is a whole number of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
 

@@ -1,7 +1,7 @@
 """The errors that minivllm raises on purpose.
 
-Each message is a sentence for a person: what was given, what was expected, what to do. All derive from `MinivllmError`, and those that
-mean an invalid value from `ValueError` too.
+Each message is a sentence for a person: what was given, what was expected, what to do. All derive from `MinivllmError`; errors about
+invalid values also derive from `ValueError`.
 """
 
 
@@ -30,11 +30,11 @@ class EngineDeadError(MinivllmError, RuntimeError):
 
 
 class RequestGivenUpError(EngineDeadError):
-    """A request is not computed any further, because replicas of the model died while they computed it. Sending it again may kill more."""
+    """A request was dropped because replicas died while computing it. Sending it again may kill more."""
 
 
 class KernelError(MinivllmError, ValueError):
-    """Tensors that a kernel does not support: shape, dtype, device or memory layout, or values out of range."""
+    """Tensors a kernel does not support: their shape, dtype, device, memory layout or values."""
 
 
 class CourseError(MinivllmError, ValueError):
@@ -46,4 +46,4 @@ class WorkerError(MinivllmError, RuntimeError):
 
 
 class DistributedError(MinivllmError, RuntimeError):
-    """A rank of a group has gone, or does something else than the others."""
+    """A rank of a group has ended, or called a different operation than the others."""

@@ -43,7 +43,7 @@ class RequestMetrics:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
     def copy(self) -> RequestMetrics:
-        """The same values, which do not change any more."""
+        """A snapshot of the current values."""
         return RequestMetrics(**vars(self))  # twice as fast as dataclasses.replace
 
 
@@ -66,7 +66,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether it is complete."""
         return self.finish_reason is not None
 
 

@@ -1,7 +1,7 @@
 """A request on its way through the engine core: as it arrives (`EngineCoreRequest`), and as the scheduler keeps it (`Request`).
 
-A request has `n` sequences, its continuations. The scheduler moves sequences between its queues; the request holds what they have in
-common. Block tables belong to the BlockSpaceManager. Mirrors `vllm/v1/request.py` and `vllm/v1/engine/__init__.py`.
+A request has `n` sequences, its continuations. The scheduler moves sequences between its queues; the request holds what they
+share. Block tables belong to the BlockSpaceManager. Mirrors `vllm/v1/request.py` and `vllm/v1/engine/__init__.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,11 +30,11 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How far another engine core had got with a request.
+    """The progress that another engine core had made on a request.
 
     Attributes:
-        output_token_ids: By index, the output so far of the sequences that have not finished. All of them have been forked.
-        metrics: The request's so far.
+        output_token_ids: The output so far of each unfinished sequence, by index. All siblings have been forked.
+        metrics: The request's metrics so far.
     """
 
     output_token_ids: dict[int, list[int]]
@@ -54,12 +54,12 @@ class EngineCoreRequest:
         seed: Start of the request's random stream.
         arrival_time: Seconds of the engine's clock.
         priority: With the "priority" policy, smaller goes first.
-        number: Tells apart requests that use the same id one after the other. It comes back with every output.
-        cache_salt: The prefix cache shares blocks only between requests with the same salt; None is one too.
-        client_index: The API server that sent it, and gets its outputs.
-        resumption: If another core has begun it: where to go on. Workers need not know.
-        data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
-        bad_words: Those of the sampling parameters, each as token ids.
+        number: Distinguishes requests that reuse an id. Every output carries it.
+        cache_salt: The prefix cache shares blocks only between requests with equal salts; None counts as a salt.
+        client_index: The API server that sent it and gets its outputs.
+        resumption: Where to continue, if another core has started it.
+        data_parallel_rank: The replica to use if it accepts requests; None leaves the choice to the router.
+        bad_words: The bad words of the sampling parameters, as token ids.
     """
 
     request_id: str
@@ -85,17 +85,17 @@ class EngineCoreRequest:
 
 
 class Grammar(Protocol):
-    """How far a sequence has come in its grammar. `core.structured_output.StructuredOutputGrammar` is one."""
+    """A sequence's position in its grammar; implemented by `core.structured_output.StructuredOutputGrammar`."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, if it cannot."""
+        """Why the grammar cannot continue; None if it can."""
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by a token. Returns whether another may follow."""
 
     def count_valid(self, token_ids: list[int]) -> int:
-        """How many of these tokens may follow, one after another."""
+        """How many of these tokens may follow, in this order."""
 
     def masks(self, draft_token_ids: tuple[int, ...] = ()) -> list[bytes]:
         """Which tokens may follow now, and after each draft."""
@@ -132,7 +132,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of `token_ids`, extended by `extend_block_hashes`."""
     grammar: Grammar | None = None
-    """With structured outputs, how far its output has come in the grammar."""
+    """With structured outputs, the state of the grammar after its output."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether it gets no more tokens."""
+        """Whether it is complete."""
         return self.status not in _UNFINISHED
 
     @property
@@ -187,8 +187,8 @@ class Sequence:
     def extend_block_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks, each chained to the one before it.
 
-        The hash of a block stands for its tokens, for everything before them, and for the request's salt, so two sequences that agree
-        on it agree on the whole prefix, and may share the block.
+        A block's hash covers its tokens, everything before them, and the request's salt: sequences with equal hashes have equal
+        prefixes and may share the block.
         """
         hashes, salt = self.block_hashes, self.request.data.cache_salt
         root = (

@@ -1,7 +1,7 @@
 """How the tokens of one request are sampled.
 
-Names and meanings are vLLM's (`vllm/sampling_params.py`). Values are validated on construction: an error points to the line that made
-them, and never reaches the engine.
+Names and meanings are vLLM's (`vllm/sampling_params.py`). Values are validated on construction, so that an error points to
+the line that made them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = "cumulative"
     """With each token, all output so far."""
     DELTA = "delta"
-    """With each token, what is new since the last output: texts and lists have only the new part, and only sequences with a new part
-    are listed. Prompt log-probabilities come with the first output."""
+    """With each token, what is new since the last output, for the sequences that have something new. Prompt log-probabilities come with
+    the first output."""
     FINAL_ONLY = "final only"
     """One output, when the request finishes."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of a request must be; exactly one of these.
+    """What the text of a request must match: exactly one of these.
 
     Args:
         json: A JSON schema, as text or as a dict.
@@ -48,7 +48,7 @@ class StructuredOutputsParams:
         json_object: Any JSON object.
 
     Raises:
-        RequestError: There is not exactly one, or it is of another type.
+        RequestError: There is not exactly one, or its type is wrong.
     """
 
     json: str | dict[str, Any] | None = None
@@ -104,21 +104,21 @@ class SamplingParams:
         stop: Strings that end the generation. They are not part of the text.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, at the end of the text.
         stop_token_ids: Tokens that end the generation.
-        ignore_eos: Go on after the end-of-sequence token (for benchmarks).
+        ignore_eos: Continue after the end-of-sequence token (for benchmarks).
         logprobs: Return log-probabilities of this many most likely tokens at each step, and of the sampled token: 0 returns the
             latter alone, None none. They are of the model's own distribution, before penalties, temperature and filters.
         prompt_logprobs: The same, for the tokens of the prompt.
         allowed_token_ids: The tokens to choose from.
-        bad_words: Words not to generate, with and without a leading space: the last token of each is barred when the tokens before it
-            have just been generated. Where a grammar or `allowed_token_ids` leave nothing else, they have no effect.
+        bad_words: Words not to generate, with and without a leading space: the last token of each is banned when the tokens before it
+            have just been generated. They have no effect where a grammar or `allowed_token_ids` leaves nothing else.
         logit_bias: Added to the logits of the tokens named, token id to bias in [-100, 100].
         logits_processors: Functions that take the output's token ids so far and the logits (`[vocab_size]`, float32), or the prompt's token
             ids before these, and return the new logits. A request whose function fails ends with an error. Only where the model runs in this
             process.
-        truncate_prompt_tokens: Keep only so many tokens at the end of the prompt; -1 keeps as many as there is room for beside
-            max_tokens, and at least half of the context.
+        truncate_prompt_tokens: Keep only this many tokens at the end of the prompt; -1 keeps as many as fit next to max_tokens, and
+            at least half of the context.
         skip_special_tokens: Keep special tokens such as `<|im_end|>` out of the text.
-        structured_outputs: What the text must be: of a JSON schema, say.
+        structured_outputs: What the text must match, such as a JSON schema.
         output_kind: Which outputs the engine returns; `LLM` always uses FINAL_ONLY.
 
     Raises:
@@ -208,12 +208,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that have occurred get other logits."""
+        """Whether tokens that have occurred are penalized."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def needs_output_tokens(self) -> bool:
-        """Whether the logits depend on earlier tokens, which the sampler then needs."""
+        """Whether sampling depends on earlier output tokens."""
         return self.has_penalties or bool(self.bad_words or self.logits_processors)
 
 
@@ -285,7 +285,7 @@ def _checked_logits_processors(processors: object) -> tuple[Callable[..., Any], 
 
 
 def num_parameters(function: Callable[..., Any]) -> int:
-    """How many arguments a function must be called with; 0 if it does not say."""
+    """How many positional arguments a function requires; 0 if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of the interpreter's own

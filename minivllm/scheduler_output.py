@@ -1,9 +1,9 @@
-"""What the scheduler decides, what of it crosses to the workers, and what they return.
+"""What the scheduler decides, the part of it that goes to the workers, and what they return.
 
     Scheduler.schedule() ─► SchedulerOutput ─► ExecuteModelRequest ─► Executor ─► [SequenceOutput] ─► Scheduler.update()
 
-`SchedulerOutput` refers to the scheduler's live sequences. `ExecuteModelRequest` is plain data, so that a worker in another process
-gets the same as one in this process.
+`SchedulerOutput` refers to the scheduler's live sequences; `ExecuteModelRequest` is plain data, the same for a worker in this process
+or another.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
     """A sequence's part in a step: run the model on `token_ids`, then sample.
 
     Attributes:
-        request: What does not change from step to step, or on the way to another process a number that stands for it.
+        request: What stays the same from step to step; between processes, a number that stands for it.
         seq_id, index: The sequence, in the engine and among the request's `n`.
         token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens.
         num_computed_tokens: Position of the first of them.
         block_table: Cache blocks of the sequence, in the order of its tokens.
         num_output_tokens: Output tokens known before the step; with it the random stream is keyed.
         output_token_ids: Those tokens, for what depends on them, such as penalties; else empty.
-        num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, 1, or one more for each sibling that
-            is forked now.
+        num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
         masks: With structured outputs, which tokens may follow the last known one, and each draft (`StructuredOutputGrammar.masks`); else empty.
@@ -82,13 +81,13 @@ class ExecuteModelRequest:
 
 
 class RankTiming(NamedTuple):
-    """How one of several workers spent a step. Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On
-    a GPU they say when the work was launched, not when it was done.
+    """How one of several workers spent a step. Times are seconds of `time.perf_counter`, a clock that all processes of a machine share. On
+    a GPU they are when the work was launched, not when it finished.
 
     Attributes:
-        start, end: When it had the step's message, and when it was done.
-        num_bytes: What it has handed to the others.
-        communication: Start and end of each operation of the group: copying, waiting for the others, and adding.
+        start, end: When it received the step, and when it finished.
+        num_bytes: Bytes it contributed to collective operations.
+        communication: Start and end of each collective operation, waiting included.
     """
 
     start: float
@@ -98,7 +97,7 @@ class RankTiming(NamedTuple):
 
     @property
     def communication_seconds(self) -> float:
-        """All operations together."""
+        """Total duration of the collective operations."""
         return sum(end - start for start, end in self.communication)
 
 
@@ -116,7 +115,7 @@ class ScheduledSequence:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes its newest token, and drafts after it: no prompt, and nothing lost to preemption."""
+        """Whether it computes only its newest token and drafts: no prompt, nothing lost to preemption."""
         seq = self.seq
         return len(seq.token_ids) > seq.num_prompt_tokens and self.num_tokens == 1 + len(self.draft_token_ids)
 
@@ -126,7 +125,7 @@ class ScheduledSequence:
         return self.seq.num_computed_tokens + self.num_tokens >= len(self.seq.token_ids)
 
     def to_data(self) -> SequenceData:
-        """The part that crosses to the workers."""
+        """The part that goes to the workers."""
         seq, drafts = self.seq, self.draft_token_ids
         start, request = seq.num_computed_tokens, seq.request.data
         return SequenceData(
@@ -157,7 +156,7 @@ class SchedulerOutput:
     preempted: list[Sequence] = field(default_factory=list)
     swapped_in: list[Sequence] = field(default_factory=list)
     num_prefills: int = 0
-    """How many of the scheduled sequences compute a prompt, a chunk of one, or tokens lost to preemption."""
+    """Scheduled sequences that compute a prompt, a chunk of one, or tokens lost to preemption."""
 
     @property
     def phase(self) -> Phase:
@@ -169,7 +168,7 @@ class SchedulerOutput:
         return "prefill" if self.num_prefills == len(self.scheduled) else "mixed"
 
     def to_request(self) -> ExecuteModelRequest:
-        """The part that crosses to the workers."""
+        """The part that goes to the workers."""
         sequences = [item.to_data() for item in self.scheduled]
         return ExecuteModelRequest(sequences, self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy)
 
@@ -179,12 +178,11 @@ class SequenceOutput:
     """What the model returned for one scheduled sequence.
 
     Attributes:
-        token_ids: One new token, and one more for each sibling that is forked now. Empty after a chunk in the middle of a prompt. With
-            draft tokens: the token sampled after the newest known one, then after each draft; what follows a rejected draft
-            means nothing, and `Scheduler.update` drops it.
+        token_ids: One new token, and one for each sibling forked now. Empty after a chunk in the middle of a prompt. With drafts: the
+            token sampled after the newest known one, then after each draft; `Scheduler.update` drops what follows a rejected one.
         logprobs: One entry for each of `token_ids`.
         prompt_logprobs: By position in the prompt, an entry for each prompt token that the step's logits predict.
-        error: Why the request cannot go on: a function of its own has failed.
+        error: Why the request failed: a function of its own raised, say.
     """
 
     token_ids: list[int] = field(default_factory=list)

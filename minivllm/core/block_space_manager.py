@@ -48,7 +48,7 @@ class BlockSpaceManager:
         self.swapped_tables: dict[int, list[int]] = {}
         """Host block tables of swapped-out sequences."""
         self.num_cached_blocks: dict[int, int] = {}
-        """How many blocks of a sequence, from its beginning, the prefix cache has been told of or has given."""
+        """How many of a sequence's first blocks are registered in the prefix cache, or came from it."""
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class BlockSpaceManager:
         """Whether `allocate(seq, cached_blocks)` would find enough blocks and leave the watermark free."""
         cached_blocks = cached_blocks or []
         num_needed = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
-        # A cached block that nobody references counts as free until it is taken.
+        # A cached block without references counts as free until it is taken.
         num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)
         watermark = self.watermark_blocks if keep_watermark else 0
         return self.gpu_allocator.num_free - num_needed >= watermark
@@ -84,7 +84,7 @@ class BlockSpaceManager:
     def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
         """Give a sequence its block table: the cached blocks first, then new ones for its other tokens."""
         table = list(cached_blocks or [])
-        for block in table:  # referenced before anything is allocated, so that none of them is handed out again
+        for block in table:  # referenced before anything is allocated, so that none of them is handed out
             self.gpu_allocator.share(block)
         self.num_cached_blocks[seq.seq_id] = len(table)
         for _ in range(self.num_blocks_for(seq.num_tokens) - len(table)):
@@ -121,7 +121,7 @@ class BlockSpaceManager:
         return None
 
     def append_draft_slots(self, seq: Sequence, num_drafts: int) -> int:
-        """Make room for draft tokens after the known ones, as far as blocks are free. Called after `append_slots`.
+        """Make room for draft tokens after the known ones while blocks are free. Called after `append_slots`.
 
         Returns:
             How many of the `num_drafts` draft tokens there is room for.
@@ -215,11 +215,11 @@ class BlockSpaceManager:
         return self.block_tables[seq.seq_id]
 
     def get_num_free_gpu_blocks(self) -> int:
-        """Device blocks that nobody references."""
+        """Device blocks without references."""
         return self.gpu_allocator.num_free
 
     def get_num_free_cpu_blocks(self) -> int:
-        """Host blocks that nobody references."""
+        """Host blocks without references."""
         return self.cpu_allocator.num_free
 
     def get_free_blocks(self) -> tuple[list[int], list[int]]:
@@ -231,5 +231,5 @@ class BlockSpaceManager:
         return self.gpu_allocator.get_cached_blocks()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what free and used blocks hold."""
+        """Empty the prefix cache; blocks in use stay in use."""
         self.gpu_allocator.forget_all()

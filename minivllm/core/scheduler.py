@@ -61,9 +61,9 @@ class Scheduler:
         self._queue(request, [seq], next(self._arrivals))
 
     def resume_request(self, request: Request, resumption: Resumption) -> None:
-        """Queue a request that another engine core has begun, as if its sequences had been preempted here for recompute.
+        """Queue a request that another engine core has started, as if its sequences had been preempted here for recompute.
 
-        It has waited before, so it goes before those that wait to begin.
+        It has waited before, so it goes ahead of new requests.
         """
         sequences = []
         for index, token_ids in resumption.output_token_ids.items():
@@ -137,7 +137,7 @@ class Scheduler:
     def _admit(self, output: SchedulerOutput) -> None:
         """Move sequences from waiting to running, in order, while there are seats, tokens and blocks.
 
-        Admission stops at the first one that does not fit: nobody overtakes it.
+        Admission stops at the first one that does not fit, so no sequence overtakes another.
         """
         while (seq := self.waiting.first()) is not None and self.may_join(seq):
             swapped = self.swapped.first()
@@ -197,7 +197,7 @@ class Scheduler:
         return True
 
     def _schedule_prefill_chunks(self, output: SchedulerOutput) -> None:
-        """Continue prompts that earlier steps have begun. Their blocks were allocated at admission."""
+        """Continue prompts that earlier steps have started. Their blocks were allocated at admission."""
         for seq in self.running:
             num_tokens = seq.num_uncomputed_tokens
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
@@ -247,7 +247,7 @@ class Scheduler:
     # -- one step's results --------------------------------------------------------------------------------------
 
     def update(self, output: SchedulerOutput, results: list[SequenceOutput]) -> list[tuple[Sequence, int]]:
-        """Take in what the model computed: advance, append tokens, fork, finish, free.
+        """Apply what the model computed: advance, append tokens, fork, finish, free.
 
         Args:
             output: The step, as `schedule()` returned it.

@@ -1,7 +1,7 @@
-"""Speculative decoding, the scheduler's side: which sequences verify draft tokens in a step, and what comes of it.
+"""Speculative decoding, the scheduler's side: which sequences verify draft tokens in a step, and which drafts are kept.
 
-`prompt_lookup.py` proposes the drafts; the model computes the newest token and the drafts together; here the ones it agrees with are
-kept. Mirrors what `vllm/v1/core/sched/scheduler.py` does with `spec_token_ids`.
+`prompt_lookup.py` proposes the drafts; the model computes the newest token and the drafts together; the ones it agrees with are
+kept here. Mirrors what `vllm/v1/core/sched/scheduler.py` does with `spec_token_ids`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
 
 class SpeculativeDecoding:
-    """Adds draft tokens to steps, and takes in the results of steps that have some.
+    """Adds draft tokens to steps, and applies the results of such steps.
 
     Args:
         config: The scheduler's; `num_speculative_tokens` must be at least 1.
@@ -31,7 +31,7 @@ class SpeculativeDecoding:
     def add_drafts(self, output: SchedulerOutput) -> None:
         """Let decoding sequences verify drafts, with the budget and the blocks that everything else has left.
 
-        Requests with penalties, bad words or logits processors do without: the next token depends on which drafts are right.
+        Not for requests with penalties, bad words or logits processors: their next token depends on which drafts are right.
         """
         for item in output.scheduled:
             seq, request = item.seq, item.seq.request
@@ -48,9 +48,9 @@ class SpeculativeDecoding:
             output.num_batched_tokens += num_drafts
 
     def update(self, scheduled: ScheduledSequence, token_ids: list[int], append_token: Callable[[Sequence, int], None]) -> None:
-        """Take in a step with drafts as the decodes that it stands for, one after another.
+        """Apply a step with drafts as the sequence of decodes that it replaces.
 
-        Keys and values of rejected drafts stay in the cache beyond `num_computed_tokens`, where nobody reads them and the next step
+        Keys and values of rejected drafts stay in the cache beyond `num_computed_tokens`; they are never read, and the next step
         overwrites them.
 
         Args:

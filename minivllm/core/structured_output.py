@@ -1,9 +1,9 @@
 """Structured outputs: a grammar says which tokens may come next, and only those are sampled.
 
 A request's JSON schema, regular expression, list of choices or grammar is compiled by llguidance
-(https://github.com/guidance-ai/llguidance), a parser that walks over the bytes of all tokens at once. What is ours is how masks meet the
-batch: each sequence has a `StructuredOutputGrammar`, which advances with its tokens, is copied when it forks, looks ahead along draft tokens, and
-stays where it is when the sequence is preempted. Mirrors `vllm/v1/structured_output/backend_guidance.py`.
+(https://github.com/guidance-ai/llguidance), a parser that walks the bytes of all tokens at once. Here its masks meet the batch: each
+sequence has a `StructuredOutputGrammar`, which advances with its tokens, is copied when it forks, looks ahead along draft tokens, and
+survives preemption. Mirrors `vllm/v1/structured_output/backend_guidance.py`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]?|\n[ \t]{0,16}"}
-"""Between the parts of JSON: a space, or a new line and its indentation. Where any white space may come, small models write nothing else."""
+"""White space allowed in JSON: a space, or a new line and its indentation. Allowed any white space, small models write nothing else."""
 
 LIMITS: Any = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 10_000, "verbose_errors": False}
-"""Limits of llguidance's parser. With them a mask takes at most about 50 ms, during which the whole batch waits."""
+"""Limits of llguidance's parser. They keep a mask, for which the whole batch waits, below about 50 ms."""
 TRIAL_TOKENS = 4
-"""How far a grammar is tried when it is compiled."""
+"""How many tokens a new grammar is tried on."""
 MAX_CHARACTERS = 2**17
-"""Of a schema, regular expression, grammar, or all choices."""
+"""Limit on a schema, a regular expression, a grammar, or all choices together."""
 
 
 class StructuredOutputGrammar:
-    """How far one sequence has come in its grammar.
+    """A sequence's position in its grammar.
 
     Args:
         matcher: llguidance's.
-        forbidden: Tokens that may not come although the grammar allows them: those that end a text, where they are to be ignored.
+        forbidden: Tokens to exclude though the grammar allows them: the end-of-sequence tokens, with `ignore_eos`.
     """
 
     def __init__(self, matcher: LLMatcher, forbidden: tuple[int, ...] = ()) -> None:
@@ -53,7 +53,7 @@ class StructuredOutputGrammar:
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, if it has met a token that it does not allow, or a limit."""
+        """Why it cannot continue, after a token that it does not allow, or a limit; None if it can."""
         return self._matcher.get_error().splitlines()[0] if self._matcher.is_error() else None
 
     @property
@@ -66,7 +66,7 @@ class StructuredOutputGrammar:
         return self._matcher.consume_token(token_id) and not self.is_terminated
 
     def count_valid(self, token_ids: list[int]) -> int:
-        """How many of these tokens may follow, one after another."""
+        """How many of these tokens may follow, in this order."""
         allowed = itertools.takewhile(lambda token_id: token_id not in self._forbidden, token_ids)
         return self._matcher.validate_tokens(list(allowed))
 
@@ -79,11 +79,11 @@ class StructuredOutputGrammar:
         masks = [self._mask()]
         num_accepted = 0
         for token_id in draft_token_ids:
-            if self.is_terminated:  # what follows is not kept
+            if self.is_terminated:  # later drafts will be dropped
                 masks.append(masks[-1])
                 continue
             if not self._matcher.consume_token(token_id):
-                raise RuntimeError(f"a draft token is not among those that may follow ({self.error})")
+                raise RuntimeError(f"a draft token is not allowed by the grammar ({self.error})")
             num_accepted += 1
             masks.append(masks[-1] if self.is_terminated else self._mask())
         if num_accepted:
@@ -105,17 +105,17 @@ class StructuredOutputGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokens, one after another in a thread of its own, and remembers the latest.
+    """Compiles grammars for a model's tokens, one at a time in a thread of its own, and caches the latest.
 
     Args:
-        folder: The model's, with its tokenizer.json.
-        vocab_size: Tokens that the model chooses from.
+        folder: The model's folder, with its tokenizer.json.
+        vocab_size: The size of the logits.
     """
 
     CAPACITY = 64
-    """Compiled grammars that are remembered."""
+    """Size of the cache."""
     STACK_BYTES = 2**28
-    """Of the thread. llguidance compiles recursively, and overflows the usual 8 MiB on a chain of a thousand `$ref`s, which would end the process."""
+    """The thread's stack. llguidance compiles recursively: a chain of a thousand `$ref`s would overflow the usual 8 MiB and end the process."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
@@ -125,10 +125,10 @@ class GrammarCompiler:
         self._thread: ThreadPoolExecutor | None = None
 
     def load_tokenizer(self, eos_token_ids: tuple[int, ...]) -> None:
-        """Do now what the first grammar would do: a quarter of a second in which Python can do nothing else.
+        """Load the tokenizer now, not with the first grammar: it blocks Python for a quarter of a second.
 
         Raises:
-            RequestError: The model has no tokenizer.json that can be used.
+            RequestError: The model has no usable tokenizer.json.
         """
         _load_tokenizer(self._folder, self._vocab_size, eos_token_ids)
 
@@ -139,11 +139,11 @@ class GrammarCompiler:
 
         Args:
             params: What the text must be.
-            eos_token_ids: Tokens that may come at its end.
-            ignore_eos: Do without them.
+            eos_token_ids: Tokens that may end it.
+            ignore_eos: Exclude these tokens.
 
         Raises:
-            RequestError: It cannot be compiled, for the reason that the message gives.
+            RequestError: It cannot be compiled.
         """
         return self.submit(params, eos_token_ids, ignore_eos).result()
 
@@ -161,7 +161,7 @@ class GrammarCompiler:
         return self._thread.submit(self._compile_and_remember, *key)
 
     def shutdown(self) -> None:
-        """Compile nothing that was not begun."""
+        """Cancel what has not started to compile."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -204,7 +204,7 @@ class StructuredOutputManager:
     Mirrors `vllm/v1/structured_output/__init__.py`.
 
     Attributes:
-        compiling: Each request, by id, with its grammar to be.
+        compiling: Requests by id, each with its future grammar.
     """
 
     WAIT_SECONDS = 0.01
@@ -216,7 +216,7 @@ class StructuredOutputManager:
         self.compiling: dict[str, tuple[Request, Future[StructuredOutputGrammar]]] = {}
 
     def load_tokenizer(self) -> None:
-        """Do now what the first request would do, while others wait."""
+        """Load the tokenizer now, not with the first request, which would delay others."""
         with contextlib.suppress(RequestError):  # the model has none
             self._compiler.load_tokenizer(self._eos_token_ids)
 
@@ -228,11 +228,11 @@ class StructuredOutputManager:
         self.compiling[request.request_id] = request, grammar
 
     def abort_request(self, request_id: str) -> None:
-        """Forget a request that is held."""
+        """Drop a request that waits."""
         self.compiling.pop(request_id)[1].cancel()
 
     def take_compiled(self) -> list[tuple[Request, str | None]]:
-        """The requests whose grammars are done, each with the reason if it could not be compiled. They are no longer held."""
+        """Remove and return the requests whose grammars are done, each with the error if compilation failed."""
         compiled: list[tuple[Request, str | None]] = []
         for request, grammar in [held for held in self.compiling.values() if held[1].done()]:
             del self.compiling[request.request_id]
@@ -249,12 +249,12 @@ class StructuredOutputManager:
         wait([grammar for _, grammar in self.compiling.values()], self.WAIT_SECONDS, FIRST_COMPLETED)
 
     def shutdown(self) -> None:
-        """Compile nothing that was not begun."""
+        """Cancel what has not started to compile."""
         self._compiler.shutdown()
 
 
 def _try(grammar: StructuredOutputGrammar) -> str | None:
-    """Go a few tokens into a grammar, where most of the limits that it can exceed are met. Returns why it cannot be used, if so."""
+    """Try a grammar on a few tokens, which triggers most of the limits. Returns why it is unusable, or None."""
     for i in range(TRIAL_TOKENS):
         allowed = int.from_bytes(grammar.masks()[0], "little")
         if grammar.error or (grammar.is_terminated and i == 0):
@@ -269,7 +269,7 @@ def _start_thread(stack_bytes: int) -> ThreadPoolExecutor:
     usual = threading.stack_size(stack_bytes)
     try:
         thread = ThreadPoolExecutor(1, "grammars")
-        thread.submit(int).result()  # it is started when it has something to do
+        thread.submit(int).result()  # the pool starts its thread with the first task
     finally:
         threading.stack_size(usual)
     return thread
@@ -289,11 +289,11 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
 
 
 def _rename_special_tokens(path: Path) -> str:
-    """A tokenizer.json in which special tokens have names that no text has. A text that a grammar demands is made of others, even if it
-    reads like the name of one: "<|im_end|>" is the end of an answer only where the model says so."""
+    """A tokenizer.json whose special tokens have names that occur in no text, so that a grammar that demands the text "<|im_end|>" is not
+    satisfied by the special token."""
     content = json.loads(path.read_text(encoding="utf-8"))
     tokens = [token for token in content.get("added_tokens") or () if token.get("special")]
-    prefix = f"\U0010ffff{secrets.token_hex(8)}-"  # nobody guesses
+    prefix = f"\U0010ffff{secrets.token_hex(8)}-"  # unguessable
     names = {token["content"]: f"{prefix}{token['id']}" for token in tokens}
     for token in tokens:
         token["content"] = names[token["content"]]
@@ -311,7 +311,7 @@ def write_grammar(params: StructuredOutputsParams) -> str:
     """The grammar in llguidance's language.
 
     Raises:
-        RequestError: The schema is no JSON, or the grammar is in no known language.
+        RequestError: The schema is not JSON, or the grammar's language is unknown.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark

@@ -1,1 +1,1 @@
-"""Ranks that work on one model: what they tell each other in a step, and how."""
+"""Communication between the ranks that share a model."""

@@ -1,4 +1,4 @@
-"""Which kind of group the ranks of one machine make."""
+"""The choice of a group for the ranks of one machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from minivllm.kernels.ops import has_cpu_kernels
 
 
 def join_group(rank: int, world_size: int, device: torch.device, memory: int, port: int) -> GroupCoordinator:
-    """Shared memory on a CPU, NCCL if each rank has a GPU of its own, else gloo.
+    """The group of all ranks: shared memory on a CPU, NCCL if each rank has a GPU of its own, else gloo.
 
     Args:
         rank, world_size: As for the group.
-        device: Where this rank computes.
-        memory: A file descriptor from `create_group_memory`, for shared memory.
-        port: A free one of this machine, for the others to meet at.
+        device: This rank's.
+        memory: A file descriptor from `create_group_memory`.
+        port: A free port of this machine, at which the ranks meet.
     """
     if device.type == "cpu" and has_cpu_kernels():
         from minivllm.distributed.shared_memory_group import SharedMemoryGroup  # needs Numba

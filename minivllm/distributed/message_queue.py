@@ -1,8 +1,7 @@
 """Messages from one process to others of the same machine: written once into shared memory, however many read them.
 
-The memory is a ring of slots. A message takes one, or several if it is long. The writer counts the slots that it has filled, and each reader those that it
-has read, so that either knows what the other has done. A byte through a pipe wakes a reader, which sleeps until then; the pipe also tells either side that
-the other has ended. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
+The memory is a ring of slots; a long message takes several. The writer counts the slots it has filled, and each reader those it has read,
+where the other side can see it. A byte through a pipe wakes a sleeping reader; the pipe also tells each side when the other has ended. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from minivllm.errors import DistributedError
 NUM_SLOTS = 16
 SLOT_BYTES = 2**16
 _HEADER = struct.Struct("<I??2x")
-"""Of a slot: how many bytes it holds, and whether they are the first and the last of a message."""
+"""Of a slot: its number of bytes, and whether they start and end a message."""
 _GONE = select.POLLERR | select.POLLHUP | select.POLLNVAL
 _COUNT = struct.Struct("<Q")
 
@@ -33,7 +32,7 @@ class QueueEnds:
 
     Attributes:
         memory: The ring.
-        bells: A pipe for each reader: the end that it waits on, and the end that the writer rings.
+        bells: A pipe for each reader: the end it waits on, and the end the writer rings.
     """
 
     memory: int
@@ -53,7 +52,7 @@ class QueueEnds:
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close all of them if something goes wrong, such as too many open files."""
+        """Close all of them on an error, such as too many open files."""
         try:
             yield
         except BaseException:
@@ -61,14 +60,14 @@ class QueueEnds:
             raise
 
     def close(self, *, but: Sequence[int] = ()) -> None:
-        """Close all of them except those that this process goes on using."""
+        """Close all of them but those that this process keeps using."""
         for descriptor in {self.memory, *(end for bell in self.bells for end in bell)} - set(but):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
 class _Ring:
-    """The memory, as either side sees it: a line with the count of the writer, one for each reader, then the slots."""
+    """The shared memory: a line with the writer's count, one for each reader's, then the slots."""
 
     def __init__(self, memory: int, num_readers: int) -> None:
         self._memory = mmap.mmap(memory, os.fstat(memory).st_size)
@@ -100,7 +99,7 @@ class QueueWriter(_Ring):
         self._bells = bells
 
     def write(self, message: bytes) -> None:
-        """Give a message to all readers. Waits while a reader is so far behind that the ring is full.
+        """Send a message to all readers. Waits while the ring is full because a reader is behind.
 
         Raises:
             DistributedError: A reader has ended.
@@ -119,13 +118,13 @@ class QueueWriter(_Ring):
             for bell in self._bells:
                 try:
                     os.write(bell, b"\0")
-                except BlockingIOError:  # so many rings that the reader cannot miss them
+                except BlockingIOError:  # the pipe is full of rings, so the reader will wake up
                     pass
                 except OSError:
                     raise DistributedError("A reader of the message queue has ended.") from None
 
     def close(self) -> None:
-        """Tell the readers that nothing comes any more. Safe to call again."""
+        """Tell the readers that there are no more messages. Safe to call again."""
         bells, self._bells = self._bells, []
         for bell in bells:
             os.close(bell)
@@ -171,7 +170,7 @@ class QueueReader(_Ring):
                 raise EOFError("The writer of the message queue has ended.")
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         os.close(self.bell)
 
     def _read_slot(self) -> bytes | None:
@@ -179,8 +178,8 @@ class QueueReader(_Ring):
         offset = self._offset()
         size, is_first, is_last = _HEADER.unpack_from(self._memory, offset)
         piece = self._memory[offset + _HEADER.size : offset + _HEADER.size + size]
-        # What stands before a first piece was left by a writer that Ctrl-C has interrupted. Nothing is called between the two
-        # assignments, so that a reader that is interrupted has counted the piece just when it has it.
+        # Pieces before a first one were left by a writer that Ctrl-C interrupted. A single assignment, so that a reader that is
+        # interrupted has counted the piece if and only if it has it.
         self._pieces, self._number = [piece] if is_first else [*self._pieces, piece], self._number + 1
         self._set_count(1 + self._index)
         return b"".join(self._pieces) if is_last else None

@@ -1,4 +1,4 @@
-"""A group of ranks, each a process with a part of the model, and the operations that all of them call together.
+"""A group of ranks, each a process with a part of the model, and their collective operations.
 
 Mirrors `vllm/distributed/parallel_state.py`.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 class GroupCoordinator(ABC):
     """The group as one of its ranks sees it.
 
-    Every rank must call the same operations in the same order, with tensors of the same dtype, and of the same shape where nothing else
-    is said. An operation returns when all ranks have called it.
+    Every rank must call the same operations in the same order, with tensors of the same dtype, and the same shape unless noted. An
+    operation returns when all ranks have called it.
 
     Args:
-        rank: This one, from 0 on.
-        world_size: How many there are.
+        rank: This one, counted from 0.
+        world_size: The number of ranks.
 
     Attributes:
         spans: Start and end of each operation since `take_timing`, in seconds of `time.perf_counter`.
-        num_bytes: What this rank has handed over in them.
+        num_bytes: Bytes this rank contributed to them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -35,29 +35,26 @@ class GroupCoordinator(ABC):
         self.num_bytes = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace `x` by the sum over all ranks, the same bits on each. Returns `x`.
-
-        A sum of 16-bit floats is rounded once.
-        """
+        """Replace `x` by the sum over all ranks, bitwise equal on each; 16-bit floats are rounded once. Returns `x`."""
         start = time.perf_counter()
         self._all_reduce(x)
         self._note(start, x)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        """The tensors of all ranks side by side, in the order of the ranks.
+        """Concatenate the tensors of all ranks along `dim`, in rank order.
 
         Args:
             x: This rank's part.
-            dim: Along which they are joined.
-            sizes: The length of each rank's part along `dim`; None if all have the same.
+            dim: The dimension to join.
+            sizes: Each rank's length along `dim`; None if they are equal.
         """
         gathered = self._join(x, dim, sizes, None)
         assert gathered is not None
         return gathered
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
-        """As `all_gather`, but only rank `dst` gets the result; the others None."""
+        """As `all_gather`, but only rank `dst` gets the result; the others get None."""
         return self._join(x, dim, sizes, dst)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
@@ -73,7 +70,7 @@ class GroupCoordinator(ABC):
         return False
 
     def take_timing(self) -> tuple[list[tuple[float, float]], int]:
-        """`spans` and `num_bytes`, which are reset."""
+        """Return `spans` and `num_bytes`, and reset them."""
         taken = self.spans, self.num_bytes
         self.spans, self.num_bytes = [], 0
         return taken
@@ -98,14 +95,14 @@ class GroupCoordinator(ABC):
 
     @abstractmethod
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
-        """The tensors of all ranks, each flat; `sizes` says how many numbers each rank has. Only rank `dst` needs them, or all if None."""
+        """The flat tensors of all ranks, of these sizes; only rank `dst` needs them, or all if None."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int) -> None: ...
 
 
 class SingleRank(GroupCoordinator):
-    """A group of one, which has nobody to wait for."""
+    """A group of one."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

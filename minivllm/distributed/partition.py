@@ -1,6 +1,6 @@
-"""Which part of a weight belongs to which rank: plain arithmetic, the same for loading, for computing and for pictures.
+"""Which part of a weight belongs to which rank: the same arithmetic for loading, computing and pictures.
 
-vLLM wants every number to be divisible by the number of ranks (`vllm/distributed/utils.py`, `divide`). Here parts may be uneven.
+vLLM requires every size to be divisible by the number of ranks (`vllm/distributed/utils.py`, `divide`); here parts may be uneven.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ UNIT = 16
 
 
 def split(total: int, world_size: int, rank: int) -> range:
-    """The part of `total` neighbouring rows or columns that belongs to a rank. The first ranks have the larger parts.
+    """The rows or columns, of `total`, that belong to a rank. The first ranks have the larger parts.
 
     >>> [len(split(1536, 2, rank)) for rank in range(2)], [len(split(40, 3, rank)) for rank in range(3)]
     ([768, 768], [16, 16, 8])
@@ -37,7 +37,7 @@ class HeadSplit:
 
     Attributes:
         query: Its query heads.
-        kv: The KV heads that they read. Other ranks may have the same one, if there are more ranks than KV heads.
+        kv: The KV heads that they read; shared with other ranks if there are more ranks than KV heads.
     """
 
     query: range
@@ -45,7 +45,7 @@ class HeadSplit:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, world_size: int, rank: int) -> HeadSplit:
-    """The heads of a rank: KV heads with all their query heads, or, if there are more ranks than KV heads, a part of the query heads of one.
+    """A rank's heads: KV heads with all their query heads or, if there are more ranks than KV heads, some query heads of one.
 
     >>> split_heads(9, 3, 2, 0), split_heads(9, 3, 2, 1)
     (HeadSplit(query=range(0, 6), kv=range(0, 2)), HeadSplit(query=range(6, 9), kv=range(2, 3)))

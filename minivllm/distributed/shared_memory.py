@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share."""
+"""Memory shared by processes of one machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 import tempfile
 
 LINE_BYTES = 128
-"""What only one process writes has cache lines of its own, or a write of one would slow down the others' reads. Processors fetch two lines of 64
-bytes at a time."""
+"""Each process writes to cache lines of its own: sharing them would slow down the others' reads. Processors fetch two lines of 64 bytes at
+a time."""
 BUFFER_BYTES = 2**21
-"""How much of a tensor goes through a buffer of a group at a time."""
+"""Size of a rank's buffer, through which larger tensors go in pieces."""
 
 
 def create_shared_memory(num_bytes: int) -> int:
     """Zeros, as a file descriptor for processes to inherit and map.
 
-    The memory has no name, so nothing is left of it when they have all ended, however they did.
+    The memory has no name, so it disappears with the last of these processes.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("minivllm")
@@ -29,8 +29,8 @@ def create_shared_memory(num_bytes: int) -> int:
 
 
 def keep_off_standard_streams(descriptor: int) -> int:
-    """The same file, under a number above 2. Where a standard stream is closed, the next file that is opened takes its number, and a process
-    that inherits it would print into it."""
+    """The same file, under a number above 2. If a standard stream is closed, the next opened file takes its number, and a child process
+    would print into it."""
     if descriptor > 2:
         return descriptor
     higher = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -44,5 +44,5 @@ def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> in
 
 
 def group_header_bytes(world_size: int) -> int:
-    """What comes before the buffers: a line for each rank, in whole pages."""
+    """Size of the part before the buffers: a line for each rank, in whole pages."""
     return -(-LINE_BYTES * world_size // mmap.PAGESIZE) * mmap.PAGESIZE

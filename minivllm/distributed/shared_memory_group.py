@@ -1,8 +1,8 @@
-"""Collectives between processes of one machine, through memory that they share: microseconds where sockets take hundreds.
+"""Collectives between processes of one machine, through shared memory: microseconds where sockets take hundreds.
 
-An operation takes four steps. A rank copies its numbers into its buffer; says that it has entered the operation; waits until all others have;
-and reads their buffers. Nobody has to say that it has finished reading: each rank has two buffers in turn, and who has entered the next
-operation has left the one before. `kernels.cpu.collectives` has the waiting and the sums.
+An operation takes four steps. A rank copies its numbers into its buffer, announces that it has entered the operation, waits until all
+others have, and reads their buffers. Ranks need not announce that they have finished reading: each alternates between two buffers, and a
+rank that has entered the next operation has left the previous one. `kernels.cpu.collectives` has the waiting and the sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minivllm.kernels.cpu.thread_pool import waiting
 
 assert 8 * LINE == LINE_BYTES
 YIELDS = 200
-"""How often a rank that waits yields its core before it checks the others."""
+"""How often a waiting rank yields its core before it checks that the others are alive."""
 SECONDS_BETWEEN_CHECKS = 0.2
 KINDS = ("all_reduce", "gather", "broadcast")
 
@@ -35,9 +35,9 @@ class SharedMemoryGroup(GroupCoordinator):
     """Ranks of one machine on its CPU.
 
     Args:
-        descriptor: From `create_group_memory`, the same memory for all ranks. It may be closed afterwards.
+        descriptor: From `create_group_memory`, the same memory for all ranks; may be closed afterwards.
         rank, world_size: As for `GroupCoordinator`.
-        timeout: Seconds after which a rank that does not come is an error, though its process lives.
+        timeout: Seconds after which a missing rank is an error, even if its process is alive.
     """
 
     def __init__(self, descriptor: int, rank: int, world_size: int, timeout: float = 300.0) -> None:
@@ -55,7 +55,7 @@ class SharedMemoryGroup(GroupCoordinator):
 
     def _all_reduce(self, x: Tensor) -> None:
         if x.dtype == torch.float32 and x.is_contiguous() and x.nbytes <= self._capacity:
-            self._sum_floats(x.data_ptr(), x.numel())  # as in every half of a layer
+            self._sum_floats(x.data_ptr(), x.numel())  # the usual case
             return
         flat = _flatten(x)
         for piece in self._pieces(flat):
@@ -102,7 +102,7 @@ class SharedMemoryGroup(GroupCoordinator):
             collectives.add_buffers(buffers, self._capacity, self.world_size, x, size)
 
     def _exchange(self, kind: str, x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Show the others `x`, and see theirs: views of their buffers, valid until the operation after the next."""
+        """Publish `x`, and return the ranks' tensors: views of their buffers, valid until the operation after the next."""
         what, buffers = self._begin(kind, sum(sizes) * x.itemsize), self._buffers()
         buffers[self.rank][: x.nbytes] = x.view(torch.uint8)
         collectives.enter(self._address, self.rank, self._number, what)
@@ -121,7 +121,7 @@ class SharedMemoryGroup(GroupCoordinator):
         return self._bytes[self._number & 1]
 
     def _wait(self, what: int, status: int) -> None:
-        """Wait for the others, and check from time to time that they are there."""
+        """Wait for the others, and check from time to time that they are alive."""
         end, next_check = time.monotonic() + self.timeout, time.monotonic() + SECONDS_BETWEEN_CHECKS
         while status == collectives.WAITING:
             status = collectives.wait(self._address, self.world_size, self._number, what, self._spins, YIELDS, self._yield)
@@ -148,7 +148,7 @@ class SharedMemoryGroup(GroupCoordinator):
 
 
 def _flatten(x: Tensor) -> Tensor:
-    """All numbers in a row, a view of `x` where that can be; of stride 1 also if there is but one number."""
+    """`x` as one contiguous row, a view if possible; of stride 1 even if it has one element."""
     return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed: NCCL between GPUs, gloo between CPUs, of one machine or several."""
+"""Collectives by torch.distributed: NCCL between GPUs, gloo between CPUs, on one machine or several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minivllm.distributed.parallel_state import GroupCoordinator
 
 
 class TorchGroup(GroupCoordinator):
-    """All ranks of torch.distributed, which this sets up.
+    """Sets up torch.distributed, and groups all of its ranks.
 
     Args:
         rank, world_size: As for `GroupCoordinator`.
@@ -52,5 +52,5 @@ class TorchGroup(GroupCoordinator):
             x.copy_(whole)
 
     def _to_wire(self, x: Tensor) -> Tensor:
-        """Where the backend takes it: gloo wants it on the host."""
+        """On the device the backend needs: gloo communicates from the host."""
         return x.contiguous() if self.backend == "nccl" else x.cpu().contiguous()

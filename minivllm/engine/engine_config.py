@@ -14,6 +14,7 @@ from minivllm.config import CacheConfig, EngineArgs, ModelConfig, ParallelConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
+from minivllm.executor.base import Executor
 from minivllm.executor.processes import find_plugins, pickle_for_process
 
 if TYPE_CHECKING:
@@ -104,6 +105,17 @@ class EngineConfig:
         from minivllm.engine.tokenizer import Tokenizer  # the engine core knows no text
 
         return Tokenizer(self.model_config.path) if self.has_tokenizer else None
+
+    def make_executor(self) -> Executor:
+        """The executor, with the model loaded, or being loaded by other processes."""
+        configs = (self.model_config, self.cache_config, self.scheduler_config, self.worker_config)
+        if self.parallel_config.uses_processes:
+            from minivllm.executor.multiproc import MultiProcExecutor
+
+            return MultiProcExecutor(*configs, self.parallel_config.tensor_parallel_size)
+        from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
+
+        return UniProcExecutor(*configs)
 
     def to_bytes(self) -> bytes:
         """The configuration for another process that we start ourselves, which reads it with `pickle.loads`.

@@ -36,15 +36,13 @@ PendingStep = Callable[[], list[SequenceOutput]]
 class EngineCore:
     """Advances requests, one step at a time.
 
-    The parts are passed in, so that any of them can be another: a learner's scheduler, a simulated executor, a virtual clock.
+    The parts are passed in, so that each can be replaced: by a learner's scheduler, a simulated executor, a virtual clock.
 
     Args:
-        model_config: Limits of the model.
-        cache_config: Layout of the KV cache.
-        scheduler_config: Limits and policies of the scheduler.
+        model_config, cache_config, scheduler_config: Limits and policies.
         executor: Runs the model.
         scheduler_cls, block_space_manager_cls: The classes to use.
-        clock: Gives the time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class EngineCore:
         self.has_failed = False
         """Whether the model failed in the last step."""
         self.structured_outputs = StructuredOutputManager(model_config)
-        """Holds the requests whose grammar is being compiled, which the scheduler does not know yet."""
+        """Requests wait here until their grammars are compiled."""
         self._recorder: TraceRecorder | None = None
         self._outputs: list[EngineCoreOutput] = []
         """What `report` returns next."""
@@ -94,13 +92,13 @@ class EngineCore:
 
         Args:
             config: Resolved.
-            executor: One of `make_executor`, if that was called before; it is shut down if this fails.
+            executor: From `config.make_executor()`, if that was called before; shut down if this fails.
 
         Raises:
             ModelLoadError: The model cannot be used.
             ConfigError: The configuration cannot work on this machine.
         """
-        executor = executor or make_executor(config)
+        executor = executor or config.make_executor()
         try:
             return cls(
                 config.model_config,
@@ -266,44 +264,38 @@ class EngineCore:
         return results
 
     def update(self, scheduled: SchedulerOutput, results: list[SequenceOutput], now: float) -> None:
-        """Hand the results to the scheduler, and collect for `report` what they add to each request.
-
-        Args:
-            scheduled, results: The step.
-            now: When the model had computed.
-        """
+        """Hand a step's results, which came at time `now`, to the scheduler, and note what they add to each request for `report`."""
         advanced = self.scheduler.update(scheduled, results)
         step = list(zip(scheduled.scheduled, results, strict=True))
         errors = {item.seq.request: result.error for item, result in step if result.error is not None}
         for request in errors:
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
-        outputs: dict[Request, EngineCoreOutput] = {}
+        new_tokens: dict[Request, list[NewTokens]] = {}
         for seq, i in advanced:
-            request, (item, result) = seq.request, step[i]
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
-            if request not in outputs:
-                outputs[request] = make_output(request, [])
-            outputs[request].sequences.append(self._take_new_tokens(seq, item.seq, result))
+            if seq.request.metrics.first_token_time is None:
+                seq.request.metrics.first_token_time = now
+            item, result = step[i]
+            new_tokens.setdefault(seq.request, []).append(self._take_new_tokens(seq, item.seq, result))
             if seq.grammar is not None and seq.grammar.error:
-                errors.setdefault(request, f"structured_outputs cannot go on: {seq.grammar.error}")
+                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
+        prompt_logprobs = {}
         for item, result in step:
             request = item.seq.request
-            if result.prompt_logprobs and (request in outputs or request.request_id in self.scheduler.requests):
-                if request not in outputs:  # a chunk in the middle of the prompt
-                    outputs[request] = make_output(request, [])
-                outputs[request].prompt_logprobs = result.prompt_logprobs
-        for request, output in outputs.items():
+            if result.prompt_logprobs and (request in new_tokens or request.request_id in self.scheduler.requests):
+                new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
+                prompt_logprobs[request] = result.prompt_logprobs
+        for request, sequences in new_tokens.items():
             if request.finished:
                 request.metrics.finished_time = now
-            output.finished, output.error, output.metrics = request.finished, errors.get(request), request.metrics.copy()
-        self._outputs += outputs.values()
+            output = make_output(request, sequences, request.finished, errors.get(request))
+            output.prompt_logprobs = prompt_logprobs.get(request)
+            self._outputs.append(output)
         if self._recorder is not None:
             requests = dict.fromkeys(seq.request for seq, _ in advanced)
             self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), results)
 
     def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
-        """What a step added to a sequence. Its result has a token for each sibling forked from `parent`, or several for one sequence."""
+        """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
         token_ids = seq.take_new_tokens()
         self.num_generated_tokens += len(token_ids)
         first = seq.index - parent.index
@@ -311,11 +303,7 @@ class EngineCore:
         return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
 
     def report(self, timestamp: float | None = None) -> EngineCoreOutputs:
-        """What there is to say to the frontend, and the state of the scheduler.
-
-        Args:
-            timestamp: When the model had computed; now if None.
-        """
+        """Everything the frontend has not heard yet, and the scheduler's state. `timestamp` is when the model finished; None means now."""
         outputs, self._outputs = self._outputs, []
         stats = SchedulerStats(
             num_running=len(self.scheduler.running),
@@ -330,7 +318,7 @@ class EngineCore:
         return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
 
     def _check_idle(self) -> None:
-        """Nothing was scheduled: raise a RuntimeError if there are requests, which is a mistake in a learner's scheduler."""
+        """Nothing was scheduled. Raise a RuntimeError if requests are unfinished: a bug in a learner's scheduler."""
         if self.scheduler.has_unfinished_requests():
             name, count = type(self.scheduler).__name__, len(self.scheduler.requests)
             unfinished = "1 request is" if count == 1 else f"{count} requests are"
@@ -341,7 +329,7 @@ class EngineCore:
 
         Raises:
             EngineDeadError: There will be no more steps.
-            KeyboardInterrupt: And whatever else is no `Exception`. Queues and tables have changed, so the step cannot be repeated.
+            BaseException: Ctrl-C. Queues and tables have changed, so the step cannot be repeated.
         """
         if isinstance(error, EngineDeadError):
             raise error
@@ -349,17 +337,15 @@ class EngineCore:
             self.has_failed = True
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
-        requests, now = dict.fromkeys(seq.request for seq in sequences), self.clock()
+        requests, now, cause = dict.fromkeys(seq.request for seq in sequences), self.clock(), f"{type(error).__name__}: {error}"
         for request in requests:
             unfinished = [seq for seq in request.sequences if not seq.finished]
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
             request.metrics.finished_time = now
             ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
-            message = f"The model failed in a step: {type(error).__name__}: {error}."
-            self._outputs.append(make_output(request, ended, True, message))
+            self._outputs.append(make_output(request, ended, True, f"The model failed in a step: {cause}."))
         if self._recorder is not None:
-            timing = self.executor.take_timing()
-            self._recorder.end_step(scheduled, requests, now, timing, error=f"{type(error).__name__}: {error}")
+            self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), error=cause)
         if not isinstance(error, Exception):
             raise error
 
@@ -401,15 +387,3 @@ def make_output(
     return EngineCoreOutput(
         data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index
     )
-
-
-def make_executor(config: EngineConfig) -> Executor:
-    """The executor that the configuration asks for, with the model loaded, or being loaded by other processes."""
-    configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
-    if config.parallel_config.uses_processes:
-        from minivllm.executor.multiproc import MultiProcExecutor
-
-        return MultiProcExecutor(*configs, config.parallel_config.tensor_parallel_size)
-    from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
-
-    return UniProcExecutor(*configs)

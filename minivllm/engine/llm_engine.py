@@ -16,7 +16,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_client import InprocClient, SyncMPClient
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.engine_core import EngineCore, make_executor
+from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class LLMEngine:
             tokenizer = config.load_tokenizer()
             client = DPLBSyncMPClient(config)
         elif in_process:
-            executor = make_executor(config)  # first, because workers in other processes load the model meanwhile
+            executor = config.make_executor()  # first, because workers in other processes load the model meanwhile
             try:
                 tokenizer = config.load_tokenizer()
             except BaseException:

@@ -1,7 +1,7 @@
 """What an engine did, step by step, as plain data for pictures, measurements and replay.
 
 A trace is recorded by `engine/trace_recorder.py`, saved as JSON, drawn by `viz/`, and replayed by `simulation/replay.py`. Nothing in it
-refers to a living engine.
+refers to a live engine.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class StepRecord:
         blocks_to_copy: (source, destination) pairs on the device, copied before the step computed (copy-on-write).
         blocks_to_swap_out, blocks_to_swap_in: (device, host) and (host, device) pairs, copied likewise.
         error: Why the model failed, if it did.
-        ranks: How each of several workers spent the step; empty with one.
+        ranks: How each of several workers spent the step; empty if there is only one.
     """
 
     start: Seconds
@@ -327,7 +327,7 @@ _TableRow = tuple[str, Count, tuple[Count, ...] | None]
 
 
 def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
-    """A step without its empty fields. Tables are [request_id, index, blocks], with null for blocks where one is gone."""
+    """A step without its empty fields. Tables are [request_id, index, blocks]; null blocks mean that the table is gone."""
     content: dict[str, Any] = {}
     for item in dataclasses.fields(StepRecord):
         value = getattr(step, item.name)

@@ -105,7 +105,7 @@ class TraceRecorder:
         self._stopped: list[Finish] = []
         """Sequences stopped after the record of their step was removed from the trace."""
         self._names: dict[str, str] = {}
-        """Names in the trace of unfinished requests that reuse an id."""
+        """By id: the names in the trace of unfinished requests that reuse an id."""
         self._finished: set[SequenceKey] = set()
         """Finished sequences of unfinished requests."""
         self._tables: dict[SequenceKey, tuple[int, ...]] = {}

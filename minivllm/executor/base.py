@@ -1,4 +1,4 @@
-"""The line between deciding and computing: the engine core above it, a model on one device, several workers or a simulation below.
+"""The line between deciding and computing: above it the engine core; below it one worker, several, or a simulation.
 
 Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
 """
@@ -31,7 +31,7 @@ class Executor(ABC):
         """Run a step: one output for each of `request.sequences`, in the same order."""
 
     def record_timing(self, on: bool) -> None:
-        """Whether to keep how each worker spends a step, for `take_timing`. An executor of one worker keeps nothing."""
+        """Whether to record how each of several workers spends a step, for `take_timing`."""
 
     def take_timing(self) -> list[RankTiming]:
         """How each of several workers spent the last step, by rank; empty without `record_timing`, or with one worker."""
@@ -42,10 +42,10 @@ class Executor(ABC):
         return []
 
     def check_health(self) -> None:
-        """Raise an EngineDeadError if a worker is gone."""
+        """Raise an EngineDeadError if a worker has died."""
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Have a function called, in another thread, when a worker is found gone."""
+        """Have a function called, in another thread, when a worker is found dead."""
 
     def shutdown(self) -> None:
-        """End the workers. Safe to call again."""
+        """Stop the workers. Safe to call again."""

@@ -5,8 +5,8 @@
                                                                            ▲ │
                                                                            └─┴ all-reduce
 
-All workers get the same message and compute the same step, each with its part of the weights and of the cache; rank 0 samples, and answers.
-A worker that ends, is stopped, or fails alone takes the executor with it: its part of the cache is lost. Mirrors
+All workers get the same message and compute the same step, each with its part of the weights and the cache; rank 0 samples and
+answers. A worker that ends, is stopped, or fails alone takes the executor down, because its part of the cache is lost. Mirrors
 `vllm/v1/executor/multiproc_executor.py`.
 """
 
@@ -38,18 +38,14 @@ from minivllm.executor.worker_processes import CHECK_SECONDS, GRACE_SECONDS, Wor
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
 
 SECONDS_FOR_OTHERS = 0.8
-"""How long to wait, when a worker has failed, until all are ready for another step: if they are, only that one has failed."""
+"""After a worker has failed, how long the others have to become ready for another step. If they do, only that step is lost."""
 
 
 class MultiProcExecutor(Executor):
-    """Hands every step to workers in other processes, which load the model while this one does something else.
-
-    Args:
-        model_config, cache_config, scheduler_config, worker_config: As for a worker.
-        world_size: How many workers.
+    """Hands every step to workers in other processes, which load the model in the background.
 
     Raises:
-        ConfigError: There is a class that workers cannot import.
+        ConfigError: A configured class cannot be imported by workers.
     """
 
     def __init__(
@@ -65,11 +61,11 @@ class MultiProcExecutor(Executor):
         self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
         self._number = 0
         self._is_settled = True
-        """Whether all answers to the last message have come: they have not if Ctrl-C has interrupted the wait."""
+        """Whether all answers to the last message have arrived; False after Ctrl-C during the wait."""
         self._is_timed = False
         self._timing: list[RankTiming] = []
         self._logged: dict[str, int] = {}
-        """What ranks have logged during a step or call, and which of them said it first."""
+        """Texts logged during a step or call, and the rank that logged each first."""
         self._workers = WorkerProcesses(pickle_for_process(configs, find_plugins(model_config, worker_config)), world_size)
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
@@ -85,7 +81,7 @@ class MultiProcExecutor(Executor):
             self._workers.are_ready = True
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """As many blocks as fit at every rank: a block has a part at each."""
+        """As many blocks as fit on every rank, since each holds a part of every block."""
         found = self.collective_rpc("determine_num_available_blocks")
         return min(on_device for on_device, _ in found), min(on_host for _, on_host in found)
 
@@ -97,7 +93,7 @@ class MultiProcExecutor(Executor):
 
         Raises:
             MinivllmError: A worker failed, and all are ready for the next step. As for `collective_rpc`.
-            EngineDeadError: A worker is gone, or failed while others wait for it.
+            EngineDeadError: A worker has died, or failed while others wait for it.
         """
         self._send(self._ledger.to_step(self._next_number(), request, self._is_timed))
         results = self._receive(self._number, range(self.world_size if self._is_timed else 1), is_step=True)
@@ -113,11 +109,11 @@ class MultiProcExecutor(Executor):
         return timing
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every worker, with plain values. Returns what they return, by rank, as plain values.
+        """Call a method on every worker. Arguments and results, by rank, are plain values.
 
         Raises:
-            MinivllmError: What a worker raised, with its rank; a `WorkerError` for errors of other kinds.
-            EngineDeadError: A worker is gone.
+            MinivllmError: What a worker raised, with its rank; other errors as a `WorkerError`.
+            EngineDeadError: A worker has died.
         """
         self.wait_until_ready()
         self._send(Call(self._next_number(), method, list(args)))
@@ -137,11 +133,11 @@ class MultiProcExecutor(Executor):
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' processes, by rank."""
+        """The workers' process ids, by rank."""
         return [process.pid for process in self._workers.processes]
 
     def _next_number(self) -> int:
-        """The number of the next message, when all ranks have finished with the last one."""
+        """The number of the next message, once all ranks have finished the last one."""
         if not self._is_settled and not self._settle():
             self._workers.raise_failure("The workers did not recover from a step that was interrupted.")
         self._number += 1
@@ -163,7 +159,7 @@ class MultiProcExecutor(Executor):
             for rank, message in self._read():
                 if message.number == number:
                     answers[rank] = message
-                elif isinstance(message, Failed):  # in a step that rank 0 has finished
+                elif isinstance(message, Failed):  # another rank, in a step that rank 0 has finished
                     self._workers.raise_failure(self._describe(rank, message))
             if failed := {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}:
                 self._raise(failed, is_step)
@@ -171,8 +167,8 @@ class MultiProcExecutor(Executor):
         return [answers[rank] for rank in sorted(wanted)]
 
     def _raise(self, failed: dict[int, Failed], is_step: bool) -> NoReturn:
-        """Raise what has failed: one step or call, if all ranks are out of it, else the engine."""
-        if ended := self._workers.find_ended():  # which the other ranks may have noticed first
+        """Raise the failure: of one step or call if all ranks have left it, else of the engine."""
+        if ended := self._workers.find_ended():  # the other ranks may have noticed it first
             self._workers.raise_failure(ended)
         rank, first = min(failed.items(), key=lambda item: (item[1].error_type == DistributedError.__name__, item[0]))
         if not self._workers.are_ready or first.error_type == DistributedError.__name__ or not self._settle(has_failed=True):
@@ -185,10 +181,9 @@ class MultiProcExecutor(Executor):
         raise kind(f"Rank {rank}: {first.message}")
 
     def _settle(self, has_failed: bool = False) -> bool:
-        """Wait until all ranks are ready for another message. False if that does not happen soon after one of them has failed.
+        """Wait until all ranks are ready for another message. False if some are not, soon after one has failed.
 
-        A rank that has failed alone leaves the others waiting in an operation that it has not entered. If none waits, none has entered
-        an operation that another has not.
+        A rank that fails alone leaves the others waiting in a collective operation that it has not entered.
         """
         self._number += 1
         self._send(Call(self._number, "check_health", []))
@@ -206,7 +201,7 @@ class MultiProcExecutor(Executor):
         return True
 
     def _read(self) -> list[tuple[int, Answer]]:
-        """Answers that have come, or come soon, each with its rank."""
+        """Answers that have arrived or arrive soon, each with its rank."""
         answers: list[tuple[int, Answer]] = []
         for rank, message in self._workers.read(CHECK_SECONDS):
             if isinstance(message, WorkerLog):
@@ -220,7 +215,7 @@ class MultiProcExecutor(Executor):
         return f"Rank {rank} of {self.world_size} failed: {kind}{failure.message}"
 
     def _log(self, rank: int, message: WorkerLog) -> None:
-        """What several ranks say is logged once, and what is no warning for rank 0 alone."""
+        """Log a text of several ranks once; below warnings, only those of rank 0."""
         first = self._logged.setdefault(message.text, rank)
         if first == rank and (rank == 0 or message.level >= logging.WARNING):
             text = message.text if rank == 0 else f"Rank {rank}: {message.text}"

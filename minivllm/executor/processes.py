@@ -1,4 +1,4 @@
-"""Python processes that this one starts for itself, the engine core's and those of workers, and what both need to talk to it."""
+"""Starting Python processes for the engine core and for workers, and what both need to talk to their parent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from minivllm.errors import ConfigError
 def start_python(
     module: str, num_threads: int | None = None, descriptors: tuple[int, ...] = (), gpus: str | None = None
 ) -> subprocess.Popen[bytes]:
-    """Run a module as a process, which finds modules where this one does, and whose standard input is a pipe from here.
+    """Run a module as a process with this one's module path and a pipe as its standard input.
 
     Args:
         module: Its name.
-        num_threads: Threads that it computes with; one for each processor if None.
-        descriptors: Files that it inherits, under the same numbers.
-        gpus: Those that it sees, as in CUDA_VISIBLE_DEVICES; all that this process sees if None.
+        num_threads: Threads to compute with; None means one per processor.
+        descriptors: File descriptors to inherit, under the same numbers.
+        gpus: The GPUs it sees, as in CUDA_VISIBLE_DEVICES; None means all that this process sees.
     """
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
@@ -37,11 +37,11 @@ def start_python(
     return subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
-        stdout=2 if _is_open(2) else subprocess.DEVNULL,  # whatever it prints is for people, not for a pipe
+        stdout=2 if _is_open(2) else subprocess.DEVNULL,  # it may print for people, but not into a pipe
         stderr=None if _is_open(2) else subprocess.DEVNULL,
         env=os.environ | environment,
         pass_fds=descriptors,
-        start_new_session=True,  # Ctrl-C in the terminal is for this process, which then ends the other
+        start_new_session=True,  # Ctrl-C goes to this process only, which then ends the other
     )
 
 
@@ -54,7 +54,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict[str, Any]:
-    """The classes that a worker needs, by the names that users know them by."""
+    """The classes that a worker needs, by their names in `EngineArgs`."""
     return {
         "attention_backend": worker_config.attention_backend,
         "sampler_cls": worker_config.sampler_cls,
@@ -63,11 +63,11 @@ def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict
 
 
 def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
-    """A configuration for a process that we start ourselves, which reads it with `pickle.loads`.
+    """Pickle a configuration for a process that we start ourselves.
 
     Args:
         config: What to pickle.
-        plugins: Classes in it, by the names that users know them by; what is no class is ignored.
+        plugins: Classes in it, by their names in `EngineArgs`; other values are ignored.
 
     Raises:
         ConfigError: A class is defined where another process cannot import it.
@@ -82,10 +82,10 @@ def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
 
 
 class ForwardLog(logging.Handler):
-    """Gives log records away, to be logged by another process.
+    """Forwards log records, to be logged by another process.
 
     Args:
-        put: Called with the level, the logger's name, and the text with its traceback if it has one.
+        put: Called with the level, the logger's name, and the text, traceback included.
     """
 
     def __init__(self, put: Callable[[int, str, str], object]) -> None:
@@ -93,19 +93,19 @@ class ForwardLog(logging.Handler):
         self.put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Give a record away."""
+        """Forward a record."""
         self.put(record.levelno, record.name, self.format(record))
 
 
 def plain_number(value: Any) -> Any:
-    """For messages: NumPy numbers, as users and their classes may use them, become Python's."""
+    """An encoding hook that turns NumPy's numbers, which users' classes may produce, into Python's."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"A message cannot contain a {type(value).__name__}.")
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended, in words that follow its name."""
+    """How a process ended, as a predicate to its name."""
     if status >= 0:
         return f"ended with status {status}"
     try:

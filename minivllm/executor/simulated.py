@@ -21,11 +21,7 @@ from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, Sequenc
 
 
 class VirtualClock:
-    """An engine's `clock` that moves only when told to.
-
-    Args:
-        now: Where it starts, in seconds.
-    """
+    """An engine's `clock` that moves only when told to, from `now` seconds on."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -123,7 +119,7 @@ class CostModel:
 class SimulatedExecutor(Executor):
     """Advances the clock by the cost of a step, and makes up its tokens.
 
-    Tokens depend on the request's seed and their position, and mean nothing: finish requests by `max_tokens`, with `ignore_eos`.
+    Tokens depend only on the request's seed and their position: finish requests by `max_tokens`, with `ignore_eos`.
 
     Args:
         clock: The engine's.

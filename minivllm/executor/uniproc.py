@@ -11,7 +11,7 @@ from minivllm.worker.worker import Worker
 
 
 class UniProcExecutor(Executor):
-    """Hands every step to a worker in this process. The arguments are the worker's."""
+    """Hands every step to a worker in this process."""
 
     in_process = True
 

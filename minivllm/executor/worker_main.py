@@ -1,6 +1,6 @@
-"""Where a worker's process begins: `python -m minivllm.executor.worker_main`. The large imports come after what must be done at once.
+"""The entry point of a worker's process: `python -m minivllm.executor.worker_main`. Large imports wait until the urgent part is done.
 
-The process ends when its inbox closes or the executor's process does, however that ended.
+The process ends when its inbox closes or its parent ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Read the setup from standard input and run."""
-    if sys.platform == "linux":  # which can kill this process when its parent ends
+    if sys.platform == "linux":  # has this process killed when its parent ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     line = sys.stdin.buffer.readline()
     if not line:
@@ -35,7 +35,7 @@ def main() -> None:
     with contextlib.suppress(DistributedError):  # the executor has ended
         WorkerProc(setup).run()
     sys.stdout.flush()
-    os._exit(0)  # threads of torch.distributed would wait for ranks that are gone
+    os._exit(0)  # threads of torch.distributed would wait for dead ranks
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What an executor and its workers in other processes say to each other: MessagePack, decoded strictly, each message into its type.
+"""The messages between an executor and its workers in other processes: MessagePack, strictly decoded into types.
 
-A request is sent once and then named by a number, so that a step is small however long its prompts are: the executor's `RequestLedger` and
-the worker's table of requests are kept in sync. vLLM has `NewRequestData` and `CachedRequestData` for that (`vllm/v1/core/sched/output.py`).
+A request is sent once and then named by a number, so that a step is small however long its prompts are; the executor's `RequestLedger`
+mirrors the workers' tables of requests. vLLM has `NewRequestData` and `CachedRequestData` for that (`vllm/v1/core/sched/output.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceD
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """What a worker is told at its start, as a line of JSON on its standard input.
+    """The first message to a worker, a line of JSON on its standard input.
 
     Attributes:
         configs: Pickled: the configs of the model, the cache, the scheduler and the worker.
-        rank, world_size: Which worker it is, of how many.
-        parent: The process that it works for.
+        rank, world_size: The worker's rank, and the number of workers.
+        parent: The executor's process.
         group_memory: A file descriptor from `create_group_memory`.
-        group_port: Of this machine, for groups of torch.distributed.
-        inbox: Memory, and the end to wait on, of the queue that all workers read.
-        outbox: Memory, and the end to ring, of this worker's own queue.
+        group_port: A port of this machine for torch.distributed.
+        inbox: Memory and waiting end of the queue that all workers read.
+        outbox: Memory and ringing end of this worker's own queue.
         sys_path: Where Python finds modules.
-        log_level: From which on log records are sent.
+        log_level: The lowest level of log records to send.
     """
 
     configs: bytes
@@ -55,12 +55,10 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """An `ExecuteModelRequest`.
 
     Attributes:
-        number: Of this message; the answer has the same.
-        new_requests: By the numbers that stand for them from now on.
-        forgotten: Numbers that are not used any more.
-        timed: Whether each rank is to answer, with its timing.
-        sequences: What to compute.
-        blocks_to_swap_out, blocks_to_swap_in, blocks_to_copy: Pairs of blocks.
+        number: Identifies the message; the answer repeats it.
+        new_requests: New requests, by the numbers that stand for them from now on.
+        forgotten: Numbers that are no longer used.
+        timed: Whether every rank answers, with its timing.
     """
 
     number: int
@@ -74,7 +72,7 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Call(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Call a method of the worker, with plain values."""
+    """Call a method of the worker with plain values."""
 
     number: int
     method: str
@@ -88,7 +86,7 @@ ToWorker = Step | Call
 
 
 class StepResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """What rank 0 sampled; with the rank's timing if that was asked for, by other ranks then too."""
+    """What rank 0 sampled. In a timed step every rank answers, with its timing."""
 
     number: int
     outputs: list[SequenceOutput]
@@ -111,7 +109,7 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class WorkerLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """A log record: level and logger name, as in `logging`, and the text."""
+    """A log record."""
 
     level: int
     logger: str
@@ -124,39 +122,24 @@ FromWorker = Answer | WorkerLog
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)
-
-
-def encode(message: ToWorker | FromWorker) -> bytes:
-    """A message as MessagePack."""
-    return _ENCODER.encode(message)
-
-
-def decode_to_worker(data: bytes) -> ToWorker:
-    """A message to a worker."""
-    return _TO_WORKER.decode(data)
-
-
-def decode_from_worker(data: bytes) -> FromWorker:
-    """A message from a worker."""
-    return _FROM_WORKER.decode(data)
+encode = msgspec.msgpack.Encoder(enc_hook=plain_number).encode
+decode_to_worker, decode_from_worker = _TO_WORKER.decode, _FROM_WORKER.decode
 
 
 # -- requests by number ----------------------------------------------------------------------------------------------
 
 
 class RequestLedger:
-    """Which requests the workers know.
+    """The requests that the workers know.
 
     Args:
-        capacity: How many they keep: those that were in a step last. One that comes back later is sent again.
+        capacity: How many the workers keep, the most recently used; others are sent again when needed.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._known: OrderedDict[int, tuple[int, EngineCoreRequest]] = OrderedDict()
-        """Identity of a request to its number and the request, which is kept, so that the identity stays its own."""
+        """`id()` of a request to its number and itself; kept alive so that the id stays unique."""
         self._last_number = 0
 
     def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False) -> Step:
@@ -180,7 +163,7 @@ class RequestLedger:
 
 
 def to_request(step: Step, known: dict[int, EngineCoreRequest]) -> ExecuteModelRequest:
-    """The step as it was before `RequestLedger.to_step`. `known` is the worker's table, which is brought up to date."""
+    """The inverse of `RequestLedger.to_step`. Updates `known`, the worker's table of requests."""
     known.update(step.new_requests)
     for number in step.forgotten:
         known.pop(number, None)

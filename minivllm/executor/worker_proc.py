@@ -36,11 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProc:
-    """One rank.
-
-    Args:
-        setup: What the executor wrote.
-    """
+    """One rank."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -51,7 +47,7 @@ class WorkerProc:
         self._worker: Worker
 
     def run(self) -> None:
-        """Load the model, then do what the messages say until there are no more."""
+        """Load the model, then handle messages until the executor closes the queue."""
         try:
             model_config, cache_config, scheduler_config, worker_config = pickle.loads(self._setup.configs)
             setup, device = self._setup, resolve_device(worker_config.device, self._setup.rank)
@@ -60,21 +56,21 @@ class WorkerProc:
             self._worker.load_model()
         except Exception as error:
             self._send(Failed(0, type(error).__name__, str(error)))
-            while self._read() is not None:  # until the executor has heard it
+            while self._read() is not None:  # until the executor has read it
                 pass
             return
         self._send(CallResult(0, None))
         while (data := self._read()) is not None:
             is_step = False
             try:
-                message = decode_to_worker(data)  # strictly: a learner's scheduler may have put anything into it
+                message = decode_to_worker(data)  # strict: a learner's scheduler may have put anything into it
                 is_step = isinstance(message, Step)
                 answer = self._handle(message)
                 encoded = encode(answer) if answer is not None else None
             except Exception as error:
-                # A DistributedError is another rank's doing; and what is the user's doing needs no traceback.
+                # A DistributedError is caused by another rank, and errors caused by the user need no traceback.
                 if not isinstance(error, DistributedError if is_step else MinivllmError):
-                    logger.exception("A worker failed.")  # in the same words at each rank: they are logged once
+                    logger.exception("A worker failed.")  # the same text on every rank, so that it is logged once
                 encoded = encode(Failed(msgspec.msgpack.decode(data)["number"], type(error).__name__, str(error)))
             if encoded is not None:
                 self._outbox.write(encoded)

@@ -1,4 +1,4 @@
-"""The processes of several workers, and what becomes of them: `MultiProcExecutor` says what they do."""
+"""Starting, monitoring and stopping the processes of several workers, for `MultiProcExecutor`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from minivllm.executor.worker_messages import FromWorker, WorkerSetup, decode_fr
 CHECK_SECONDS = 0.2
 """How often the workers are checked."""
 CHECKS_UNTIL_STOPPED = 3
-"""A worker that is stopped (SIGSTOP) at so many checks in a row is given up: once alone, and a debugger may have looked at it."""
+"""A worker found stopped (SIGSTOP) in this many checks in a row is given up; a debugger may stop it for a moment."""
 GRACE_SECONDS = 2.0
-"""How long a worker may take to end."""
+"""How long a worker has to end."""
 
 
 class WorkerProcesses:
     """The processes of the workers, the queues to and from them, and a thread that monitors them.
 
-    The thread also starts them: Linux, asked to kill a worker when its parent ends, means the thread that started it.
+    The thread also starts them, because Linux kills a worker when the thread that started it ends (PR_SET_PDEATHSIG).
 
     Args:
-        configs: Pickled.
-        world_size: How many workers.
+        configs: The pickled configs.
+        world_size: The number of workers.
 
     Attributes:
         processes: By rank.
         are_ready: Whether they have loaded the model.
-        inbox: What all workers read.
-        failure: Why they have been ended, if they have.
-        on_failure: Called when a worker is found gone.
+        inbox: The queue that all workers read.
+        failure: Why they were ended, if they were.
+        on_failure: Called when a worker is found dead.
     """
 
     def __init__(self, configs: bytes, world_size: int) -> None:
@@ -66,7 +66,7 @@ class WorkerProcesses:
             started.wait()
         except BaseException:  # Ctrl-C
             self.fail("The start was interrupted.")
-            started.wait()  # the thread starts no more
+            started.wait()  # the thread starts no more workers
             self.stop()
             raise
         if self.failure is not None:
@@ -74,7 +74,7 @@ class WorkerProcesses:
             self.check()
 
     def check(self) -> None:
-        """Raise an EngineDeadError if the workers have been ended, as soon as they are gone; or if they belong to another process."""
+        """Raise an EngineDeadError if the workers were ended, once they are gone, or if they belong to another process."""
         if os.getpid() != self._owner:
             raise EngineDeadError(
                 f"The workers belong to process {self._owner}, from which this one was forked, and would mix up the two: make an engine here."
@@ -84,7 +84,7 @@ class WorkerProcesses:
             raise EngineDeadError(self.failure)
 
     def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
-        """Messages of workers, each with its rank; none if there are none within `timeout` seconds.
+        """Messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
 
         Raises:
             EngineDeadError: A worker has ended.
@@ -100,7 +100,7 @@ class WorkerProcesses:
         return messages
 
     def _read_now(self) -> list[tuple[int, FromWorker]]:
-        """A message of each worker that has sent one."""
+        """One message of each worker that has sent any."""
         messages = []
         for rank, outbox in enumerate(self._outboxes):
             try:
@@ -112,7 +112,7 @@ class WorkerProcesses:
         return messages
 
     def find_ended(self, timeout: float = 0.0) -> str | None:
-        """How a worker has ended, if one has, or does within `timeout` seconds."""
+        """How a worker ended, if one does within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             for rank, process in enumerate(self.processes):
@@ -123,13 +123,13 @@ class WorkerProcesses:
             time.sleep(0.01)
 
     def raise_failure(self, failure: str) -> NoReturn:
-        """End the workers, for this reason unless there is one already, and raise it."""
+        """End the workers and raise the reason: this one, or an earlier one."""
         self.fail(failure)
         self.check()
         raise AssertionError
 
     def fail(self, failure: str) -> None:
-        """End the workers, for this reason unless there is one already."""
+        """End the workers, for this reason unless there is an earlier one."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -141,8 +141,8 @@ class WorkerProcesses:
         self._wait()
 
     def stop(self) -> None:
-        """End the workers: they read that there are no more messages. Those that load the model do not read, and are killed. Called once."""
-        if os.getpid() != self._owner:  # a forked process, which has copies of all this
+        """End the workers by closing their queue. Those still loading the model do not read it, and are killed. Called once."""
+        if os.getpid() != self._owner:  # a forked process has copies of all this
             return
         if self.failure is None:
             self.failure = "The engine was shut down."
@@ -158,7 +158,7 @@ class WorkerProcesses:
             outbox.close()
 
     def _wait(self) -> None:
-        """Until all have ended; not for long, because one may hang in a driver."""
+        """Wait until all have ended, but not for long: one may hang in a driver."""
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +179,7 @@ class WorkerProcesses:
             self._monitor()
         except Exception as error:
             self.fail(f"The workers cannot be monitored any more: {type(error).__name__}: {error}")
-        for process in self.processes:  # which would be killed if this thread ended first
+        for process in self.processes:  # they would be killed if this thread ended first
             process.wait()
 
     def _monitor(self) -> None:
@@ -196,7 +196,7 @@ class WorkerProcesses:
 
     def _start(self, configs: bytes) -> None:
         num_threads = max(1, torch.get_num_threads() // self.world_size)
-        with contextlib.ExitStack() as ours:  # what only the workers need, once they have inherited it
+        with contextlib.ExitStack() as ours:  # closed here once the workers have inherited it
             group_port, group_memory = _free_port(), create_group_memory(self.world_size)
             ours.callback(os.close, group_memory)
             inbox = QueueEnds.create(self.world_size)

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: captured once for some batch sizes, then replayed.
 
-A decode step launches hundreds of kernels, each so short that Python takes longer to launch it than the GPU to run it. A
-graph launches them all at once. It repeats exactly what was recorded, on the same memory; so a step copies its inputs into
-fixed buffers and is padded to the next recorded size. A padding row has no context and writes to no slot.
+A decode step launches hundreds of kernels, each so short that launching it from Python takes longer than running it. A graph
+launches them all at once. It repeats exactly what was recorded, on the same memory, so a step copies its inputs into fixed
+buffers and is padded to the next recorded size. A padding row has no context and writes to no slot.
 Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 """
 

@@ -1,4 +1,4 @@
-"""How much memory the host has left, and how much a piece of work takes at its peak."""
+"""Memory that the host has left, and the peak memory of a piece of work."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class ModelRunner:
         model: A model of `minivllm.models`, with its weights.
         block_size: Tokens in a cache block.
         max_model_len: Tokens that a sequence may have.
-        device: Where the model lies.
-        sampler: What chooses the tokens.
+        device: The model's.
+        sampler: Chooses the tokens.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ModelRunner:
         self.graphs.capture()
 
     def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int) -> int:
-        """Bytes that the graphs will take: the largest holds the tensors of all, and each one takes a little beside."""
+        """Bytes that the graphs will take: the tensors of the largest, which all share, plus a small fixed cost per graph."""
         graphs = self._make_graphs(kv_caches, max_num_seqs)
         free = [torch.cuda.mem_get_info(self.device)[0]]
         for size in (graphs.sizes[-1], graphs.sizes[0]):
@@ -140,7 +140,7 @@ class ModelRunner:
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
         """Run a prefill of `num_tokens` tokens, split evenly over `num_seqs`, and sample from all of them.
 
-        `kv_caches` needs only one block; what is written to it means nothing.
+        `kv_caches` needs only one block, whose contents become meaningless.
         """
         request = EngineCoreRequest("profile", [], SamplingParams(temperature=1.0, top_p=0.9), max_num_tokens=num_tokens)
         sequences = []

@@ -37,7 +37,7 @@ class SamplingRow:
         seq: The sequence that it continues.
         index: The sibling that gets it: the sequence itself, or one that is about to be forked from it.
         num_drafts: Draft tokens that come before it.
-        error: Why the token is meaningless: a logits processor of the request has failed, say.
+        error: Why the token is meaningless: a logits processor of the request failed, say.
     """
 
     seq: SequenceData
@@ -63,7 +63,7 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class SampledToken:
-    """A drawn token, and log-probabilities if they were asked for."""
+    """A drawn token, and its log-probabilities if requested."""
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
@@ -107,7 +107,7 @@ def adjusts_logits(row: SamplingRow) -> bool:
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, penalties and logits processors, then everything that bars tokens. All of it applies to greedy rows too."""
+    """Logit bias, penalties and logits processors, then everything that excludes tokens; for greedy rows, too."""
     adjusted = logits
     for i, row in enumerate(rows):
         params = row.params
@@ -143,13 +143,13 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 row.error = f"structured_outputs and {other} together leave no token to choose from."
         for banned in banned_tokens(row):
             kept = adjusted[i].index_fill(0, torch.tensor(banned, device=logits.device), MIN_LOGIT)
-            if kept.max() > MIN_LOGIT:  # what a grammar or `allowed_token_ids` demand comes first
+            if kept.max() > MIN_LOGIT:  # a grammar or `allowed_token_ids` takes precedence
                 adjusted[i] = kept
     return adjusted
 
 
 def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logits: Tensor) -> Tensor:
-    """The logits that a function of `SamplingParams.logits_processors` makes of a row's, `[vocab_size]` both.
+    """Apply one of `SamplingParams.logits_processors` to the logits of a row; `[vocab_size]` in and out.
 
     Raises:
         RuntimeError: It failed, or returned something else.
@@ -173,7 +173,8 @@ def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logit
 
 
 def banned_tokens(row: SamplingRow) -> list[list[int]]:
-    """What must not come next: before `min_tokens`, tokens that end the text; the last tokens of bad words whose others have just come."""
+    """Tokens that must not come next: before `min_tokens`, those that end the text; the last token of a bad word whose other tokens were
+    just generated."""
     request, output = row.seq.request, row.seq.output_token_ids
     stops = list(request.stop_reasons) if row.position < row.params.min_tokens else []
     last = output[-1] if output else None
@@ -256,8 +257,8 @@ def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the smallest set of most likely tokens whose probabilities reach `top_p` (`[rows, 1]`), at least one.
 
-    Mostly that set is small. So the vocabulary is only searched for its most likely tokens, and is sorted as a whole if they do
-    not reach `top_p`. Holtzman et al., 2019 (arXiv:1904.09751).
+    That set is mostly small, so only the most likely tokens are looked at first; the whole vocabulary is sorted if they do not
+    reach `top_p`. Holtzman et al., 2019 (arXiv:1904.09751).
     """
     probs = logits.softmax(dim=-1)
     likely, token_ids = probs.topk(min(TOP_P_CANDIDATES, probs.shape[-1]), dim=-1)
@@ -274,8 +275,8 @@ def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     """One token per row from the distribution that the logits describe, `[rows]`.
 
     The tokens run a race. Each one's time is a random number from an exponential distribution, divided by its probability, and the
-    first wins: every token with exactly its probability. Rounding errors of the logits change who wins only between two that arrive at
-    almost the same moment. vLLM has the same race (`sample_with_exponential_noise` in `vllm/v1/sample/ops/topk_topp_sampler.py`).
+    first wins: every token with exactly its probability. Rounding errors of the logits matter only when two tokens arrive at almost the
+    same moment. vLLM has the same race (`sample_with_exponential_noise` in `vllm/v1/sample/ops/topk_topp_sampler.py`).
     """
     return argmax(logits.softmax(dim=-1) / exponential_noise(random_keys(rows), logits.shape[-1], logits.device))
 
@@ -294,7 +295,7 @@ def random_key(seed: int, index: int, position: int) -> int:
 def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | str = "cpu", first: int = 0) -> Tensor:
     """Random numbers from an exponential distribution of mean 1, `[len(keys), vocab_size]`, float32, above 0.
 
-    Each is a hash of its row's key and the token id, so it is the same in any batch. The first one is that of the token `first`.
+    Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
     """
     device = torch.device(device)
     uniform = _load_ops(device).random_uniform(torch.tensor(keys, dtype=torch.int32, device=device), vocab_size, first)

@@ -1,7 +1,7 @@
 """Sampling where each rank has the logits of some tokens: each chooses among its own, and the best score wins.
 
-A plain draw is a race (`sampler.draw`), and whoever wins the race wins the heat in which it runs. Filters, penalties and log-probabilities
-need all logits in one place.
+A plain draw is a race (`sampler.draw`), whose winner also wins its heat. Filters, penalties and log-probabilities need all logits in
+one place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minivllm.worker.sampler import SamplingRow, adjusts_logits, apply_temperatu
 
 
 def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
-    """Whether ranks can choose among their tokens without knowing the logits of the others: for greedy rows and plain draws."""
+    """Whether each rank can choose among its own tokens: true for greedy rows and plain draws."""
     return all(
         row.params.logprobs is None
         and not adjusts_logits(row)
@@ -23,12 +23,12 @@ def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
 
 
 def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """What `Sampler.sample` does, among some of the tokens, when `can_choose_in_parts`.
+    """`Sampler.sample` among a range of the tokens, when `can_choose_in_parts`.
 
     Args:
         rows: What each row is for.
-        logits: `[len(rows), tokens]`, of tokens that follow each other.
-        first: The first of them.
+        logits: `[len(rows), tokens]`, of consecutive tokens.
+        first: The first of these tokens.
 
     Returns:
         For each row, the score of its best token, and its id. Of several parts, the token with the best score is the one that `sample`

@@ -1,4 +1,4 @@
-"""A worker owns a device: it loads the model, or its part of it, finds out how many cache blocks fit, and runs steps.
+"""A worker owns a device: it loads the model, or its part of it, measures how many cache blocks fit, and runs steps.
 
 Mirrors `vllm/v1/worker/gpu_worker.py`.
 """
@@ -23,10 +23,10 @@ from minivllm.worker.sampler import Sampler
 
 CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
-"""Sizes of the two profiling runs on a CPU: the tokens of a prompt, and the sequences to sample from."""
+"""Sizes of the two profiling runs on a CPU: tokens of a prompt, and sequences to sample from."""
 
 CPU_CACHE_LIMIT = 4 * 2**30
-"""The most bytes that the cache takes on a CPU unless it is told otherwise: a laptop has other things to do."""
+"""The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
 
 
 class Worker:
@@ -36,12 +36,11 @@ class Worker:
     memory the largest step needs, give the cache what is left.
 
     Args:
-        model_config, cache_config, scheduler_config: What to run, and within which limits.
-        worker_config: The device, and how to compute there.
-        group: The workers that have a part of the model each, of which this is one; None if it has all of it.
+        model_config, cache_config, scheduler_config, worker_config: What to run, where, and within which limits.
+        group: The workers that share the model; None if this one has all of it.
 
     Attributes:
-        rank_config: The model's, with the heads of this rank.
+        rank_config: The model config, with this rank's heads.
 
     Raises:
         ConfigError: The device, dtype, backend or quantization is not available.
@@ -125,7 +124,7 @@ class Worker:
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def check_health(self) -> None:
-        """Return when nothing is left to do: whoever can call this is ready for work."""
+        """Return when all work is done: a worker that answers is ready for more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # operations of the group may only have been launched
 
@@ -134,7 +133,7 @@ class Worker:
         return self.device.type == "cuda" and not self.enforce_eager and can_capture
 
     def _check_host_memory(self, num_blocks: int) -> None:
-        """Of the machine, which all ranks share."""
+        """Check the machine's memory, which all ranks share."""
         num_ranks = self.group.world_size
         place = "the machine" if num_ranks == 1 else f"the machine, for each of {num_ranks} workers,"
         self._check_memory(num_blocks, place, available_cpu_memory() // num_ranks)
@@ -147,7 +146,7 @@ class Worker:
             )
 
     def _memory_left_for_cache(self) -> int:
-        """Bytes of the usable memory that are left beside the weights and the largest step."""
+        """Bytes of the usable memory that the weights and the largest step leave."""
         self._check_host_memory(1)
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
@@ -185,7 +184,7 @@ class Worker:
 
 
 def resolve_device(device: str, rank: int | None = None) -> torch.device:
-    """The device with this name; "auto" is the GPU if there is one. Each of several ranks takes the next GPU, in turn if there are fewer."""
+    """The device with this name; "auto" is the GPU if there is one. Several ranks take the GPUs in turn."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
