@@ -111,7 +111,7 @@ class Stopwatch:
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:
     """Run a workload four times: to warm up, as it is, and twice with every kernel called from Python, without and with a stopwatch.
 
-    Compiled layers (`layers.compiled`) cannot be timed inside, so the parts come from a run without them, and the time of a
+    Compiled layers (`models.compiled_llama`) cannot be timed inside, so the parts come from a run without them, and the time of a
     step with them is given alongside. The stopwatch, used hundreds of times in a step, costs time itself: the difference between the last
     two runs, whose steps are the same, gives the cost of a switch, and its median is subtracted from each part.
 
@@ -128,8 +128,6 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         raise ConfigError("This profile times calls, which says nothing on a GPU: use a GPU profiler there.")
     run_offline(engine, "continuous", name, requests)
     compiled = run_offline(engine, "continuous", name, requests).trace
-    halves = ("compiled_attention", "compiled_mlp")
-    compiled_halves = [(module, half) for module in model.modules() for half in halves if hasattr(module, half)]
     backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
     ops = engine.executor.worker.platform.ops
     timed = {
@@ -151,8 +149,8 @@ def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest
         return outputs
 
     with ExitStack() as patches:
-        for layer, half in compiled_halves:
-            patches.enter_context(mock.patch.object(layer, half, None))
+        if engine.executor.worker.compiled_model is not None:
+            patches.callback(setattr, model.model, "forward", vars(model.model).pop("forward"))
         plain = run_offline(engine, "continuous", name, requests).trace
         for part, places in timed.items():
             for owner, attribute in places:

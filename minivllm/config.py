@@ -265,7 +265,8 @@ class EngineArgs:
         '(Numba) without one; "triton" without a GPU runs interpreted, very slowly.',
     )
     enforce_eager: bool = _arg(
-        False, "On a GPU, launch the kernels of a decode step one by one instead of replaying a CUDA graph."
+        False,
+        "Run the model's code as it is written: no CUDA graphs on a GPU, no compiled layers on a CPU. Slower, with the same tokens.",
     )
     quantization: str | None = _arg(
         None,

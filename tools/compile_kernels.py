@@ -1,5 +1,5 @@
-"""Runs the default model in each dtype and quantization that has CPU kernels, and a group of one rank, so that all kernels are compiled
-before anybody waits for them."""
+"""Compiles all CPU kernels before anyone waits for them: runs the default model in each dtype and quantization that has kernels, and a
+group of one rank."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ KINDS = (
 
 
 def main() -> None:
-    """What ranks say to each other, then the model, in all three ways in which its layers are called."""
+    """The collectives, then the model, in all three ways in which its layers are called."""
     with contextlib.suppress(ImportError):  # without Numba there is nothing to compile
         from minivllm.distributed.shared_memory_group import SharedMemoryGroup
 
@@ -32,13 +32,13 @@ def main() -> None:
     for kind in KINDS:
         with contextlib.suppress(ConfigError):  # not available on this machine, as 8 bits are not everywhere
             llm = LLM("smollm2-135m", max_num_seqs=4, max_model_len=512, enable_prefix_caching=True, **kind)
-            run(llm)  # all layers are one call
-            model = llm.llm_engine.executor.worker.model_runner.model.model
-            hook = model.layers[0].register_forward_pre_hook(lambda *_: None)
-            run(llm)  # each half of a layer is a call of its own, as in a tensor-parallel group
-            hook.remove()
-            model.platform.runs_compiled_layers = False
-            run(llm)  # each operation is a call of its own, as with an attention backend of one's own
+            run(llm)
+            compiled = llm.llm_engine.executor.worker.compiled_model
+            if compiled is not None:
+                compiled.all_layers = None
+                run(llm)  # each half of a layer is a call of its own, as in a tensor-parallel group
+                compiled.halves = []
+                run(llm)  # each operation is a call of its own, as with enforce_eager=True
 
 
 def run(llm: LLM) -> None:

@@ -96,6 +96,15 @@ class LLM:
                 prompts.append(error)
         return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
 
+    def describe_model(self) -> str:
+        """How the model's layers run, in words: as written, in compiled kernels on a CPU, or as CUDA graphs.
+
+        Example:
+            >>> LLM("smollm2-135m", enforce_eager=True).describe_model()
+            'minivllm.models.llama.LlamaForCausalLM: as written'
+        """
+        return self.llm_engine.executor.collective_rpc("describe_model")[0]  # type: ignore[no-any-return]
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's `Tokenizer`.
 

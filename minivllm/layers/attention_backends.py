@@ -45,7 +45,8 @@ class TorchAttentionBackend(AttentionBackend):
 class CPUAttentionBackend(AttentionBackend):
     """Loops compiled by Numba.
 
-    A Llama layer runs `layers.compiled` instead of `forward`, also in a subclass that leaves `forward` as it is. A subclass with a `forward` of its own is called for every layer and step.
+    In a Llama model, `models.compiled_llama` does the work of `forward`, unless a subclass overrides it: then it is called for every
+    layer and step.
     """
 
     @classmethod

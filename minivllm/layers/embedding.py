@@ -6,18 +6,16 @@ Mirrors `vllm/model_executor/layers/vocab_parallel_embedding.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.distributed.partition import split
-from minivllm.layers.linear import Linear, LinearMethod
+from minivllm.layers.linear import Linear
+from minivllm.layers.linear_methods import LinearMethod
+from minivllm.layers.platform import Platform
 from minivllm.layers.weights import CheckpointTensor, TensorPart, copy_rows
-
-if TYPE_CHECKING:
-    from minivllm.layers.platform import Platform
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,8 +1,20 @@
-"""What the layers of a model are computed with on one device. Mirrors `vllm/platforms`."""
+"""What a model is computed with on one device. Mirrors `vllm/platforms`.
+
+| device                    | dtype             | quantization | weights are           | operations  | attention |
+|---------------------------|-------------------|--------------|-----------------------|-------------|-----------|
+| CPU, with Numba           | float32           | –            | `PackedWeight`        | `cpu`       | `cpu`     |
+|                           | bfloat16          | –            | `PackedBfloat16Weight`| `cpu`       | `cpu`     |
+|                           | float32, bfloat16 | int8         | `PackedInt8Weight`    | `cpu`       | `cpu`     |
+|                           | float16           | –            | as they were loaded   | `cpu`       | `cpu`     |
+| GPU, since Ampere         | any               | –            | as they were loaded   | `triton`    | `triton`  |
+| any other                 | any               | –            | as they were loaded   | `reference` | `torch`   |
+
+Packed weights are multiplied by `PackedLinearMethod`, others by `UnquantizedLinearMethod`. The last column is what
+`attention_backend="auto"` selects; operations do not depend on it.
+"""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,11 +25,16 @@ from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend
-from minivllm.layers.compiled import is_compiled
-from minivllm.layers.linear import Linear, LinearMethod, PackedLinearMethod, UnquantizedLinearMethod
-from minivllm.layers.quantization import Int8LinearMethod, check_quantization
+from minivllm.layers.linear_methods import LinearMethod, PackedLinearMethod, UnquantizedLinearMethod
+from minivllm.layers.quantization import Int8LinearMethod
 
-logger = logging.getLogger(__name__)
+PACKED_WEIGHTS = {
+    (torch.float32, None): "PackedWeight",
+    (torch.bfloat16, None): "PackedBfloat16Weight",
+    (torch.float32, "int8"): "PackedInt8Weight",
+    (torch.bfloat16, "int8"): "PackedInt8Weight",
+}
+"""By dtype and quantization, the class of `kernels.cpu` that holds the weights."""
 
 
 class Platform:
@@ -27,21 +44,18 @@ class Platform:
         device, dtype: Where the model lies, and in what; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None or "int8".
-        group: The ranks that have a part of the model each; a group of one if None.
+        group: The ranks that share the model; a group of one if None.
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
-        activation_dtype: Of what flows between the layers: float32 where weights are quantized or packed in bfloat16 (on a CPU), else
-            `dtype`. Reading weights is what takes the time there, and activations are few.
-        ops: Norm, rotary embedding, activation and block copies; they do not depend on the attention backend.
-        runs_compiled_layers: Whether layers, or halves of layers, run as one call where they are compiled.
+        activation_dtype: Of what flows between the layers: float32 where weights are packed, whatever their dtype, because reading
+            the weights is what takes the time there; otherwise `dtype`.
+        kernels: The module of `minivllm.kernels` with the fastest operations for the device.
+        ops: Its norm, rotary embedding, activation and block copies.
 
     Raises:
         ConfigError: The backend or the quantization cannot run here.
     """
-
-    packs_weights = True
-    """Whether weights that are not quantized are packed where there are kernels for that; tests turn it off."""
 
     def __init__(
         self,
@@ -51,47 +65,19 @@ class Platform:
         quantization: str | None = None,
         group: GroupCoordinator | None = None,
     ) -> None:
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.quantization = device, dtype, quantization
         self.group = group or SingleRank()
-        self.quantization = quantization
         self.attention_backend = get_attention_backend(attention_backend, device)
-        if issubclass(self.attention_backend, CPUAttentionBackend) and not is_compiled(self.attention_backend):
-            logger.warning(
-                "%s has a forward of its own, which is called instead of the compiled attention: steps are slower.",
-                self.attention_backend.__name__,
-            )
         self.kernels = load_platform_kernels(device)
-        mixes_dtypes = dtype == torch.bfloat16 and self.attention_backend is CPUAttentionBackend  # others want all in one dtype
-        if quantization is not None:
-            check_quantization(quantization, device, getattr(self.kernels, "HAS_INT8_DOT", False))
-            if dtype == torch.float16:
-                raise ConfigError(f"quantization is {quantization!r}, which needs dtype 'float32' or 'bfloat16', not 'float16'.")
-            if dtype != torch.float32 and not mixes_dtypes:
-                raise ConfigError(
-                    f"quantization is {quantization!r}, and dtype 'bfloat16': together they need Numba and the attention backend "
-                    "'cpu'. Use dtype 'float32' instead."
-                )
         self.ops = Ops(self.kernels, Checks.NONE)
-        self.runs_compiled_layers = hasattr(self.kernels, "decoder_layers")
-        self._packed_weight: Any = None
-        if hasattr(self.kernels, "packed_linear") and self.packs_weights:
-            if dtype == torch.float32:
-                self._packed_weight = self.kernels.PackedWeight
-            elif mixes_dtypes:
-                self._packed_weight = self.kernels.PackedBfloat16Weight
-        self.activation_dtype = dtype if self._packed_weight is None and quantization is None else torch.float32
+        self.packed_weight = self._find_packed_weight(quantization)
+        self.activation_dtype = dtype if self.packed_weight is None and quantization is None else torch.float32
 
-    def get_linear_method(self, layer: Linear) -> LinearMethod:
-        """How to compute a linear layer."""
-        kernels = self.kernels
-        if self.quantization is None:
-            packed_weight = self._packed_weight
-            return (
-                UnquantizedLinearMethod() if packed_weight is None else PackedLinearMethod(kernels.packed_linear, packed_weight)
-            )
-        if getattr(kernels, "HAS_INT8_DOT", False):
-            return PackedLinearMethod(kernels.packed_linear, kernels.PackedInt8Weight)
-        return Int8LinearMethod(self.ops)
+    def make_linear_method(self) -> LinearMethod:
+        """How to compute one linear layer."""
+        if self.packed_weight is None:
+            return UnquantizedLinearMethod() if self.quantization is None else Int8LinearMethod(self.ops)
+        return PackedLinearMethod(self.kernels.packed_linear, self.packed_weight)
 
     def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
         """The attention of one layer."""
@@ -99,6 +85,30 @@ class Platform:
         if self.attention_backend in BACKENDS.values():
             backend.ops = Ops(backend.load_ops(), Checks.NONE)
         return backend
+
+    def _find_packed_weight(self, quantization: str | None) -> Any:
+        """The class that holds the weights, or None if they stay as they were loaded."""
+        can_pack = hasattr(self.kernels, "packed_linear")
+        # Only this backend takes float32 queries with a bfloat16 cache.
+        can_mix = self.attention_backend is CPUAttentionBackend
+        name = PACKED_WEIGHTS.get((self.dtype, quantization))
+        if quantization is not None and name is not None and not getattr(self.kernels, "HAS_INT8_DOT", False):
+            return None
+        if name is not None and can_pack and (self.dtype == torch.float32 or can_mix):
+            return getattr(self.kernels, name)
+        if quantization is None:
+            return None
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.device.type != "cpu":
+            raise ConfigError(f"quantization is {quantization!r}, which runs on a CPU only, not on {self.device}.")
+        if name is None:
+            raise ConfigError(f"quantization is {quantization!r}, which needs dtype 'float32' or 'bfloat16', not {dtype!r}.")
+        if not can_pack:
+            raise ConfigError(f"quantization is {quantization!r}, which needs Numba: `pip install numba`.")
+        raise ConfigError(
+            f"quantization is {quantization!r}, and dtype {dtype!r}: together they need the attention backend 'cpu'. Use dtype "
+            "'float32' instead."
+        )
 
 
 def describe_cpu_kernels() -> str:
@@ -110,6 +120,6 @@ def describe_cpu_kernels() -> str:
     vectors = "AVX-512" if features.HAS_AVX512 else "vectors of at most 8 numbers"
     without_amx = "by VDPBF16PS" if features.HAS_BFLOAT16_DOT else "made float32 in registers"
     bfloat16 = "by AMX" if features.HAS_BFLOAT16_AMX else without_amx
-    without_amx = "by VPDPBUSD" if features.HAS_INT8_DOT else "by PyTorch"
+    without_amx = "by VPDPBUSD" if features.HAS_INT8_DOT else "made 16-bit in registers"
     int8 = "by AMX" if features.HAS_INT8_AMX else without_amx
     return f"float32 ({vectors}), bfloat16 ({bfloat16}), int8 ({int8})"

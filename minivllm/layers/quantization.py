@@ -8,12 +8,11 @@ Mirrors `vllm/model_executor/layers/quantization`.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from minivllm.errors import ConfigError
 from minivllm.kernels import reference
 from minivllm.kernels.ops import Ops
-from minivllm.layers.linear import Linear, LinearMethod, take_weights
+from minivllm.layers.linear_methods import LinearMethod, take_weights
 
 
 class Int8LinearMethod(LinearMethod):
@@ -35,7 +34,7 @@ class Int8LinearMethod(LinearMethod):
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
-    def process_weights_after_loading(self, layer: Linear) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight, self.bias = take_weights(layer)
         self.in_features = weight.shape[1]
         rounded, self.scales = reference.round_weight(weight.float())
@@ -43,7 +42,7 @@ class Int8LinearMethod(LinearMethod):
         self.ones, self.zero_points = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int64)
         self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
 
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         digits, row_scales = self.ops.split_digits(x)
         products = torch.ops.onednn.qlinear_pointwise(
             digits, 1.0, reference.DIGIT_ZERO, self.weight, self.ones, self.zero_points, None, 1.0, 0, torch.float32, "none", [], ""
@@ -54,17 +53,3 @@ class Int8LinearMethod(LinearMethod):
     def get_rows(self, outputs: Tensor) -> Tensor:
         assert self.rounded is not None
         return reference.restore_weight(self.rounded[outputs], self.scales[outputs], self.in_features)
-
-
-def check_quantization(quantization: str, device: torch.device, has_int8_dot: bool) -> None:
-    """Raise ConfigError if this machine cannot compute with weights quantized like that.
-
-    Args:
-        has_int8_dot: Whether the kernels multiply 8-bit weights themselves, so that torch need not.
-    """
-    if device.type != "cpu":
-        raise ConfigError(f"quantization is {quantization!r}, which runs on a CPU only, not on {device}.")
-    if not has_int8_dot and not (hasattr(torch.ops.onednn, "qlinear_prepack") and torch.backends.mkldnn.is_available()):
-        raise ConfigError(
-            f"quantization is {quantization!r}, but torch {torch.__version__} has no onednn::qlinear_prepack on this machine."
-        )

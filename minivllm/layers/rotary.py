@@ -43,6 +43,15 @@ class RotaryEmbedding(nn.Module):
         return self.ops.rotary_embedding(positions, query, key, self.cos, self.sin)
 
 
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a config.json, written by transformers 5 or older."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if "type" in parameters:  # the oldest spelling
+        parameters.setdefault("rope_type", parameters["type"])
+    return parameters
+
+
 def _frequencies(head_dim: int, rope_parameters: dict[str, Any]) -> Tensor:
     """Angle per position of each channel pair, `[head_dim / 2]`."""
     base = rope_parameters["rope_theta"]

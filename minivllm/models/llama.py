@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
-from minivllm.layers.compiled import CompiledAttention, CompiledLayers, CompiledMLP, compile_attention, compile_mlp
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
-from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.layers.rotary import RotaryEmbedding, rope_parameters
 from minivllm.models.base import CausalLM
 
 
@@ -65,10 +64,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each reading the normalized residual stream and adding to it.
-
-    Each half has a compiled form, made when the weights are loaded, where there is one.
-    """
+    """Attention and MLP, each reading the normalized residual stream and adding to it."""
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
@@ -77,36 +73,14 @@ class LlamaDecoderLayer(nn.Module):
         self.self_attn = LlamaAttention(config, rotary, platform, qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, platform.ops)
         self.mlp = LlamaMLP(config.hf_config, platform)
-        self.compiled_attention: CompiledAttention | None = None
-        self.compiled_mlp: CompiledMLP | None = None
-        self.platform = platform
-
-    def process_weights_after_loading(self) -> None:
-        attention, mlp = self.self_attn, self.mlp
-        if attention.q_norm is None:
-            self.compiled_attention = compile_attention(
-                self.input_layernorm, attention.qkv_proj, attention.o_proj, attention.rotary, attention.backend
-            )
-        self.compiled_mlp = compile_mlp(self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        is_compiled = self.platform.runs_compiled_layers
-        if self.compiled_attention is not None and is_compiled:
-            x, residual = self.compiled_attention(x, residual, positions, kv_cache, metadata)
-        else:
-            x, residual = self.input_layernorm.add_and_norm(x, residual)
-            x = self.self_attn(x, positions, kv_cache, metadata)
-        if self.compiled_mlp is not None and is_compiled:
-            return self.compiled_mlp(x, residual)
+        x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, positions, kv_cache, metadata)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
         return self.mlp(x), residual
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether nobody has replaced a layer, or wants to be told of its calls."""
-    return type(layer).forward is LlamaDecoderLayer.forward and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 class LlamaModel(nn.Module):
@@ -119,28 +93,12 @@ class LlamaModel(nn.Module):
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden_size, eps, platform.ops)
-        self.platform = platform
-        self._compiled_layers: CompiledLayers | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
-        compiled = self._get_compiled_layers() if self.platform.runs_compiled_layers else None
-        if compiled is not None:
-            return compiled(x, positions, kv_caches, metadata)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)
         return self.norm.add_and_norm(x, residual)[0]
-
-    def _get_compiled_layers(self) -> CompiledLayers | None:
-        """All layers and the norm as one call, made anew if a part was replaced; None if they have to be called one by one."""
-        is_norm_plain = type(self.norm).add_and_norm is RMSNorm.add_and_norm and self.norm.ops is self.platform.ops
-        if not is_norm_plain or not all(map(_is_plain, self.layers)):
-            return None
-        halves = [(layer.compiled_attention, layer.compiled_mlp) for layer in self.layers]
-        compiled = self._compiled_layers
-        if compiled is None or compiled.halves != halves or compiled.norm is not self.norm:
-            compiled = self._compiled_layers = CompiledLayers(halves, self.norm)
-        return compiled if compiled.can_run else None
 
 
 class LlamaForCausalLM(CausalLM):
@@ -174,12 +132,3 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         return self.lm_head(hidden)  # type: ignore[no-any-return]
-
-
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config.json, of transformers 5 or older."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    if "type" in parameters:  # the oldest spelling
-        parameters.setdefault("rope_type", parameters["type"])
-    return parameters

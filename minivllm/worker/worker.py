@@ -14,6 +14,7 @@ from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.distributed.partition import split_heads
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
+from minivllm.models.compiled_llama import CompiledLlama, compile_model
 from minivllm.models.weights import load_model
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
@@ -66,12 +67,15 @@ class Worker:
         self.sampler = (worker_config.sampler_cls or Sampler)()
         self.platform = Platform(self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, self.group)
         self.block_bytes = CacheEngine.block_bytes(self.rank_config, cache_config.block_size, self.dtype)
+        self.compiled_model: CompiledLlama | None = None
         self.model_runner: ModelRunner
         self.cache_engine: CacheEngine
 
     def load_model(self) -> None:
-        """Build the model on the device and load its weights."""
+        """Build the model on the device, load its weights, and let compiled kernels do the work of its layers where there are any."""
         model = load_model(self.model_config, self.platform)
+        if not self.enforce_eager:
+            self.compiled_model = compile_model(model, self.platform)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
 
@@ -122,6 +126,15 @@ class Worker:
         if not request.sequences:
             return []
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
+
+    def describe_model(self) -> str:
+        """How the model's layers run, in words."""
+        model_cls = type(self.model_runner.model)
+        if self.model_runner.graphs is not None:
+            how = "CUDA graphs for decode steps"
+        else:
+            how = "as written" if self.compiled_model is None else self.compiled_model.describe()
+        return f"{model_cls.__module__}.{model_cls.__name__}: {how}"
 
     def check_health(self) -> None:
         """Return when all work is done: a worker that answers is ready for more."""

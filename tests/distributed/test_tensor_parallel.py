@@ -58,7 +58,8 @@ def random(*shape):
 @torch.inference_mode()
 def test_a_pair_of_layers_needs_one_sum(way, world_size, monkeypatch):
     """Attention's pair and the MLP's, on uneven parts: each rank reads and holds its part alone, and all get the whole result."""
-    monkeypatch.setattr(Platform, "packs_weights", way != "unpacked")
+    if way == "unpacked":
+        monkeypatch.setattr("minivllm.layers.platform.PACKED_WEIGHTS", {})
     hidden_size, width, head_dim, num_heads, num_kv_heads = 48, 80, 8, 9, 3
     gate, up, down = random(width, hidden_size), random(width, hidden_size), random(hidden_size, width)
     q, k, v = (random(heads * head_dim, hidden_size) for heads in (num_heads, num_kv_heads, num_kv_heads))
@@ -97,7 +98,8 @@ def test_a_pair_of_layers_needs_one_sum(way, world_size, monkeypatch):
 @pytest.mark.parametrize("tied", [True, False])
 @torch.inference_mode()
 def test_the_vocabulary_is_divided(way, tied, monkeypatch):
-    monkeypatch.setattr(Platform, "packs_weights", way != "unpacked")
+    if way == "unpacked":
+        monkeypatch.setattr("minivllm.layers.platform.PACKED_WEIGHTS", {})
     vocab_size, hidden_size = 37, 24
     weight, head_weight = random(vocab_size, hidden_size), random(vocab_size, hidden_size + 0)
     token_ids = torch.tensor([0, 36, 18, 19, 18])

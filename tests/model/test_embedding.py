@@ -49,7 +49,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tied_embedding_and_its_head_hold_one_weight(way, monkeypatch):
-    monkeypatch.setattr(Platform, "packs_weights", "unpacked" not in way)
+    if "unpacked" in way:
+        monkeypatch.setattr("minivllm.layers.platform.PACKED_WEIGHTS", {})
     monkeypatch.setattr(weights_module, "ROWS_AT_A_TIME", 16)  # 37 rows are three pieces
     platform = Platform(CPU, **{"dtype": torch.float32, **WAYS[way]})
     torch.set_default_dtype(platform.activation_dtype)  # as `load_model` does

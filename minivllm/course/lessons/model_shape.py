@@ -47,7 +47,7 @@ class ModelShape:
             config: Of a Llama or Qwen3 model.
             max_position: A limit on positions, if fewer than the model was trained for are enough.
         """
-        from minivllm.models.llama import rope_parameters
+        from minivllm.layers.rotary import rope_parameters
 
         rope = rope_parameters(config)
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

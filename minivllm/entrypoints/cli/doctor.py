@@ -38,8 +38,10 @@ def examine() -> int:
         line("GPU", "none that PyTorch can use; everything runs on the CPU")
     line("Triton", _triton(torch.cuda.is_available()))
     backend = get_attention_backend("auto", resolve_device("auto"))
-    line("attention", f"attention_backend='auto' selects {next(name for name, cls in BACKENDS.items() if cls is backend)!r}")
+    backend_name = next(name for name, cls in BACKENDS.items() if cls is backend)
+    line("attention", f"attention_backend='auto' selects {backend_name!r}")
     line("CPU kernels", describe_cpu_kernels())
+    line("model", _model(torch.cuda.is_available(), backend_name))
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,15 @@ def _triton(has_gpu: bool) -> str:
         if has_gpu
         else f"{found}; without a GPU, its kernels run interpreted (TRITON_INTERPRET=1)"
     )
+
+
+def _model(has_gpu: bool, backend: str) -> str:
+    """How a model's layers run."""
+    if has_gpu and backend == "triton":
+        return "decode steps replay CUDA graphs; LLM(enforce_eager=True) runs the code in minivllm/models as it is written"
+    if backend == "cpu":
+        return "Llama's layers run as one compiled call; LLM(enforce_eager=True) runs minivllm/models/llama.py as it is written"
+    return "runs as it is written in minivllm/models"
 
 
 def _default_model() -> str:

@@ -100,13 +100,11 @@ def _load(on_cpu: bool) -> LLM:
 
 
 def _plug_in(llm: LLM, *kernels: Any) -> KernelOps:
-    """Replace the operations of all layers. Layers that are compiled as a whole are no longer used."""
+    """Replace the operations of all layers."""
     ops = KernelOps(*kernels)
     for module in model_of(llm).modules():
         if hasattr(module, "ops"):
             module.ops = ops
-        if hasattr(module, "platform"):
-            module.platform.runs_compiled_layers = False
     return ops
 
 

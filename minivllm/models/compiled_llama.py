@@ -1,0 +1,278 @@
+"""`LlamaModel.forward` in compiled kernels, on a CPU; `LLM(enforce_eager=True)` runs it as it is written.
+
+A small model's decode step is hundreds of short kernels, and Python takes about as long to launch one as the processor to run it. So
+`kernels.cpu.decoder_layer` has the same kernels behind fewer calls:
+
+- all layers and the last norm as one call, where a single rank has the whole model, and all its layers are alike;
+- otherwise each half of a layer, attention up to `o_proj` and the MLP up to `down_proj`, as one call. Between two of them the ranks of
+  a tensor-parallel group sum their results. A half that has no compiled form runs as it is written: attention with normalized
+  queries and keys (Qwen3), or with a backend of the user's own.
+
+The numbers are the same to the last bit. What a user has put in place of a part, subclassed or hooked is called, as in any model: before
+each step `CompiledLlama` makes sure that it still stands for what it was made of, and otherwise leaves the step to the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from minivllm.errors import KernelError
+from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.attention_backends import CPUAttentionBackend
+from minivllm.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.platform import Platform
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+
+logger = logging.getLogger(__name__)
+
+AllReduce = Callable[[Tensor], Tensor]
+
+PLAIN = {
+    LlamaDecoderLayer, LlamaAttention, LlamaMLP, RMSNorm, RotaryEmbedding, QKVParallelLinear, MergedColumnParallelLinear,
+    RowParallelLinear, nn.ModuleList,
+}  # fmt: skip
+"""The classes whose forward methods the kernels know. A subclass may do something else."""
+
+
+def compile_model(model: nn.Module, platform: Platform) -> CompiledLlama | None:
+    """Let compiled kernels do the work of a loaded model's layers, as far as there are any.
+
+    Returns:
+        What stands in for the `forward` of `model.model` from now on. None if the model runs as it is written: it is no Llama, or lies
+        on a GPU, or its weights are not packed.
+    """
+    decoder = getattr(model, "model", None)
+    if type(decoder) is not LlamaModel or not hasattr(platform.kernels, "decoder_layers"):
+        return None
+    compiled = CompiledLlama(decoder, platform)
+    if not any(chain.from_iterable(compiled.halves)):
+        return None
+    decoder.forward = compiled
+    backend = type(decoder.layers[0].self_attn.backend)
+    if issubclass(backend, CPUAttentionBackend) and backend.forward is not CPUAttentionBackend.forward:
+        logger.warning(
+            "%s has a forward of its own, which is called instead of the compiled attention: steps are slower.", backend.__name__
+        )
+    return compiled
+
+
+class CompiledLlama:
+    """Called like `LlamaModel.forward`, which it stands in for.
+
+    Args:
+        model: With its weights.
+        platform: What the model was made with.
+
+    Attributes:
+        halves: The compiled halves of each layer, attention and MLP; None for one that runs as it is written.
+        all_layers: All of them as one call, where that can be.
+    """
+
+    def __init__(self, model: LlamaModel, platform: Platform) -> None:
+        self.model, self.platform = model, platform
+        self.has_changed: Callable[[], bool] = lambda: True
+        if "_modules" in vars(model):  # if not, a copy is being made, and is compiled when it is complete
+            self._compile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLlama:
+        """A copy of the model has weights of its own, at other addresses."""
+        return CompiledLlama(copy.deepcopy(self.model, memo), self.platform)
+
+    def describe(self) -> str:
+        """How the layers run, in words."""
+        if self.all_layers is not None:
+            return "all layers in one compiled call"
+        compiled = {
+            kind for pair in self.halves for kind, half in zip(("attention", "MLP"), pair, strict=True) if half is not None
+        }
+        if not compiled:
+            return "as written"
+        return f"layer by layer, {' and '.join(sorted(compiled, key=str.lower))} compiled"
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+        """See `LlamaModel.forward`.
+
+        Raises:
+            KernelError: The caches are not alike, or not one for each layer.
+        """
+        if self.has_changed():
+            self._compile()
+        model = self.model
+        if self.all_layers is not None:
+            return self.all_layers(model.embed_tokens(input_ids), positions, kv_caches, metadata)
+        if not self.halves:
+            return LlamaModel.forward(model, input_ids, positions, kv_caches, metadata)
+        x, residual = model.embed_tokens(input_ids), None
+        for layer, (attention, mlp), kv_cache in zip(model.layers, self.halves, kv_caches, strict=True):
+            if attention is not None:
+                x, residual = attention(x, residual, positions, kv_cache, metadata)
+            else:
+                x, residual = layer.input_layernorm.add_and_norm(x, residual)
+                x = layer.self_attn(x, positions, kv_cache, metadata)
+            if mlp is not None:
+                x, residual = mlp(x, residual)
+            else:
+                x, residual = layer.post_attention_layernorm.add_and_norm(x, residual)
+                x = layer.mlp(x)
+        return model.norm.add_and_norm(x, residual)[0]
+
+    def _compile(self) -> None:
+        """Find out what can be compiled of the model as it is now."""
+        kernels = self.platform.kernels
+        parts = [*self.model.layers.modules(), *self.model.norm.modules()]
+        self.has_changed = _watch([self.model, *parts])
+        self.halves = []
+        self.all_layers = None
+        if all(_is_plain(part, self.platform) for part in parts):
+            self.halves = [(_compile_attention(layer, kernels), _compile_mlp(layer, kernels)) for layer in self.model.layers]
+            if self.platform.group.world_size == 1:
+                self.all_layers = CompiledLayers.of(self.halves, self.model.norm, kernels)
+
+
+def _is_plain(part: nn.Module, platform: Platform) -> bool:
+    """Whether it computes what a part of this kind computes in the package, and nobody wants to be told when it does."""
+    is_hooked = part._forward_hooks or part._forward_pre_hooks
+    return type(part) in PLAIN and not is_hooked and getattr(part, "ops", platform.ops) is platform.ops
+
+
+def _watch(parts: list[nn.Module]) -> Callable[[], bool]:
+    """A function that says whether one of the modules has been changed since: its class, hooks, parts, operations or backend.
+
+    It is called before each step, so it takes a few microseconds.
+    """
+    children = [part._modules for part in parts]
+    hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+    tools = [(vars(part), name) for part in parts for name in ("ops", "backend") if name in vars(part)]
+
+    def look() -> list[Any]:
+        found = [*chain.from_iterable(map(dict.values, children)), *map(type, parts), *map(len, filter(None, hooks))]
+        return [*found, *[attributes[name] for attributes, name in tools]]
+
+    before = look()
+    return lambda: look() != before
+
+
+class CompiledAttention:
+    """Norm, attention and output projection of one layer.
+
+    Attributes:
+        weights: `AttentionWeights` of the layer.
+        settings: Query heads for each KV head, the scale of attention, and epsilon of the norm.
+        all_reduce: Sums the ranks' results.
+    """
+
+    def __init__(self, kernels: Any, weights: Any, settings: tuple[int, float, float], all_reduce: AllReduce) -> None:
+        self.kernels, self.weights, self.settings, self.all_reduce = kernels, weights, settings, all_reduce
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """The previous layer's output and the residual stream (None at the first layer) to attention's output and the stream, to
+        which the former was added.
+        """
+        out, total = self.kernels.attention_block(
+            self.weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
+            metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode), *self.settings,
+        )  # fmt: skip
+        return self.all_reduce(out), total
+
+
+class CompiledMLP:
+    """Norm, SwiGLU and down projection of one layer.
+
+    Attributes:
+        weights: `MLPWeights` of the layer.
+        eps: Of the norm.
+        all_reduce: Sums the ranks' results.
+    """
+
+    def __init__(self, kernels: Any, weights: Any, eps: float, all_reduce: AllReduce) -> None:
+        self.kernels, self.weights, self.eps, self.all_reduce = kernels, weights, eps, all_reduce
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention's output and the residual stream to the MLP's output and the stream, to which the former was added."""
+        out, total = self.kernels.mlp_block(self.weights, x, residual, self.eps)
+        return self.all_reduce(out), total
+
+
+Halves = tuple[CompiledAttention | None, CompiledMLP | None]
+
+
+class CompiledLayers:
+    """All layers, and the norm after them, in one call.
+
+    Attributes:
+        weights: `LayerWeights` of the first layer.
+        addresses: Where those of each layer are, `[num_layers, arrays]`, int64.
+        settings: As of the halves.
+    """
+
+    def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm, settings: tuple[int, float, float, float]) -> None:
+        self.kernels, self.layers, self.norm, self.settings = kernels, layers, norm, settings
+        self.weights = layers[0]
+        self.addresses = np.array([layer.addresses() for layer in layers], np.int64)
+        self._checked: list[tuple[int, int]] = []
+
+    @classmethod
+    def of(cls, halves: list[Halves], norm: RMSNorm, kernels: Any) -> CompiledLayers | None:
+        """None unless all halves are compiled, contiguous, and alike in all layers."""
+        pairs = [(attention, mlp) for attention, mlp in halves if attention is not None and mlp is not None]
+        if not pairs or len(pairs) < len(halves):
+            return None
+        layers = [kernels.LayerWeights(attention.weights, mlp.weights) for attention, mlp in pairs]
+        kinds = {(attention.settings, mlp.eps, layer.describe()) for (attention, mlp), layer in zip(pairs, layers, strict=True)}
+        if len(kinds) > 1 or not norm.weight.is_contiguous() or not all(layer.is_contiguous() for layer in layers):
+            return None
+        return cls(kernels, layers, norm, (*pairs[0][0].settings, pairs[0][1].eps))
+
+    def __call__(self, x: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+        """The embeddings to the hidden states."""
+        if len(kv_caches) != len(self.layers):
+            raise KernelError(f"There are {len(self.layers)} layers, but {len(kv_caches)} caches.")
+        caches = [(key.data_ptr(), value.data_ptr()) for key, value in kv_caches]
+        if caches != self._checked:  # mostly, they are those of the step before
+            self.kernels.check_caches(kv_caches)
+            self._checked = caches
+        return self.kernels.decoder_layers(  # type: ignore[no-any-return]
+            self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64),
+            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode),
+            *self.settings, self.norm.eps,
+        )  # fmt: skip
+
+
+def _compile_attention(layer: LlamaDecoderLayer, kernels: Any) -> CompiledAttention | None:
+    """None if queries are normalized, the backend's `forward` is not that of the CPU backend, or the weights are not packed."""
+    norm, attention = layer.input_layernorm, layer.self_attn
+    arrays = _packed_arrays(attention.qkv_proj, attention.o_proj)
+    backend, rotary = attention.backend, attention.rotary
+    if arrays is None or attention.q_norm is not None or type(backend).forward is not CPUAttentionBackend.forward:
+        return None
+    weights = kernels.AttentionWeights(norm.weight.numpy(), *arrays, rotary.cos.numpy(), rotary.sin.numpy())
+    settings = (backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps)
+    return CompiledAttention(kernels, weights, settings, attention.o_proj.group.all_reduce)
+
+
+def _compile_mlp(layer: LlamaDecoderLayer, kernels: Any) -> CompiledMLP | None:
+    """None if the weights are not packed."""
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    arrays = _packed_arrays(mlp.gate_up_proj, mlp.down_proj)
+    if arrays is None:
+        return None
+    return CompiledMLP(kernels, kernels.MLPWeights(norm.weight.numpy(), *arrays), norm.eps, mlp.down_proj.group.all_reduce)
+
+
+def _packed_arrays(*linears: Linear) -> list[Any] | None:
+    """The packed weights as arrays; None if they are not packed, not all alike, or of a width that leaves a panel unfilled."""
+    packed = [linear.method.packed for linear in linears]
+    if None in packed or len({type(weight) for weight in packed}) > 1 or any(not weight.fills_panels for weight in packed):
+        return None
+    return [weight.arrays for weight in packed]
