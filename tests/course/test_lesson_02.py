@@ -24,7 +24,7 @@ from minivllm.models.registry import MODELS
 
 NORM, ROTARY = "a norm divides by the root mean square", "positions turn the first channels of a head"
 ATTEND, ATTENTION = "a token sees its own prompt, up to itself", "queries, keys and values come from one matrix"
-MLP, LAYER, MODEL = "the gate goes through silu, up does not", "the stream goes past both blocks", "token ids in, logits out"
+MLP, LAYER, MODEL = "the gate goes through silu, up does not", "the stream passes both blocks", "token ids in, logits out"
 READ, LOAD = "every tensor of every file is read", "every weight finds its place, or an error names it"
 LOGITS, ENGINE = "the real weights give transformers' logits", "the engine generates the same tokens"
 

@@ -23,7 +23,7 @@ ROWS = "every row has one text, and a length of its own"
 LAYOUT = "padding has no place in a text"
 RUNNER = "a step computes each new token once and asks only for the last one's logits"
 GENERATE = "no token is computed twice"
-TEXT = "the model writes what it writes in the engine"
+TEXT = "the model writes the same text as in the engine"
 
 _VISIBLE = "return torch.arange(num_slots) <= positions[:, :, None]"
 _STARTS = "starts = [self.cache.lengths[row] for row in rows]"

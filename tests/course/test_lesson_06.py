@@ -35,7 +35,7 @@ NAMES = {
     BACKEND: "a layer's call: written first, then attended",
 }
 """The checks, by the cell of the answer."""
-ENGINE = "the engine writes the same on your backend"
+ENGINE = "the engine writes the same text on your backend"
 LOOPS, KERNEL = "numba", "triton"
 
 
