@@ -62,6 +62,7 @@ def test_a_difference_in_the_engine_is_told_in_words():
     said = str(failure.value)
     assert re.search(r"^Forty requests with FCFS and recompute\. Step \d+, a prefill step", said)
     assert re.search(
-        r"\nExpected batch, for 'request 10': prefill, \d+ tokens\nGot batch, for 'request 10': nothing\nLook at which sequences", said
+        r"\nExpected batch, for 'request 10': prefill, \d+ tokens\nGot batch, for 'request 10': nothing\nLook at which sequences",
+        said,
     )
     assert "SequenceStep(" not in said and len(said) < 400

@@ -53,7 +53,10 @@ class CountedDevice(Device):
 _CHECKS_OF_COMPONENTS = {
     "LLM": ("answers come in the order of the prompts, and nothing is left behind",),
     "LLMEngine": ("a refused request leaves no trace", "tokens become text, and both sides notice the end"),
-    "EngineCore": ("every new token is reported, and finished requests are gone", "a failed step ends its own requests and no others"),
+    "EngineCore": (
+        "every new token is reported, and finished requests are gone",
+        "a failed step ends its own requests and no others",
+    ),
     "Worker": ("load, measure, and give the cache the rest", "blocks move before the model runs"),
     "ModelRunner": ("prompts, chunks and decodes lie in the same tensors", "one token for each sequence that needs one"),
 }
