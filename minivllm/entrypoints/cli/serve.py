@@ -48,7 +48,7 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
     add_option(group, "--shutdown-timeout SECONDS", 30.0, "grace period of running requests after Ctrl-C or SIGTERM")
     group.add_argument(
         "--restart-engine", action=argparse.BooleanOptionalAction,
-        help="start another engine when one dies, where its requests go on; without it, the server exits with status 1 when the last one dies "
+        help="start another engine when one dies, and continue its requests there; without it, the server exits with status 1 when the last one dies "
         "(default: with --data-parallel-size)",
     )  # fmt: skip
     kill = "show buttons on the live page that kill replicas; only where no other machine can reach it"

@@ -2,7 +2,7 @@
 
     GET  /replicas                  all of them, even while none is ready
     POST /replicas/{rank}/restart   it finishes its requests while others get the new ones, and is then replaced
-    POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and its requests go on at other replicas
+    POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and other replicas continue its requests
 
 A POST needs `Content-Type: application/json`, which no page of another site can send.
 """
