@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNIT = 16
-"""Parts are cut at multiples of this, if there are enough of them: the width of a panel of `kernels.cpu.panels`."""
+"""Parts are cut at multiples of this, if there are enough of them: the width of a panel of `kernels.cpu.native.panels`."""
 
 
 def split(total: int, world_size: int, rank: int) -> range:

@@ -21,8 +21,8 @@ from minivllm.distributed.parallel_state import GroupCoordinator
 from minivllm.distributed.shared_memory import LINE_BYTES, group_header_bytes
 from minivllm.errors import DistributedError
 from minivllm.kernels.cpu import collectives
-from minivllm.kernels.cpu.atomics import LINE
-from minivllm.kernels.cpu.thread_pool import waiting
+from minivllm.kernels.cpu.native.atomics import LINE
+from minivllm.kernels.cpu.native.thread_pool import waiting
 
 assert 8 * LINE == LINE_BYTES
 YIELDS = 200

@@ -245,5 +245,3 @@ ROTARY_EMBEDDING = Rules(
     check_numbers=check_positions,
 )
 SILU_AND_MUL = Rules({"x": "num_tokens 2*size"})
-SPLIT_DIGITS = Rules(float32={"x": "num_tokens size"})
-JOIN_DIGITS = Rules(float32={"products": "2*num_tokens size", "scales": "num_tokens"})

@@ -39,8 +39,6 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
-    split_digits: Callable[[Tensor], tuple[Tensor, Tensor]]
-    join_digits: Callable[[Tensor, Tensor], Tensor]
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
     copy_blocks: Callable[[Tensor, BlockPairs], None]
     swap_blocks: Callable[[Tensor, Tensor, BlockPairs], None]

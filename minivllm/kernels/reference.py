@@ -225,7 +225,7 @@ def hadamard_transform(x: Tensor) -> Tensor:
     whose input and weight are both transformed computes the same. But a single large number, an *outlier*, has become many of middling size,
     and then few bits are enough for all of them (Ashkboos et al., 2024, "QuaRot", arXiv:2404.00456).
 
-    The order is `hadamard_order`, the largest power of two that divides the filled-up length: blocks of so many numbers are mixed. The matrix
+    The order is `hadamard_order`, the largest power of two that divides the filled-up length: blocks of that size are mixed. The matrix
     is never built. In steps of 1, 2, 4, ... two halves `a` and `b` become `a + b` and `a - b`: the fast Walsh-Hadamard transform.
 
     Args:
@@ -272,46 +272,6 @@ def round_transformed_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def restore_weight(rounded: Tensor, scales: Tensor, in_features: int) -> Tensor:
     """Approximately the weight that `round_weight` was given: `[out_features, in_features]`."""
     return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features].contiguous()
-
-
-DIGIT_BITS = 4
-DIGIT_BASE = 2**DIGIT_BITS
-"""The base of the two digits of `split_digits`."""
-DIGIT_ZERO = 8
-"""Added to each digit so that it is not negative."""
-
-
-@checks.SPLIT_DIGITS
-def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Transform each row, scale it, round it to integers from -127 to 127, and split those into two digits, `16 * high + low`.
-
-    Args:
-        x: `[num_tokens, size]`, float32.
-
-    Returns:
-        `[2 * num_tokens, size filled up]` uint8, the high digits of all rows, then the low ones, each plus 8 and thus in 0 .. 16; and
-        `[num_tokens]`, the scale of each row: the transformed `x` is about `scale * (16 * high + low)`.
-    """
-    x = hadamard_transform(x)
-    scales = (x.abs().amax(dim=1) / 127).clamp_(min=1e-30)
-    whole = torch.floor(x * (1 / scales)[:, None] + 0.5)
-    high = torch.floor(whole / DIGIT_BASE + 0.5)
-    return torch.cat((high, whole - DIGIT_BASE * high)).add_(DIGIT_ZERO).to(torch.uint8), scales
-
-
-@checks.JOIN_DIGITS
-def join_digits(products: Tensor, scales: Tensor) -> Tensor:
-    """Combine the products of the high and the low digits with a weight.
-
-    Args:
-        products: `[2 * num_tokens, out_features]`, float32: what `split_digits` gave, each digit less 8, times a weight.
-        scales: `[num_tokens]`.
-
-    Returns:
-        `[num_tokens, out_features]`.
-    """
-    high, low = products.chunk(2)
-    return torch.add(low, high, alpha=DIGIT_BASE).mul_(scales[:, None])
 
 
 def random_uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:

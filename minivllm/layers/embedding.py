@@ -86,7 +86,7 @@ class ParallelLMHead(Linear):
 
     Args:
         hidden_size, vocab_size, platform: As for the embedding.
-        tied_to: The embedding whose weight is the head's too. Torch's own, in a model of somebody else's, keeps its weight.
+        tied_to: The embedding whose weight is the head's too. One of torch's own, in a user's model, keeps its weight.
     """
 
     def __init__(
@@ -95,7 +95,6 @@ class ParallelLMHead(Linear):
         world_size, rank = platform.group.world_size, platform.group.rank
         super().__init__(hidden_size, vocab_size, bias=False, platform=platform, rows=[split(vocab_size, world_size, rank)])
         self.sizes = [len(split(vocab_size, world_size, other)) for other in range(world_size)]
-        self.is_tied = isinstance(tied_to, VocabParallelEmbedding)
         if isinstance(tied_to, VocabParallelEmbedding):
             tied_to.tie(self)
         elif tied_to is not None:

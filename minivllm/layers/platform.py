@@ -26,7 +26,6 @@ from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
 from minivllm.layers.attention import AttentionBackend
 from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend
 from minivllm.layers.linear_methods import LinearMethod, PackedLinearMethod, UnquantizedLinearMethod
-from minivllm.layers.quantization import Int8LinearMethod
 
 PACKED_WEIGHTS = {
     (torch.float32, None): "PackedWeight",
@@ -65,18 +64,18 @@ class Platform:
         quantization: str | None = None,
         group: GroupCoordinator | None = None,
     ) -> None:
-        self.device, self.dtype, self.quantization = device, dtype, quantization
+        self.device, self.dtype = device, dtype
         self.group = group or SingleRank()
         self.attention_backend = get_attention_backend(attention_backend, device)
         self.kernels = load_platform_kernels(device)
         self.ops = Ops(self.kernels, Checks.NONE)
         self.packed_weight = self._find_packed_weight(quantization)
-        self.activation_dtype = dtype if self.packed_weight is None and quantization is None else torch.float32
+        self.activation_dtype = dtype if self.packed_weight is None else torch.float32
 
     def make_linear_method(self) -> LinearMethod:
         """How to compute one linear layer."""
         if self.packed_weight is None:
-            return UnquantizedLinearMethod() if self.quantization is None else Int8LinearMethod(self.ops)
+            return UnquantizedLinearMethod()
         return PackedLinearMethod(self.kernels.packed_linear, self.packed_weight)
 
     def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
@@ -92,8 +91,6 @@ class Platform:
         # Only this backend takes float32 queries with a bfloat16 cache.
         can_mix = self.attention_backend is CPUAttentionBackend
         name = PACKED_WEIGHTS.get((self.dtype, quantization))
-        if quantization is not None and name is not None and not getattr(self.kernels, "HAS_INT8_DOT", False):
-            return None
         if name is not None and can_pack and (self.dtype == torch.float32 or can_mix):
             return getattr(self.kernels, name)
         if quantization is None:
@@ -115,7 +112,7 @@ def describe_cpu_kernels() -> str:
     """How weights are multiplied on this machine's processor, in words."""
     if not has_cpu_kernels():
         return "none, because Numba is missing: PyTorch computes everything"
-    from minivllm.kernels.cpu import features
+    from minivllm.kernels.cpu.native import features
 
     vectors = "AVX-512" if features.HAS_AVX512 else "vectors of at most 8 numbers"
     without_amx = "by VDPBF16PS" if features.HAS_BFLOAT16_DOT else "made float32 in registers"

@@ -8,8 +8,8 @@ A small model's decode step is hundreds of short kernels, and Python takes about
   a tensor-parallel group sum their results. A half that has no compiled form runs as it is written: attention with normalized
   queries and keys (Qwen3), or with a backend of the user's own.
 
-The numbers are the same to the last bit. What a user has put in place of a part, subclassed or hooked is called, as in any model: before
-each step `CompiledLlama` makes sure that it still stands for what it was made of, and otherwise leaves the step to the model.
+The numbers are the same to the last bit. A part that a user has replaced, subclassed or hooked is called, as in any model: before each step
+`CompiledLlama` checks that the model is still what it was compiled from, and otherwise leaves the step to the model.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PLAIN = {
 
 
 def compile_model(model: nn.Module, platform: Platform) -> CompiledLlama | None:
-    """Let compiled kernels do the work of a loaded model's layers, as far as there are any.
+    """Let compiled kernels do the work of a loaded model's layers, where there are any.
 
     Returns:
-        What stands in for the `forward` of `model.model` from now on. None if the model runs as it is written: it is no Llama, or lies
-        on a GPU, or its weights are not packed.
+        What replaces the `forward` of `model.model` from now on. None if the model runs as it is written: it is no Llama, lies on a GPU,
+        or its weights are not packed.
     """
     decoder = getattr(model, "model", None)
     if type(decoder) is not LlamaModel or not hasattr(platform.kernels, "decoder_layers"):
@@ -139,7 +139,7 @@ class CompiledLlama:
 
 
 def _is_plain(part: nn.Module, platform: Platform) -> bool:
-    """Whether it computes what a part of this kind computes in the package, and nobody wants to be told when it does."""
+    """Whether its forward is not overridden, it has no hooks, and it uses the platform's operations."""
     is_hooked = part._forward_hooks or part._forward_pre_hooks
     return type(part) in PLAIN and not is_hooked and getattr(part, "ops", platform.ops) is platform.ops
 

@@ -159,7 +159,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
 
 
 def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
-    """Raise a ConfigError if a model cannot be divided among so many ranks: each needs a query head at least."""
+    """Raise a ConfigError if a model cannot be divided among that many ranks: each needs at least one query head."""
     if tensor_parallel_size == 1:
         return
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)

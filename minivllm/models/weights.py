@@ -23,9 +23,9 @@ from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
 
 TENSORS_PER_OPENING = 4
-"""How many tensors are read from a file before it is opened anew."""
+"""How many tensors are read from a file before it is reopened."""
 TENSORS_PER_TRIM = 16
-"""What packing leaves free lies in pieces, which are given back after so many tensors."""
+"""Packing leaves free memory in pieces, which are given back after this many tensors."""
 
 
 def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
@@ -98,7 +98,7 @@ def _weight_files(folder: Path) -> list[Path]:
             if missing:
                 raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, named in its {index_name}: download them.")
             return files
-    # Not all *.safetensors at once: an adapter or a second copy may lie beside the model.
+    # Not all *.safetensors at once: an adapter or a second copy may lie next to the model.
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", "pytorch_model.bin"):
         if files := sorted(folder.glob(pattern)):
             return files

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minivllm.errors import ConfigError
-from minivllm.kernels.accesses import Access, Launch, Problem, name_programs, record_accesses
+from minivllm.kernels.accesses import record_accesses
+from minivllm.kernels.launches import Access, Launch, Problem, name_programs
 from minivllm.viz.drawing import WIDTH, Labels, add_boxes, add_legend, label_places, new_figure, tidy
 from minivllm.viz.notebook import import_widgets, to_png
 from minivllm.viz.palette import INK, NEUTRAL, PALE, ink_on, request_color, tint

@@ -18,7 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.errors import ConfigError
-from minivllm.kernels.accesses import Launch, Program, name_programs, record_accesses
+from minivllm.kernels.accesses import record_accesses
+from minivllm.kernels.launches import Launch, Program, name_programs
 from minivllm.viz.drawing import add_boxes, add_legend, new_figure, say, tidy
 from minivllm.viz.notebook import import_widgets, to_png
 from minivllm.viz.palette import INK, PALE, ink_on, request_color, tint

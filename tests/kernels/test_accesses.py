@@ -20,7 +20,8 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from minivllm.errors import KernelError
-from minivllm.kernels.accesses import TensorArgument, record_accesses
+from minivllm.kernels.accesses import record_accesses
+from minivllm.kernels.launches import TensorArgument
 
 FEW = settings(max_examples=max(5, settings().max_examples // 6))
 

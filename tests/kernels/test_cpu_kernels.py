@@ -173,7 +173,7 @@ def test_torchs_default_dtype_does_not_matter(dtype):
     packed = cpu.PackedWeight.of(weight)
     try:
         torch.set_default_dtype(dtype)
-        results = cpu.silu_and_mul(x), cpu.rms_norm(x, x[0], 1e-5), cpu.packed_linear(packed, x), cpu.split_digits(x)[1]
+        results = cpu.silu_and_mul(x), cpu.rms_norm(x, x[0], 1e-5), cpu.packed_linear(packed, x), cpu.hadamard_transform(x)
         assert all(result.dtype == torch.float32 for result in results)
         keys = torch.arange(3, dtype=torch.int32)
         assert torch.equal(cpu.random_uniform(keys, 70), reference.random_uniform(keys, 70))
@@ -208,9 +208,9 @@ def test_a_bfloat16_weight_is_packed_as_it_is():
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", ["-avx512f", "+avx512bf16", "-avx512bf16"])
+@pytest.mark.parametrize("changes", ["-avx512f", "-avx512vnni", "+avx512bf16", "-avx512bf16"])
 def test_kernels_on_other_processors(changes):
-    """As far as this processor has their instructions: `kernels.cpu.features`."""
+    """As far as this processor has their instructions: `kernels.cpu.native.features`."""
     script = Path(__file__).parents[1] / "support" / "other_processors.py"
     environment = {**os.environ, "MINIVLLM_CPU_FEATURES": changes}
     subprocess.run([sys.executable, str(script)], env=environment, check=True)
@@ -218,8 +218,6 @@ def test_kernels_on_other_processors(changes):
 
 @pytest.mark.parametrize("kind", [cpu.PackedWeight, cpu.PackedBfloat16Weight, cpu.PackedInt8Weight])
 def test_nan_stays_in_its_row(kind):
-    if kind is cpu.PackedInt8Weight and not cpu.HAS_INT8_DOT:
-        pytest.skip("needs AVX-512 VNNI")
     x = random((14, 64), 0)
     x[5, 3] = float("nan")
     product = cpu.packed_linear(kind.of(random((40, 64), 1)), x)
@@ -352,45 +350,6 @@ def test_the_hadamard_transform_is_a_product_with_a_hadamard_matrix(size, order)
 def test_the_compiled_hadamard_transform_has_the_bits_of_the_reference(rows, size, strided, seed):
     x = random((rows, size), seed, strided=strided)
     assert torch.equal(cpu.hadamard_transform(x), reference.hadamard_transform(x))
-
-
-@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
-@given(rows=ROWS, size=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e20]), strided=st.booleans(), seed=SEEDS)
-def test_digits(kernels, rows, size, scale, strided, seed):
-    """They fit 5 bits, and together they are the transformed number, to half a step."""
-    x = random((rows, size), seed, strided=strided) * scale
-    digits, scales = kernels.split_digits(x)
-    transformed = reference.hadamard_transform(x.double())
-    assert digits.shape == (2 * rows, transformed.shape[1]) and digits.dtype == torch.uint8
-    assert rows == 0 or digits.max() <= 16
-    high, low = (digits.double() - reference.DIGIT_ZERO).chunk(2)
-    assert rows == 0 or (16 * high + low).abs().max() <= 127
-    error = (scales[:, None].double() * (16 * high + low) - transformed).abs()
-    assert (error <= 0.501 * scales[:, None].double()).all()
-    joined = kernels.join_digits((digits.float() - reference.DIGIT_ZERO) @ torch.eye(digits.shape[1]), scales)
-    assert_close(joined, (scales[:, None].double() * (16 * high + low)))
-
-
-@given(rows=ROWS, size=SIZES, seed=SEEDS)
-def test_compiled_digits_are_those_of_the_reference(rows, size, seed):
-    x = random((rows, size), seed)
-    for result, expected in zip(cpu.split_digits(x), reference.split_digits(x), strict=True):
-        assert torch.equal(result, expected)
-
-
-def test_digits_of_zeros_and_of_an_outlier():
-    for kernels in (reference, cpu):
-        digits, _ = kernels.split_digits(torch.zeros(1, 5))
-        assert (digits == reference.DIGIT_ZERO).all()
-        x = torch.tensor([[1000.0, 1.0, -1.0]])
-        digits, scales = kernels.split_digits(x)
-        joined = kernels.join_digits(digits.float() - reference.DIGIT_ZERO, scales)
-        restored = reference.hadamard_transform(joined)[:, :3] / 64
-        assert (restored - x).abs().max() < 2, "1000 in 127 steps is 8 wide; spread over 64 numbers, their errors cancel"
-        with pytest.raises(KernelError, match="x has dtype float64"):
-            kernels.split_digits(x.double())
-        with pytest.raises(KernelError, match="products is .3, 3., but must be .2.num_tokens, size."):
-            kernels.join_digits(torch.zeros(3, 3), torch.zeros(1))
 
 
 @pytest.mark.parametrize("checks", [Checks.SHAPES, Checks.ALL])

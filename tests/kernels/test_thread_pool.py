@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("numba")
 from numba import njit
 
-from minivllm.kernels.cpu import thread_pool
-from minivllm.kernels.cpu.thread_pool import parallel_for, start_workers
+from minivllm.kernels.cpu.native import thread_pool
+from minivllm.kernels.cpu.native.thread_pool import parallel_for, start_workers
 
 
 @njit(nogil=True)
@@ -85,7 +85,7 @@ def test_callers_at_once():
 
 
 def test_a_process_with_workers_ends():
-    code = "from minivllm.kernels.cpu.thread_pool import start_workers; start_workers(3)"
+    code = "from minivllm.kernels.cpu.native.thread_pool import start_workers; start_workers(3)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -115,11 +115,7 @@ def wakes(work):
     return any(before[task] != after[task] for task in threads_of_torch)
 
 assert wakes(lambda: torch.ones(2**22).add_(1)), "this is how it looks"
-from minivllm.kernels import cpu
-kinds = [{"dtype": "float32"}, {"dtype": "bfloat16"}]
-if cpu.HAS_INT8_DOT:
-    kinds.append({"dtype": "bfloat16", "quantization": "int8"})
-for options in kinds:
+for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}):
     llm = LLM(**options)
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(60)]} for i in range(16)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

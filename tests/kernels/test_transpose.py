@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from minivllm.kernels.cpu.transpose import transpose
+from minivllm.kernels.cpu.native.transpose import transpose
 
 _transpose = njit(lambda *arguments: transpose(*arguments))
 FREE = -1

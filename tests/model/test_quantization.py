@@ -13,15 +13,11 @@ from quality import compute_logits, measure_quality
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
-from minivllm.kernels import cpu
-from minivllm.kernels.checks import Checks
-from minivllm.kernels.ops import Ops
-from minivllm.kernels.reference import hadamard_order, hadamard_transform
+from minivllm.kernels.reference import hadamard_order, hadamard_transform, round_weight
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import Linear
 from minivllm.layers.linear_methods import PackedLinearMethod, UnquantizedLinearMethod
 from minivllm.layers.platform import PACKED_WEIGHTS, Platform
-from minivllm.layers.quantization import Int8LinearMethod
 
 CPU = torch.device("cpu")
 
@@ -92,7 +88,6 @@ def test_a_row_does_not_depend_on_its_batch(rows, seed):
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(rows))
 
 
-@pytest.mark.skipif(not cpu.HAS_INT8_DOT, reason="needs AVX-512 VNNI")
 @pytest.mark.parametrize("bias", [True, False])
 @given(
     rows=st.integers(1, 60),
@@ -100,28 +95,26 @@ def test_a_row_does_not_depend_on_its_batch(rows, seed):
     out_features=st.integers(1, 100),
     seed=st.integers(0, 2**31),
 )
-def test_packed_int8_weights_give_the_bits_of_the_torch_operator(bias, rows, in_features, out_features, seed):
+def test_int8_products_have_the_bits_of_exact_sums(bias, rows, in_features, out_features, seed):
     weight, b = random(out_features, in_features, seed=seed), random(out_features, seed=seed + 1) if bias else None
-    layer = make_linear(weight, b, "int8")
-    assert isinstance(layer.method, PackedLinearMethod)
-    packed, x = layer.method.packed, random(rows, in_features, seed=seed + 2) * torch.rand(rows, 1) * 100
-    layer.method = Int8LinearMethod(Ops(cpu, Checks.NONE))
-    layer.weight, layer.bias = torch.nn.Parameter(weight), None if b is None else torch.nn.Parameter(b)
-    layer.process_weights_after_loading()
-    assert torch.equal(layer(x), cpu.packed_linear(packed, x))
+    x = random(rows, in_features, seed=seed + 2) * torch.rand(rows, 1) * 100
+    rounded, scales = round_weight(weight)
+    transformed = hadamard_transform(x)
+    row_scales = (transformed.abs().amax(dim=1, keepdim=True) / 127).clamp_(min=1e-30)
+    sums = torch.floor(transformed * (1 / row_scales) + 0.5).double() @ rounded.double().t()
+    expected = sums.float() * row_scales * scales + (0 if b is None else b)
+    assert torch.equal(make_linear(weight, b, "int8")(x), expected)
 
 
 def test_which_layer_is_computed_how():
-    int8 = PackedLinearMethod if cpu.HAS_INT8_DOT else Int8LinearMethod
-
     def method(quantization, layer_cls=None, dtype=torch.float32):
         platform = Platform(CPU, dtype, quantization=quantization)
         layer = ParallelLMHead(64, 32, platform) if layer_cls is ParallelLMHead else Linear(64, 32, False, platform)
         return type(layer.method)
 
-    assert method("int8") is int8
-    assert method("int8", layer_cls=ParallelLMHead) is int8
-    assert method("int8", dtype=torch.bfloat16) is int8
+    assert method("int8") is PackedLinearMethod
+    assert method("int8", layer_cls=ParallelLMHead) is PackedLinearMethod
+    assert method("int8", dtype=torch.bfloat16) is PackedLinearMethod
     assert method(None) is PackedLinearMethod
     assert method(None, dtype=torch.bfloat16) is PackedLinearMethod
     assert method(None, dtype=torch.float16) is UnquantizedLinearMethod, "there is no packed float16"

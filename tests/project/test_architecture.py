@@ -28,7 +28,14 @@ BELOW = {
     "data_parallel": {"core", "engine", "executor"},
     "bench": {"engine", "core"},
     "simulation": {"bench", "data_parallel", "engine", "core", "executor"},
-    "viz": {"distributed.partition", "kernels.accesses", "engine.trace", "bench.summary", "bench.trace_summary"},
+    "viz": {
+        "distributed.partition",
+        "kernels.accesses",
+        "kernels.launches",
+        "engine.trace",
+        "bench.summary",
+        "bench.trace_summary",
+    },
     "course": {"viz", "bench", "simulation", "engine", "core", "executor", "worker", "models", "layers", "kernels"},
     "entrypoints": {
         "data_parallel",
@@ -59,8 +66,6 @@ FRONTENDS = {
 }
 """Modules of engine/ that deal in text and streams: above data_parallel/, which is above the rest of engine/."""
 KNOWN_CYCLES = [
-    {"kernels.cpu.linear_int8", "kernels.cpu.linear_bfloat16", "kernels.cpu.linear"},
-    {"layers.quantization", "layers.linear", "layers.compiled", "layers.platform"},
     {"bench.served_request", "bench.summary"},
     {"engine.engine_core", "engine.trace_recorder"},
 ]

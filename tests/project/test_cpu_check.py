@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minivllm.kernels.cpu.features import KNOWN
+from minivllm.kernels.cpu.native.features import KNOWN
 
 ROOT = Path(__file__).parents[2]
 RESULT = r" --json benchmarks/results/([a-z_0-9]+)_[^_ ]+_\d{4}-\d\d-\d\d\.json$"

@@ -13,7 +13,7 @@ from pathlib import Path
 import llvmlite.binding
 import pytest
 
-from minivllm.kernels.cpu.features import request_amx
+from minivllm.kernels.cpu.native.features import request_amx
 
 EMULATED = ("amx-tile", "amx-bf16", "amx-int8")
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.kernels import cpu, reference
-from minivllm.kernels.cpu import features
-from minivllm.kernels.cpu.panels import FEW_ROWS
+from minivllm.kernels.cpu.native import features
+from minivllm.kernels.cpu.native.panels import FEW_ROWS
 
 KINDS = {torch.float32: cpu.PackedWeight, torch.bfloat16: cpu.PackedBfloat16Weight}
 TOLERANCE, INT8_ERROR = 1e-6, 0.02
@@ -48,12 +48,11 @@ def check_products(generator: torch.Generator) -> None:
             product = cpu.packed_linear(packed, x[:rows])
             assert ((product - expected[:rows]).abs() <= TOLERANCE * (size[:rows] + 1)).all(), (dtype, rows)
             assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), (dtype, rows)
-    if cpu.HAS_INT8_DOT:
-        packed, expected = cpu.PackedInt8Weight.of(weight, bias), F.linear(x, weight, bias)
-        for rows in BATCHES:
-            product = cpu.packed_linear(packed, x[:rows])
-            assert (product - expected[:rows]).norm() < INT8_ERROR * expected[:rows].norm(), rows
-            assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), rows
+    packed, expected = cpu.PackedInt8Weight.of(weight, bias), F.linear(x, weight, bias)
+    for rows in BATCHES:
+        product = cpu.packed_linear(packed, x[:rows])
+        assert (product - expected[:rows]).norm() < INT8_ERROR * expected[:rows].norm(), rows
+        assert torch.equal(product[:1], cpu.packed_linear(packed, x[:1])), rows
 
 
 def check_prefill(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -1,8 +1,8 @@
 """The operations as loops that Numba compiles for the CPU.
 
 Attention walks the block tables instead of gathering blocks; linear layers read packed weights once; the operations around
-them are one pass each. Most loops read like the Triton kernels next door; the innermost products are written in LLVM IR. Numba compiles them at
-the first call for each head size and dtype, which takes seconds, and keeps the result on disk.
+them are one pass each. The loops read like the Triton kernels next door; what no compiler makes of loops is in `native`. Numba compiles
+them at the first call for each head size and dtype, which takes seconds, and keeps the result on disk.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import numba
 from numba.core import event
 from tqdm import tqdm
 
-from minivllm.kernels.cpu.features import USED
+from minivllm.kernels.cpu.native.features import USED
 
-# Numba keeps compiled kernels on disk, and compiles anew when a kernel's own file has changed, but not when a function that it
+# Numba keeps compiled kernels on disk, and compiles a kernel again when its own file has changed, but not when a function that it
 # calls has. So the folder is named after all sources of this package, after `reference`, whose constants they take, and after the
 # instructions that they may use; the setting applies to these imports alone.
 _folder = Path(__file__).parent
-_files = [*sorted(_folder.glob("*.py")), _folder.parent / "reference.py"]
+_files = [*sorted(_folder.rglob("*.py")), _folder.parent / "reference.py"]
 _sources = b"".join(path.read_bytes() for path in _files) + repr(USED).encode()
 _cache_dir_before = numba.config.CACHE_DIR
 numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") / hashlib.sha256(_sources).hexdigest()[:16])
 
-from minivllm.kernels.cpu.cache import reshape_and_cache  # noqa: E402
-from minivllm.kernels.cpu.decode_attention import paged_decode_attention  # noqa: E402
-from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
+from minivllm.kernels.cpu import collectives
+from minivllm.kernels.cpu.cache import reshape_and_cache
+from minivllm.kernels.cpu.decode_attention import paged_decode_attention
+from minivllm.kernels.cpu.decoder_layer import (
     AttentionWeights,
     LayerWeights,
     MLPWeights,
@@ -38,21 +39,19 @@ from minivllm.kernels.cpu.decoder_layer import (  # noqa: E402
     decoder_layers,
     mlp_block,
 )
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT, HAS_INT8_AMX, HAS_INT8_DOT  # noqa: E402
-from minivllm.kernels.cpu.linear import PackedWeight, packed_linear  # noqa: E402
-from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight  # noqa: E402
-from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight  # noqa: E402
-from minivllm.kernels.cpu.panels import PANEL  # noqa: E402
-from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention  # noqa: E402
-from minivllm.kernels.cpu.rows import (  # noqa: E402
+from minivllm.kernels.cpu.linear import PackedWeight, packed_linear
+from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight
+from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
+from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT, HAS_INT8_AMX, HAS_INT8_DOT
+from minivllm.kernels.cpu.native.panels import PANEL
+from minivllm.kernels.cpu.prefill_attention import paged_prefill_attention
+from minivllm.kernels.cpu.rows import (
     add_rms_norm,
     hadamard_transform,
-    join_digits,
     random_uniform,
     rms_norm,
     rotary_embedding,
     silu_and_mul,
-    split_digits,
 )
 
 numba.config.CACHE_DIR = _cache_dir_before
@@ -90,35 +89,3 @@ def _is_ours(event: event.Event) -> bool:
 def give_notice_of_compilation() -> None:
     """From now on, log a line when these kernels are compiled for the first time."""
     event.register("numba:compile", _CompilationNotice())
-
-
-__all__ = [
-    "HAS_BFLOAT16_AMX",
-    "HAS_BFLOAT16_DOT",
-    "HAS_INT8_AMX",
-    "HAS_INT8_DOT",
-    "PANEL",
-    "AttentionWeights",
-    "LayerWeights",
-    "MLPWeights",
-    "PackedBfloat16Weight",
-    "PackedInt8Weight",
-    "PackedWeight",
-    "add_rms_norm",
-    "attention_block",
-    "check_caches",
-    "decoder_layers",
-    "give_notice_of_compilation",
-    "hadamard_transform",
-    "join_digits",
-    "mlp_block",
-    "packed_linear",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "random_uniform",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "split_digits",
-]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.launch import as_numpy, check_launch, store
-from minivllm.kernels.cpu.rows import has_whole_rows, pointer_to
+from minivllm.kernels.cpu.native.memory import pointer_to
+from minivllm.kernels.cpu.rows import has_whole_rows
 
 
 @checks.RESHAPE_AND_CACHE

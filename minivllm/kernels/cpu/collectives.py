@@ -11,13 +11,13 @@ import numba
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.atomics import LINE, call, pause, read, write
+from minivllm.kernels.cpu.native.atomics import LINE, call, pause, read, write
 from minivllm.kernels.cpu.rows import floats_at
 
 NUMBER, CALLS, PID = 0, 1, 3
 """Words in the line of a rank: the operation that it has entered, what it is (two words, for even and odd numbers), and its process."""
 FINISHED, WAITING, DIFFERENT = 0, 1, 2
-"""How waiting ends: all are here; somebody is missing; somebody does something else."""
+"""How waiting ends: all ranks have entered; one is missing; one has entered another operation."""
 
 
 @njit(nogil=True, cache=True)
@@ -29,7 +29,7 @@ def enter(words, rank, number, what):
 
 @njit(nogil=True, cache=True)
 def wait(words, world_size, number, what, spins, yields, yield_address):
-    """Wait until all ranks have entered an operation: spin, then yield the core some times, then give up with `WAITING`."""
+    """Wait until all ranks have entered an operation: spin, then yield the core a number of times, then give up with `WAITING`."""
     for rank in range(world_size):
         tries = 0
         while read(words, LINE * rank + NUMBER) < number:

@@ -22,7 +22,6 @@ from numba import njit
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.cpu.decode_products import TOKENS, add_value, add_values_of_tokens, score_tokens
 from minivllm.kernels.cpu.launch import (
     FASTMATH,
     LOG2_E,
@@ -34,15 +33,16 @@ from minivllm.kernels.cpu.launch import (
     constant,
     exp2,
     largest,
-    prefetch,
     use_threads_of_torch,
 )
-from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.native.decode_products import TOKENS, add_value, add_values_of_tokens, score_tokens
+from minivllm.kernels.cpu.native.memory import prefetch
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
 
 PARTS_PER_THREAD = 2
 """Runs of pieces that the batch is divided into, for each thread."""
 MIN_TILES, MAX_PIECES = 4, 64
-"""A piece has at least so many tiles, and a sequence at most so many pieces."""
+"""The fewest tiles of a piece, and the most pieces of a sequence."""
 
 
 @checks.DECODE
@@ -74,7 +74,7 @@ def tile_size(block_size):
 
 @njit
 def piece_size(num_tiles):
-    """Tiles of a piece, of a sequence that has so many."""
+    """Tiles of a piece, in a sequence of `num_tiles`."""
     return max(MIN_TILES, (num_tiles + MAX_PIECES - 1) // MAX_PIECES)
 
 

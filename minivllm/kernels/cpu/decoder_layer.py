@@ -21,12 +21,13 @@ from torch import Tensor
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.launch import address, as_numpy, constant, keep, use_threads_of_torch
+from minivllm.kernels.cpu.launch import as_numpy, constant, use_threads_of_torch
 from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
 from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
+from minivllm.kernels.cpu.native.memory import address, keep, pointer_to
 from minivllm.kernels.cpu.prefill_attention import _prefill
-from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, pointer_to
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
 
 TOKENS_AT_A_TIME = 504
 """Tokens that go through an MLP together: a multiple of `SMALL_TILE` and of `LARGE_TILE`."""
@@ -235,17 +236,8 @@ def _attention_block(
         row_threads, num_tokens, address(positions), half_head, address(cos), address(sin),
         address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
-    _write(
-        num_tokens,
-        key,
-        address(key),
-        kv_size,
-        address(qkv) + 4 * (q_size + kv_size),
-        stride,
-        key_cache,
-        value_cache,
-        slot_mapping,
-    )
+    values = address(qkv) + 4 * (q_size + kv_size)
+    _write(num_tokens, key, address(key), kv_size, values, stride, key_cache, value_cache, slot_mapping)
     keep(qkv)
     attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
     if is_decode:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels.cpu.launch import DTYPES, as_numpy, load, use_threads_of_torch
-from minivllm.kernels.cpu.panels import (
+from minivllm.kernels.cpu.native.panels import (
     FEW_ROWS,
     LARGE_TILE,
     PANEL,
@@ -40,20 +40,17 @@ from minivllm.kernels.cpu.panels import (
     WIDTHS,
     multiply_panels,
 )
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
+from minivllm.kernels.cpu.native.transpose import transpose
 from minivllm.kernels.cpu.rows import PARALLEL_ROWS
-from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.cpu.transpose import transpose
 from minivllm.kernels.pages import SharedPages
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from minivllm.kernels.cpu.linear_bfloat16 import PackedBfloat16Weight
-    from minivllm.kernels.cpu.linear_int8 import PackedInt8Weight
-
 PART_BYTES = 2**17
 """How much of a weight a thread takes at a time: little, so that no thread waits long for the last part; and the panels stay in the
-second-level cache while all rows pass by, with those of the next part beside them."""
+second-level cache while all rows pass by, next to those of the next part."""
 ROWS_AT_A_TIME = 256
 """Rows that are packed at once: rounding takes several copies."""
 PARALLEL_NUMBERS = 2**13
@@ -69,7 +66,7 @@ class Packed:
         out_features, in_features: The shape of the weight.
 
     Attributes:
-        words: `[panels, words, PANEL]`, int32: see `kernels.cpu.panels`.
+        words: `[panels, words, PANEL]`, int32: see `kernels.cpu.native.panels`.
         panels: The same memory as the kernel takes it.
         bias: `[panels * PANEL]`, float32.
     """
@@ -148,6 +145,11 @@ class Packed:
         return rows.to(self.number_dtype).contiguous()
 
     @property
+    def multiply(self) -> Any:
+        """The compiled product: of `x`, `arrays`, `out` and the number of threads."""
+        raise NotImplementedError
+
+    @property
     def fills_panels(self) -> bool:
         """Whether the outputs are whole panels, which compiled callers need."""
         return self.out_features % PANEL == 0
@@ -167,7 +169,7 @@ class PackedWeight(Packed):
         return multiply_float32
 
 
-def packed_linear(weight: PackedWeight | PackedBfloat16Weight | PackedInt8Weight, x: Tensor) -> Tensor:
+def packed_linear(weight: Packed, x: Tensor) -> Tensor:
     """`x @ W.T + b` for any number of rows.
 
     Args:
@@ -219,7 +221,7 @@ def _copy_rows(numbers, outputs, rows, num_threads):
 
 @njit(error_model="numpy")
 def tile_of(out_rows):
-    """The rows and panels of a tile for a batch that is padded to so many rows."""
+    """The rows and panels of a tile for a batch that is padded to `out_rows` rows."""
     rows = LARGE_TILE if out_rows % LARGE_TILE == 0 else SMALL_TILE
     if out_rows <= FEW_ROWS[-1]:
         rows = out_rows

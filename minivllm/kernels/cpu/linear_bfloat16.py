@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from numba import njit
 
-from minivllm.kernels.cpu.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import round_bfloat16
 from minivllm.kernels.cpu.linear import (
     PARALLEL_NUMBERS,
@@ -26,7 +24,9 @@ from minivllm.kernels.cpu.linear import (
     tile_of,
     transpose_tiles,
 )
-from minivllm.kernels.cpu.thread_pool import parallel_for
+from minivllm.kernels.cpu.native.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
 
 
 class PackedBfloat16Weight(Packed):

@@ -1,9 +1,15 @@
 """Linear layers with 8-bit weights: the loop of `linear`, four input features at a time.
 
-The instruction (VPDPBUSD, of AVX-512 VNNI) multiplies four unsigned 8-bit integers with four signed ones and adds the products to a
-32-bit sum, for 16 outputs at once; AMX does so for 16 rows as well (see `amx`). Inputs are transformed and rounded row by row, as weights
-were when they were loaded (see `reference.hadamard_transform`). Sums of integers are exact, so the result is bitwise that of torch's
-operator, which is used where the instruction is missing.
+A decode step is bound by reading the weights, and 8 bits are a quarter of float32. A few inputs are much larger than all others
+(outliers), so that 8 bits leave little of the others (Dettmers et al., 2022, arXiv:2208.07339). So inputs and weights are transformed
+first, which changes nothing in their product and spreads outliers evenly: see `reference.hadamard_transform`. Each row of inputs and each
+output has its own scale.
+
+VPDPBUSD, of AVX-512 VNNI, multiplies four unsigned 8-bit integers with four signed ones and adds the products to a 32-bit sum, for 16
+outputs at once; AMX does so for 16 rows as well (see `native.amx`). Without VNNI the integers become 16-bit in registers. Sums of integers
+are exact, so the three give the same bits, and a token's numbers do not depend on its batch. But rounding amplifies small differences:
+where attention is summed in another order (draft tokens, recomputation after preemption, a chunk of one token), tokens can diverge sooner
+than in float32.
 """
 
 from __future__ import annotations
@@ -15,9 +21,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from minivllm.kernels.cpu.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
-from minivllm.kernels.cpu.features import HAS_INT8_AMX
-from minivllm.kernels.cpu.launch import address, keep
 from minivllm.kernels.cpu.linear import (
     Packed,
     count_parts,
@@ -27,9 +30,12 @@ from minivllm.kernels.cpu.linear import (
     transpose_tiles,
     what_to_prefetch,
 )
-from minivllm.kernels.cpu.panels import PANEL
+from minivllm.kernels.cpu.native.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
+from minivllm.kernels.cpu.native.features import HAS_INT8_AMX
+from minivllm.kernels.cpu.native.memory import address, keep
+from minivllm.kernels.cpu.native.panels import PANEL
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
 from minivllm.kernels.cpu.rows import INPUT_ZERO, PARALLEL_ROWS, _round, hadamard_transform, row_at
-from minivllm.kernels.cpu.thread_pool import parallel_for
 from minivllm.kernels.reference import HADAMARD_BLOCK, hadamard_order, round_transformed_weight
 
 
@@ -82,7 +88,7 @@ def _round_rows(x, num_words, num_threads):
 
 @njit(error_model="numpy")
 def _scale_sums(sums, row, token, first_output, row_scales, scales, bias, out):
-    """Writes a row of sums to a row of `out`, from `first_output` on. Rounds after each operation, like torch's operator and `join_digits`.
+    """Writes a row of sums to a row of `out`, from `first_output` on. Rounds after each operation.
 
     Rows come by their addresses: a slice of an array updates its reference count, for which threads that share the array contend.
     """
@@ -112,12 +118,8 @@ def _multiply_part(part, num_parts, columns, panels, corrections, scales, bias, 
     """Some panels by all rows, one tile at a time."""
     first, last = panels_of_part(part, num_parts, len(panels), width)
     start, stop = first * PANEL, last * PANEL
-    own_panels, own_corrections, own_scales, own_bias = (
-        panels[first:last],
-        corrections[start:stop],
-        scales[start:stop],
-        bias[start:stop],
-    )
+    own_panels, own_corrections = panels[first:last], corrections[start:stop]
+    own_scales, own_bias = scales[start:stop], bias[start:stop]
     sums = np.empty((rows, stop - start), np.int32)
     for i in range(len(columns)):
         place, pace = what_to_prefetch(own_panels, 0, last - first, i, len(columns))
@@ -143,12 +145,8 @@ def _multiply_amx_part(part, num_parts, words, panels, corrections, scales, bias
     """Some panels by all rows, a pair of tiles at a time. The last tiles end with the batch: some rows are computed twice."""
     first, last = panels_of_part(part, num_parts, len(panels), 2)
     start, stop = first * PANEL, last * PANEL
-    own_panels, own_corrections, own_scales, own_bias = (
-        panels[first:last],
-        corrections[start:stop],
-        scales[start:stop],
-        bias[start:stop],
-    )
+    own_panels, own_corrections = panels[first:last], corrections[start:stop]
+    own_scales, own_bias = scales[start:stop], bias[start:stop]
     end = len(words) - rows
     sums = np.empty((2 * rows, stop - start), np.int32)
     configure_tiles(rows)

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from minivllm.kernels import checks
 from minivllm.kernels.cpu.decode_attention import _decode
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.launch import as_numpy, check_launch, constant, use_threads_of_torch
+from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
 from minivllm.kernels.cpu.prefill_bfloat16 import attend_bfloat16
 from minivllm.kernels.cpu.prefill_float32 import attend_float32
-from minivllm.kernels.cpu.thread_pool import parallel_for
 
 QUERY_TILE = 64
 """Query tokens that share a tile of the cache."""

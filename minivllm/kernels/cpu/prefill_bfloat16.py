@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
-from minivllm.kernels.cpu.features import HAS_BFLOAT16_AMX
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, round_bfloat16
-from minivllm.kernels.cpu.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
-from minivllm.kernels.cpu.softmax import finish, weigh
-from minivllm.kernels.cpu.transpose import transpose
+from minivllm.kernels.cpu.native.amx import TILE_ROWS, TILE_WORDS, configure_tiles, multiply_tiles, release_tiles
+from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX
+from minivllm.kernels.cpu.native.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
+from minivllm.kernels.cpu.native.softmax import finish, weigh
+from minivllm.kernels.cpu.native.transpose import transpose
 
 TOKENS = 64
 """Cached tokens that are attended to at a time: for AMX two tiles of 16 words with two tokens each, so that sums are loaded half as often."""

@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 
 from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, TILE, ZERO, load
-from minivllm.kernels.cpu.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
-from minivllm.kernels.cpu.softmax import finish, weigh
-from minivllm.kernels.cpu.transpose import transpose
+from minivllm.kernels.cpu.native.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
+from minivllm.kernels.cpu.native.softmax import finish, weigh
+from minivllm.kernels.cpu.native.transpose import transpose
 
 
 @njit(error_model="numpy")

@@ -6,20 +6,18 @@ call matters: they take addresses and row lengths, as kernels on a GPU do.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import torch
 from numba import njit, types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
-from minivllm.kernels.cpu.hadamard import transform
 from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
-from minivllm.kernels.cpu.thread_pool import parallel_for
-from minivllm.kernels.reference import DIGIT_BASE, DIGIT_BITS, DIGIT_ZERO, HADAMARD_BLOCK
+from minivllm.kernels.cpu.native.hadamard import transform
+from minivllm.kernels.cpu.native.memory import pointer_to
+from minivllm.kernels.cpu.native.thread_pool import parallel_for
+from minivllm.kernels.reference import HADAMARD_BLOCK
 
 PARALLEL_ROWS = 12
 """The fewest rows that are worth more than one thread."""
@@ -102,30 +100,6 @@ def hadamard_transform(x: Tensor) -> Tensor:
     return out
 
 
-@checks.SPLIT_DIGITS
-def split_digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers of two digits for each row: see `reference.split_digits`."""
-    if not _can_run(x):
-        return reference.split_digits.unchecked(x)
-    x = x.contiguous()
-    num_rows, size = x.shape
-    stride = size + -size % HADAMARD_BLOCK
-    digits, scales = x.new_empty((2 * num_rows, stride), dtype=torch.uint8), x.new_empty(num_rows)
-    _split(_num_threads(num_rows), num_rows, size, x.data_ptr(), stride, digits.data_ptr(), scales.data_ptr())
-    return digits, scales
-
-
-@checks.JOIN_DIGITS
-def join_digits(products: Tensor, scales: Tensor) -> Tensor:
-    """Combine the products of the high and the low digits: see `reference.join_digits`."""
-    if not _can_run(products):
-        return reference.join_digits.unchecked(products, scales)
-    num_rows, size = scales.shape[0], products.shape[1]
-    out = products.new_empty(num_rows, size)
-    _join(_num_threads(num_rows), num_rows, size, products.data_ptr(), scales.data_ptr(), out.data_ptr())
-    return out
-
-
 def random_uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:
     """Random numbers between 0 and 1, for each row those of its key: see `reference.random_uniform`."""
     keys = keys.to(torch.int32).contiguous()
@@ -147,19 +121,6 @@ def _num_threads(num_rows: int) -> int:
 def has_whole_rows(x: Tensor) -> bool:
     """Whether the heads of a token are contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
-
-
-def pointer_to(dtype: Any) -> Any:
-    """A compiled function that turns an address into a pointer for `numba.carray`."""
-
-    @intrinsic
-    def pointer(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(dtype)(types.intp), generate
-
-    return pointer
 
 
 floats_at, _integers, _bytes = pointer_to(types.float32), pointer_to(types.int64), pointer_to(types.uint8)
@@ -298,39 +259,6 @@ def _round_part(part, num_rows, size, x_address, stride, numbers_address, scales
 @njit(error_model="numpy", cache=True)
 def _round(num_threads, num_rows, *arguments):
     parallel_for(num_threads, _num_parts(num_rows), _round_part, (num_rows, *arguments))
-
-
-@njit(error_model="numpy")
-def _split_part(part, num_rows, size, x_address, stride, digits_address, scales_address):
-    _round_part(part, num_rows, size, x_address, stride, digits_address, scales_address)
-    for row in _rows_of(part, num_rows):
-        high = numba.carray(_bytes(digits_address + row * stride), (stride,))
-        low = numba.carray(_bytes(digits_address + (num_rows + row) * stride), (stride,))
-        for i in range(stride):
-            whole = np.int32(high[i]) - np.int32(INPUT_ZERO)
-            upper = (whole + np.int32(DIGIT_BASE // 2)) >> np.int32(DIGIT_BITS)
-            low[i] = np.uint8(whole - np.int32(DIGIT_BASE) * upper + np.int32(DIGIT_ZERO))
-            high[i] = np.uint8(upper + np.int32(DIGIT_ZERO))
-
-
-@njit(error_model="numpy", cache=True)
-def _split(num_threads, num_rows, *arguments):
-    parallel_for(num_threads, _num_parts(num_rows), _split_part, (num_rows, *arguments))
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _join_part(part, num_rows, size, products_address, scales_address, out_address):
-    scales = row_at(scales_address, 0, 0, num_rows)
-    for row in _rows_of(part, num_rows):
-        high, low = row_at(products_address, row, size, size), row_at(products_address, num_rows + row, size, size)
-        out = row_at(out_address, row, size, size)
-        for i in range(size):
-            out[i] = (high[i] * np.float32(DIGIT_BASE) + low[i]) * scales[row]
-
-
-@njit(error_model="numpy", cache=True)
-def _join(num_threads, num_rows, *arguments):
-    parallel_for(num_threads, _num_parts(num_rows), _join_part, (num_rows, *arguments))
 
 
 @njit

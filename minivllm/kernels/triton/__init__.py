@@ -14,16 +14,3 @@ from minivllm.kernels.triton.launch import INTERPRETED
 from minivllm.kernels.triton.norm import add_rms_norm, rms_norm
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rotary import rotary_embedding
-
-__all__ = [
-    "INTERPRETED",
-    "add_rms_norm",
-    "copy_blocks",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "swap_blocks",
-]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from minivllm.course.lessons.paged_kernels import function_of
-from minivllm.kernels.accesses import Launch, record_accesses
+from minivllm.kernels.accesses import record_accesses
+from minivllm.kernels.launches import Launch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 """The largest error allowed, as a share of the largest number in the result."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minivllm.course.lessons.lesson_05.launches import check_reads, explained, refuse_problems
 from minivllm.course.lessons.paged_kernels import is_triton
-from minivllm.kernels.accesses import Launch, record_accesses
+from minivllm.kernels.accesses import record_accesses
+from minivllm.kernels.launches import Launch
 
 _BLOCK_SIZES = (1, 2, 4, 8)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 4e-3}

@@ -7,6 +7,7 @@ features, then for the next, and so on, so that a thread reads memory sequential
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.features import HAS_AVX512
+from minivllm.kernels.cpu.native.features import HAS_AVX512, HAS_INT8_DOT
 
 PANEL = 16
 """Output features of a panel: the words of one AVX-512 register."""
@@ -38,7 +39,7 @@ PREFETCH_DISTANCE = 64
 PLACE_BITS = 16
 """Where memory is prefetched is counted in units of 2**-16 bytes."""
 
-_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _CASE = 64
 """The cases of the switch are `rows + _CASE * panels`."""
 _LLVM = llvmlite.binding.llvm_version_info[0]
@@ -81,7 +82,8 @@ def multiply_panels(
     float32 float32 a number in a word
     uint32  uint32  two bfloat16 in a word, multiplied by VDPBF16PS
     float32 uint32  two bfloat16 in a word of the panel, made float32 in registers; `x` has two columns for each word
-    int32   int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, by VPDPBUSD, with int32 sums
+    int32   int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`, with int32 sums: by VPDPBUSD, or where it is
+                    missing, made 16-bit in registers
     ======= ======= ===================================================================================================
 
     Args:
@@ -167,7 +169,7 @@ def multiply_panels(
 
         end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
         switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), unknown)
-        with builder.goto_block(unknown):  # better an end here than a product that nobody has computed
+        with builder.goto_block(unknown):  # rather than return a product that was never computed
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
             builder.unreachable()
         known = [num_rows.literal_value] if isinstance(num_rows, types.IntegerLiteral) else list(WIDTHS)
@@ -186,6 +188,8 @@ def multiply_panels(
 def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:
     """The instruction: from 16 numbers or words of `x`, 16 of the weight and 16 sums to the new sums."""
     floats, words = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
+    if kinds == (types.int32, types.int32) and not HAS_INT8_DOT:
+        return functools.partial(_multiply_add_int8, builder)
     if kinds[0] == types.float32:
         name, total, factors = f"llvm.fma.v{PANEL}f32", floats, floats
     elif kinds == (types.uint32, types.uint32):
@@ -206,6 +210,25 @@ def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable
         return builder.call(function, [*pair, before] if sum_comes_last else [before, *pair])
 
     return multiply_add
+
+
+def _multiply_add_int8(builder: ir.IRBuilder, numbers: Any, weight: Any, before: Any) -> Any:
+    """What VPDPBUSD does, for the even and then the odd bytes of 16-bit halves. Compilers know the sum of two neighbouring products as
+    one instruction (PMADDWD)."""
+    halves, wide = ir.VectorType(_INT16, 2 * PANEL), ir.VectorType(_INT32, 2 * PANEL)
+    x, w, eight = builder.bitcast(numbers, halves), builder.bitcast(weight, halves), ir.Constant(halves, [8] * 2 * PANEL)
+    even = builder.and_(x, ir.Constant(halves, [255] * 2 * PANEL)), builder.ashr(builder.shl(w, eight), eight)
+    odd = builder.lshr(x, eight), builder.ashr(w, eight)
+    for pair in (even, odd):
+        products = builder.mul(*(builder.sext(each, wide) for each in pair))
+        first, second = (
+            builder.shuffle_vector(
+                products, products, ir.Constant(ir.VectorType(_INT32, PANEL), list(range(start, 2 * PANEL, 2)))
+            )
+            for start in (0, 1)
+        )
+        before = builder.add(before, builder.add(first, second))
+    return before
 
 
 def _prefetch(builder: ir.IRBuilder, address: Any) -> None:

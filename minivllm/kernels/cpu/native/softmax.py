@@ -23,8 +23,8 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.launch import POWERS_OF_TWO
-from minivllm.kernels.cpu.panels import PANEL
-from minivllm.kernels.cpu.transpose import transpose
+from minivllm.kernels.cpu.native.panels import PANEL
+from minivllm.kernels.cpu.native.transpose import transpose
 
 _INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _NUMBERS, _INTEGERS = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)

@@ -31,7 +31,7 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.atomics import LINE, add, call, pause, read, replace, write
+from minivllm.kernels.cpu.native.atomics import LINE, add, call, pause, read, replace, write
 
 JOB, UNFINISHED, OWNED, CODE, DATA, PARTS, THREADS = 0, LINE, 2 * LINE, *range(3 * LINE, 3 * LINE + 4)
 STOP, IDLE_SPINS, WAIT_SPINS, YIELD, ACQUIRE, RELEASE = range(4 * LINE, 4 * LINE + 6)
@@ -70,7 +70,7 @@ def _end_of_range(state, thread):
 
 @njit
 def _choose_part(state, thread):
-    """A part that nobody has chosen. There is one: as many are claimed as there are parts, and chosen parts stay chosen."""
+    """A part that no thread has chosen. There is one: no more parts are claimed than there are, and a chosen part stays chosen."""
     owner = thread
     while True:
         if read(state, NEXT_PART + LINE * owner) < _end_of_range(state, owner):

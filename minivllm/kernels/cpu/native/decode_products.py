@@ -4,7 +4,7 @@
     output[g, d] += the sum over t of weights[g, t] * value[t, d]
 
 Keys and values become float32 once for all heads of a group, and the scores of four tokens are summed up across their vectors together.
-Compilers do both anew for each head and token, because the arrays might overlap.
+Compilers repeat both for each head and token, because the arrays might overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.core import cgutils, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.features import HAS_AVX512
+from minivllm.kernels.cpu.native.features import HAS_AVX512
 
 TOKENS = 4
 """Tokens whose scores are computed at a time."""

@@ -49,11 +49,11 @@ HAS_INT8_DOT = HAS_AVX512 and _has("avx512vnni")
 """VPDPBUSD: four products of 8-bit integers for each of 16 sums."""
 HAS_BFLOAT16_DOT = HAS_AVX512 and _has("avx512bf16", by_default=llvmlite.binding.get_host_cpu_name().startswith("znver"))
 """VDPBF16PS: two products of bfloat16 numbers for each of 16 sums. AMD's processors take one cycle for it. Intel's take two, in which they
-do four multiply-adds of float32, so they are faster without (`benchmarks/bfloat16_products.py`)."""
+do four multiply-adds of float32, so they are faster without."""
 _HAS_AMX = HAS_AVX512 and _has("amx-tile") and request_amx()
 HAS_BFLOAT16_AMX = _HAS_AMX and "amx-bf16" in _compiled_for
 """TDPBF16PS: see `amx`."""
 HAS_INT8_AMX = _HAS_AMX and HAS_INT8_DOT and "amx-int8" in _compiled_for
-"""TDPBUSD: see `amx`. Without VPDPBUSD, 8-bit weights are not packed at all."""
+"""TDPBUSD: see `amx`."""
 USED = (HAS_AVX512, HAS_INT8_DOT, HAS_BFLOAT16_DOT, HAS_BFLOAT16_AMX, HAS_INT8_AMX)
 """All of it, which compiled kernels depend on."""

@@ -31,7 +31,7 @@ _INT8, _INT64 = ir.IntType(8), ir.IntType(64)
 
 @njit
 def tile_rows(num_rows, tiles_at_a_time):
-    """How many rows of a batch go into a tile: the fewest that need no more steps of so many tiles."""
+    """How many rows of a batch go into a tile: the fewest that need no more steps of `tiles_at_a_time`."""
     if num_rows <= TILE_ROWS:
         return num_rows
     num_steps = -(-num_rows // (tiles_at_a_time * TILE_ROWS))

@@ -14,7 +14,7 @@ from numba.core import cgutils, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.panels import PANEL
+from minivllm.kernels.cpu.native.panels import PANEL
 
 MIN_ROWS = 8
 """Fewer rows go word by word."""
