@@ -43,7 +43,7 @@ from minivllm.executor.processes import ForwardLog
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
 
 HELD_SECONDS = 5.0
-"""A node from which nothing was heard for so long has lost its ranks."""
+"""A node that is silent for this long loses its ranks."""
 
 
 class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):

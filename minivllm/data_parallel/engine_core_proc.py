@@ -93,7 +93,7 @@ class DPEngineCoreProc(EngineCoreProc):
         return [socket.recv() for socket, _ in self._poller.poll()]
 
     def _send(self, message: FromCore) -> None:
-        """Outputs go to the API servers that wait for them, records of steps to those that watch, anything else to all."""
+        """Send outputs to the API servers that wait for them, records of steps to the ones that watch, and anything else to all."""
         message.engine_index = self._engine_index
         if not isinstance(message, EngineCoreOutputs):
             if isinstance(message, CoreReady | Heartbeat):
@@ -119,7 +119,7 @@ class DPEngineCoreProc(EngineCoreProc):
             socket.send_multipart([header, core_messages.encode(message)], zmq.NOBLOCK)
 
     def _living(self) -> list[tuple[int, zmq.Socket[bytes]]]:
-        """The sockets to API servers, without those that have died."""
+        """The sockets to the API servers that are alive."""
         dropped = self._loop.dropped if self._loop is not None else ()
         return [(client, socket) for client, socket in enumerate(self._outputs) if client not in dropped]
 

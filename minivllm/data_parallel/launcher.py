@@ -61,10 +61,10 @@ class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OtherFrontends(Protocol):
-    """The frontends beside the first, in processes of their own.
+    """The frontends besides the first, in processes of their own.
 
     Attributes:
-        num_others: How many there are beside the first.
+        num_others: How many there are, without the first.
     """
 
     num_others: int

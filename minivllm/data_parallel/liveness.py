@@ -7,7 +7,7 @@
 
 Events go in, decisions come out. Every process that has a rank has an incarnation of its own: a later one is a larger number. So a message
 that comes late is never taken for the message of another process. A replica that is fenced may be alive, but what it has counts for nothing
-any more: its requests are elsewhere. When it is heard again, it starts anew.
+any more: its requests are elsewhere. When it is heard again, it starts with none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from minivllm.engine.core_messages import CoreDraining, CoreFailed, CoreReady, FromCore, Heartbeat
 
 HOPELESS = 3
-"""A process that has been silent for so many timeouts will not be heard again."""
+"""A process that has been silent for this many timeouts will not be heard again."""
 MAX_DEAD = 64
 """Incarnations of a rank that are remembered to be dead."""
 
@@ -116,7 +116,7 @@ class Peer:
 
 
 class ReplicaLiveness:
-    """Decides what becomes of replicas, from what is heard of them.
+    """Decides whether each replica takes requests and is believed, from what is heard of it.
 
     Args:
         size: How many ranks there are.
@@ -207,7 +207,7 @@ class ReplicaLiveness:
         return decisions
 
     def find_silent(self, now: float) -> list[Decision]:
-        """Fence those that have been silent for too long."""
+        """Fence the replicas that have been silent for too long."""
         silent = [rank for rank, peer in enumerate(self.peers) if peer.is_member and now - peer.last_heard > self.timeout]
         return [
             decision
@@ -216,7 +216,7 @@ class ReplicaLiveness:
         ]
 
     def find_hopeless(self, now: float) -> list[tuple[int, int]]:
-        """Ranks and incarnations of processes that have been silent for so long, or have failed so long ago, that they should have ended."""
+        """Ranks and incarnations of processes that should have ended: they have been silent for too long, or failed too long ago."""
         return [
             (rank, peer.incarnation)
             for rank, peer in enumerate(self.peers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,10 +130,6 @@ FromHandshake = FrontendWelcome | NodeWelcome | Refused
 
 _HEADER, _IDENTITY = struct.Struct("<QQ"), struct.Struct("<cHQ")
 _ENCODER = msgspec.msgpack.Encoder()
-_TO_HANDSHAKE: msgspec.msgpack.Decoder[ToHandshake] = msgspec.msgpack.Decoder(ToHandshake)
-_FROM_HANDSHAKE: msgspec.msgpack.Decoder[FromHandshake] = msgspec.msgpack.Decoder(FromHandshake)
-_REPORT: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-_PUBLISHED: msgspec.msgpack.Decoder[Published] = msgspec.msgpack.Decoder(Published)
 
 
 def encode(message: ToHandshake | FromHandshake | Report | Published) -> bytes:
@@ -140,24 +137,11 @@ def encode(message: ToHandshake | FromHandshake | Report | Published) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_to_handshake(data: bytes) -> ToHandshake:
-    """A message to the handshake socket. Like the others, raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else."""
-    return _TO_HANDSHAKE.decode(data)
-
-
-def decode_from_handshake(data: bytes) -> FromHandshake:
-    """A message from the handshake socket."""
-    return _FROM_HANDSHAKE.decode(data)
-
-
-def decode_report(data: bytes) -> Report:
-    """A report to the coordinator."""
-    return _REPORT.decode(data)
-
-
-def decode_published(data: bytes) -> Published:
-    """What the coordinator publishes."""
-    return _PUBLISHED.decode(data)
+# Each raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else.
+decode_to_handshake: Callable[[bytes], ToHandshake] = msgspec.msgpack.Decoder(ToHandshake).decode
+decode_from_handshake: Callable[[bytes], FromHandshake] = msgspec.msgpack.Decoder(FromHandshake).decode
+decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
+decode_published: Callable[[bytes], Published] = msgspec.msgpack.Decoder(Published).decode
 
 
 def identity_of(rank: int, incarnation: int) -> bytes:
@@ -197,7 +181,7 @@ def _describe_weights(path: Path) -> list[tuple[str, int, str]]:
 
 
 def _hash_parts(file: Path, count: int = 16, length: int = 2**16) -> str:
-    """A hash of so many parts of a file, the first and the last among them."""
+    """A hash of `count` parts of a file, including its first and last bytes."""
     size, found = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as opened:
         for part in range(count):

@@ -332,7 +332,7 @@ class LocalReplicas:
                 place.process.drain()
 
     def shutdown(self, told: Collection[int]) -> None:
-        """End all: those that have been told to end get a little time for it."""
+        """End all processes. The ones that have been told to end get a few seconds for it."""
         self._is_ending = True
         self._report(NodeAlive(self._node_id, []))
         end = time.monotonic() + GRACE_SECONDS

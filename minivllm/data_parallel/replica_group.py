@@ -14,7 +14,7 @@ from dataclasses import replace
 from minivllm.data_parallel.failover import Failover
 from minivllm.data_parallel.launcher import FrontendPlace
 from minivllm.data_parallel.liveness import Decision, Join, PeerState, ReplicaLiveness, Withdraw
-from minivllm.data_parallel.messages import Loads, ReplicaDied
+from minivllm.data_parallel.messages import ReplicaDied
 from minivllm.data_parallel.request_table import RequestTable
 from minivllm.data_parallel.routing import make_router
 from minivllm.engine.core_client import ReplicaStatus
@@ -164,10 +164,6 @@ class ReplicaGroup:
             self._note_loss(rank, died.end)
         how = {"has_died": died.has_died, "was_killed": died.was_killed}
         return self._carry_out(self.liveness.note_death(rank, died.incarnation, died.end, **how, outlook=died.outlook))
-
-    def note_loads(self, loads: Loads) -> None:
-        """The coordinator has published."""
-        self.table.update_loads(loads.loads)
 
     def find_silent(self) -> list[ToFrontend]:
         """Do without replicas that have been silent for too long."""

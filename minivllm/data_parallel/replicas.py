@@ -178,7 +178,7 @@ class Replicas:
             return self._take_death(message)
         if isinstance(message, Loads):
             with self.lock:
-                self.group.note_loads(message)
+                self.group.table.update_loads(message.loads)
         elif self._launcher is not None:  # once is enough
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return []

@@ -170,7 +170,7 @@ class PrefixAwareRouter(LeastLoadedRouter):
 
     Args:
         client_count, client_index: As for `Router`.
-        chunk_size: Prompts are compared in pieces of so many tokens.
+        chunk_size: Prompts are compared in pieces of this many tokens.
     """
 
     MIN_MATCH = 0.3
@@ -224,7 +224,7 @@ class PrefixTree:
         self._capacity: dict[int, int] = {}
         """By replica: the nodes that it can hold. Beyond them it forgets the one that was not used for longest."""
         self._holders: dict[int, OrderedDict[int, None]] = {}
-        """By node: the replicas that have it, those that used it last at the end."""
+        """By node: the replicas that have it, least recently used first."""
         self._nodes: dict[int, OrderedDict[int, None]] = {}
         """By replica: its nodes, the ones used last at the end."""
 
@@ -243,7 +243,7 @@ class PrefixTree:
             self._drop(node, replica)
 
     def find(self, prefixes: list[int], is_open: Sequence[bool]) -> tuple[int, list[int]]:
-        """The longest beginning of a prompt that open replicas have, in nodes, and which have it: those that used it last."""
+        """The longest prefix of a prompt that open replicas have, in nodes, and the replicas that have it, most recently used first."""
         for length in range(self._count_known(prefixes), 0, -1):
             holders = self._holders[prefixes[length - 1]]
             if found := list(islice((replica for replica in reversed(holders) if is_open[replica]), self.MOST_FOUND)):
@@ -251,7 +251,7 @@ class PrefixTree:
         return 0, []
 
     def open(self, replica: int, capacity: int) -> None:
-        """A replica has nothing cached, and room for so many nodes."""
+        """A replica has nothing cached, and room for `capacity` nodes."""
         for node in self._nodes.pop(replica, ()):
             self._drop(node, replica)
         self._nodes[replica], self._capacity[replica] = OrderedDict(), capacity
@@ -269,7 +269,7 @@ class PrefixTree:
 def hash_prefixes(token_ids: Sequence[int], chunk_size: int, cache_salt: str | None = None) -> list[int]:
     """A hash of the first chunk, one of the first two, and so on: a hash stands for all tokens up to there.
 
-    Whoever finds two prompts with the same hash sends a request to the wrong replica, where it gets the right answer.
+    Should two prompts have the same hash, a request goes to the wrong replica, where it gets the right answer.
     """
     tokens, hashes, last = tuple(token_ids), [], hash(cache_salt)
     for end in range(chunk_size, len(tokens) + 1, chunk_size):

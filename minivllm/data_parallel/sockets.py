@@ -26,7 +26,7 @@ from minivllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PING_SECONDS, LOST_SECONDS = 1.0, 10.0
-"""A connection on which nothing comes is pinged, and is lost if nothing comes for so long; then it is made again."""
+"""A silent connection is pinged. If nothing arrives within `LOST_SECONDS`, it is lost, and made again."""
 
 
 MAX_MESSAGE_BYTES, MAX_HANDSHAKE_BYTES = 64 * 2**20, 64 * 2**10

@@ -6,7 +6,7 @@ can run code (as unpickling can). Mirrors the structs of `vllm/v1/engine/__init_
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -182,7 +182,7 @@ class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
         sequences: Those with new tokens, or that finished.
         finished: Whether all of the request's sequences have finished.
         metrics: So far.
-        prompt_logprobs: By position in the prompt, those that this step computed.
+        prompt_logprobs: The ones that this step computed, by position in the prompt.
         error: Why the request failed.
         client_index: The API server that sent it.
     """
@@ -341,8 +341,6 @@ ToFrontend = EngineCoreOutputs | ReplicaChanged | RequestsResumed | RequestsFail
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_number)
-_TO_CORE: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-_FROM_CORE: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
 def encode(message: ToCore | FromCore) -> bytes:
@@ -350,11 +348,6 @@ def encode(message: ToCore | FromCore) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_to_core(data: bytes) -> ToCore:
-    """A message to the core; raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else."""
-    return _TO_CORE.decode(data)
-
-
-def decode_from_core(data: bytes) -> FromCore:
-    """A message from the core; raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else."""
-    return _FROM_CORE.decode(data)
+# Each raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else.
+decode_to_core: Callable[[bytes], ToCore] = msgspec.msgpack.Decoder(ToCore).decode
+decode_from_core: Callable[[bytes], FromCore] = msgspec.msgpack.Decoder(FromCore).decode

@@ -224,7 +224,7 @@ class LLMEngine:
 
     @property
     def executor(self) -> Any:
-        """The core's executor: an `Executor`, with what its kind has besides."""
+        """The core's executor."""
         return self.core.executor
 
     @property

@@ -399,7 +399,7 @@ def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
             quick = live_events(engine)
             await anext(quick)
             assert parse(await anext(quick))[0] == "idle"
-            assert len(engine._watchers) == 2
+            assert len(engine._outputs.watchers._queues) == 2
             async for _ in engine.generate([1] * 20, SamplingParams(max_tokens=300)):
                 pass
             events = []
@@ -408,7 +408,7 @@ def test_a_page_that_does_not_read_holds_nobody_up_and_leaves_nothing_behind():
             await quick.aclose()
             stay.set()
             sent = await asyncio.wait_for(page, 5)
-            return events, sent, engine._watchers, len(asyncio.all_tasks())
+            return events, sent, engine._outputs.watchers._queues, len(asyncio.all_tasks())
         finally:
             engine.shutdown()
 

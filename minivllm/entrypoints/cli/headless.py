@@ -31,7 +31,7 @@ POLL_MS = 50
 NOTICE_SECONDS = 10.0
 """How often to say that the API server does not answer."""
 GONE_SECONDS = 60.0
-"""The replicas end when the API server has been gone for so long."""
+"""The replicas end when the API server has been gone for this long."""
 
 
 def run_headless(args: EngineArgs, *, restart: bool) -> int:
