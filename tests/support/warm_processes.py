@@ -27,7 +27,7 @@ from pathlib import Path
 MODULES = (
     "torch",
     "minivllm.data_parallel.client",
-    "minivllm.data_parallel.coordinator",
+    "minivllm.data_parallel.routing",
     "minivllm.engine.engine_core",
     "minivllm.entrypoints.server.launcher",
     "minivllm.executor.multiproc",
@@ -36,7 +36,7 @@ MODULES = (
     "minivllm.models.llama",
     "minivllm.worker.worker",
 )
-FIXED = ("CUDA", "GOMP", "LD_", "MALLOC", "MINIVLLM", "MKL", "NUMBA", "OMP", "PYTHONDEV", "PYTHONHASH", "TORCH", "TRITON")
+FIXED = ("CUDA", "GOMP", "LD_", "MALLOC", "MINIVLLM", "MKL", "NUMBA", "OMP", "PYTHONDEV", "PYTHONHASH", "TORCH_", "TRITON")
 """What variables begin with that are read when something is imported."""
 _SET_CHILD_SUBREAPER = 36
 _ROOM = 20_000
@@ -106,7 +106,9 @@ def use(nursery: Nursery) -> None:
         def _execute_child(self, *arguments, **options):
             given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments, **options).arguments
             environment = given["env"]
-            if _fixed(environment) != nursery.environment or nursery.process.poll() is not None:
+            if (status := nursery.process.poll()) is not None:
+                raise RuntimeError(f"The process that is copied has ended with status {status}: see what it wrote.")
+            if _fixed(environment) != nursery.environment:
                 super()._execute_child(*arguments, **options)
                 return
             descriptors = {number: number for number in given["pass_fds"]}
