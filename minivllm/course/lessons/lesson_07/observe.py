@@ -12,7 +12,6 @@ from typing import Any
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.course.lessons.lesson_07.engine import describe_steps, run_simulated
-from minivllm.course.lessons.lesson_07.scheduler import isolate_stages
 from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
     advance,
@@ -23,6 +22,7 @@ from minivllm.course.lessons.lesson_07.situations import (
     picture_of,
     take_blocks,
 )
+from minivllm.course.lessons.lesson_07.stages import isolate_stages
 from minivllm.request import SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 

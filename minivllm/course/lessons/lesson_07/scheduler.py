@@ -8,7 +8,6 @@ one check.
 from __future__ import annotations
 
 import random
-from bisect import insort
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +32,7 @@ from minivllm.course.lessons.lesson_07.situations import (
     take_blocks,
     take_out,
 )
+from minivllm.course.lessons.lesson_07.stages import _fits, isolate_stages
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
@@ -386,36 +386,3 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
 
 
 # -- correct methods, in place of a learner's ------------------------------------------------------------------------
-
-
-def isolate_stages(cls: type, stage: int) -> type:
-    """The class, with the methods of earlier stages that a stage's check calls replaced by correct ones."""
-    if stage == 6:
-        methods: dict[str, Any] = {"finish": _finish}
-    else:
-        methods = {"fits": _fits} if stage == 4 else {"fits": _fits, "admit": _admit}
-    return type(cls.__name__, (cls,), methods)
-
-
-def _fits(self: Any, seq: Sequence, output: SchedulerOutput) -> bool:
-    tokens = output.num_batched_tokens + seq.num_tokens
-    if len(self.running) >= self.config.max_num_seqs or tokens > self.config.max_num_batched_tokens:
-        return False
-    return bool(self.block_manager.can_allocate(seq, keep_watermark=bool(self.running)))
-
-
-def _admit(self: Any, output: SchedulerOutput) -> None:
-    while self.waiting and self.fits(self.waiting[0], output):
-        seq = self.waiting.pop(0)
-        self.block_manager.allocate(seq)
-        seq.status = SequenceStatus.RUNNING
-        insort(self.running, seq, key=lambda other: other.order)
-        self.add(output, seq, seq.num_tokens)
-        output.num_prefills += 1
-
-
-def _finish(self: Any, seq: Sequence, status: SequenceStatus) -> None:
-    getattr(self, seq.status.value).remove(seq)
-    self.block_manager.free(seq)
-    seq.status = status
-    self.requests.pop(seq.request.request_id, None)
