@@ -588,7 +588,7 @@ def test_the_seed_is_kept_beside_the_grades(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", ["lesson_07.stages._fits", "lesson_07._fits", "lesson_07.situations.Scheduler", "lesson_04.observe"]
+    "source", ["lesson_07.stages.correct_fits", "lesson_07._fits", "lesson_07.situations.Scheduler", "lesson_04.observe"]
 )
 def test_what_looks_into_the_checks_is_remarked_on(source):
     [said] = find_borrowed([Cell("a", "answer", "code", f"fits = {source}")], {0: 1})

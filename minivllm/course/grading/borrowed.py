@@ -40,6 +40,7 @@ _INSIDES = _CORE_NAMES | {
         "sampler",
         "scheduler",
         "situations",
+        "stages",
         "swapping",
         "tables",
         "observe",
@@ -92,7 +93,7 @@ def _borrowed_names(source: str) -> list[str]:
 
 
 def _looks_into_a_lesson(names: list[str]) -> bool:
-    """Whether an attribute such as `lesson_07.stages._fits` is one that the lesson itself does not use."""
+    """Whether an attribute such as `lesson_07.stages.correct_fits` is one that the lesson itself does not use."""
     return names[0].startswith("lesson_") and any(name.startswith("_") or name in _INSIDES for name in names[1:])
 
 

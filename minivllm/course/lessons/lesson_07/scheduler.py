@@ -32,7 +32,7 @@ from minivllm.course.lessons.lesson_07.situations import (
     take_blocks,
     take_out,
 )
-from minivllm.course.lessons.lesson_07.stages import _fits, isolate_stages
+from minivllm.course.lessons.lesson_07.stages import correct_fits, isolate_stages
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
@@ -134,7 +134,7 @@ def check_fits(cls: type) -> None:
             "sequences": "the limit of sequences: the ones that joined in this step are already in self.running, so count them once",
             "tokens": "the limit of tokens: output.num_batched_tokens includes the sequences that have already joined",
         }.get(limit, f"the limit of {limit}")
-        _check_fits(scheduler, seq, output, said, _fits(scheduler, seq, output), look)
+        _check_fits(scheduler, seq, output, said, correct_fits(scheduler, seq, output), look)
 
 
 def check_admit(cls: type) -> None:
@@ -234,7 +234,7 @@ def check_swap_in(cls: type) -> None:
             if first
             else ", and nothing is swapped out."
         )
-        _check_fits(scheduler, seq, output, said, not must_wait and _fits(scheduler, seq, output), look)
+        _check_fits(scheduler, seq, output, said, not must_wait and correct_fits(scheduler, seq, output), look)
 
     scene = {"running": (0, 3), "waiting": (0, 2), "swapped": (1, 4), "spare": (0, 14), "mode": "any", "host": (0, 16)}
     for seed in range(2 * _ROUNDS):

@@ -12,20 +12,22 @@ from minivllm.scheduler_output import SchedulerOutput
 def isolate_stages(cls: type, stage: int) -> type:
     """The class, with the methods of earlier stages that a stage's check calls replaced by correct ones."""
     if stage == 6:
-        methods: dict[str, Any] = {"finish": _finish}
+        methods: dict[str, Any] = {"finish": correct_finish}
     else:
-        methods = {"fits": _fits} if stage == 4 else {"fits": _fits, "admit": _admit}
+        methods = {"fits": correct_fits} if stage == 4 else {"fits": correct_fits, "admit": correct_admit}
     return type(cls.__name__, (cls,), methods)
 
 
-def _fits(self: Any, seq: Sequence, output: SchedulerOutput) -> bool:
+def correct_fits(self: Any, seq: Sequence, output: SchedulerOutput) -> bool:
+    """Whether a prompt stays within the limits of the step and of the cache."""
     tokens = output.num_batched_tokens + seq.num_tokens
     if len(self.running) >= self.config.max_num_seqs or tokens > self.config.max_num_batched_tokens:
         return False
     return bool(self.block_manager.can_allocate(seq, keep_watermark=bool(self.running)))
 
 
-def _admit(self: Any, output: SchedulerOutput) -> None:
+def correct_admit(self: Any, output: SchedulerOutput) -> None:
+    """Admit waiting prompts, in order, while they fit."""
     while self.waiting and self.fits(self.waiting[0], output):
         seq = self.waiting.pop(0)
         self.block_manager.allocate(seq)
@@ -35,7 +37,8 @@ def _admit(self: Any, output: SchedulerOutput) -> None:
         output.num_prefills += 1
 
 
-def _finish(self: Any, seq: Sequence, status: SequenceStatus) -> None:
+def correct_finish(self: Any, seq: Sequence, status: SequenceStatus) -> None:
+    """Take a sequence out of its queue and free its blocks."""
     getattr(self, seq.status.value).remove(seq)
     self.block_manager.free(seq)
     seq.status = status
