@@ -286,7 +286,7 @@ def main() -> int:
         )
         for name in kinds
     ]
-    table = format_table(("kind", "killed after so many pieces", "ties that rounding decided", "other differences"), rows)
+    table = format_table(("kind", "positions covered by a kill", "ties that rounding decided", "other differences"), rows)
     table += f"\n\n{num_kills} kills; requests continued on the other replica {resumed} times."
     if ties:
         table += f" The scores of two tokens in a tie moved by at most {max(tie['nats'] for tie in ties):.3f} nats."

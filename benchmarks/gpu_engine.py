@@ -3,7 +3,7 @@
     python benchmarks/gpu_engine.py --json gpu_engine.json
 
 The model has Qwen3-0.6B's sizes and random weights in bfloat16. The workload is nano-vllm's: 256 requests of 100 to 1,024 random tokens
-in and out, drawn from `random.seed(0)`. No run can be faster than the floor: each decode step reads the keys and values of its contexts
+in and out, drawn from `random.seed(0)`. No run can be faster than this limit: each decode step reads the keys and values of its contexts
 and, once, the weights, at the copy bandwidth; the products of all tokens run at the matrix rate. Both rates are measured here. Medians of
 several rounds.
 """
@@ -118,8 +118,8 @@ def main() -> int:
         middle = statistics.median(values)
         share = f"{middle / floor:.2f}" if way in WAYS else ""
         rows.append((way, f"{middle:,.0f}", f"{min(values):,.0f}-{max(values):,.0f}", share))
-    table = format_table(("workload", "tokens/s", "range", "share of the floor"), rows)
-    note = f"The floor of the 256 requests: {floor:,.0f} tokens/s, at {bandwidth / 1e3:.2f} TB/s and {matrix_rate:.0f} TFLOP/s."
+    table = format_table(("workload", "tokens/s", "range", "share of the limit"), rows)
+    note = f"The limit for the 256 requests: {floor:,.0f} tokens/s, at {bandwidth / 1e3:.2f} TB/s and {matrix_rate:.0f} TFLOP/s."
     results = {
         "tokens_per_second": speeds,
         "floor_tokens_per_second": floor,

@@ -36,7 +36,7 @@ LONG = (
     "test_bench_engines.py",
     "test_process_per_request.py",
 )
-"""Files that take half a minute or more with few tests, then all notebooks: whoever begins one of them last keeps the others waiting.
+"""Files that take half a minute or more with few tests, then all notebooks: a process that begins one of them last keeps the others waiting.
 
 The first compiles the CPU kernels of a fresh clone, in one process; the second needs none of them.
 """
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fewer examples for who waits for the result, unless HYPOTHESIS_PROFILE says how many."""
+    """Fewer examples for anyone who is waiting for the result, unless HYPOTHESIS_PROFILE says how many."""
     if "HYPOTHESIS_PROFILE" not in os.environ and not config.getoption("--long"):
         settings.load_profile("short")
 

@@ -13,8 +13,8 @@ class BlockAllocator:
     """Hands out block numbers 0 .. num_blocks - 1 and counts references to them.
 
     A block is free as soon as its last reference is released, but its contents stay cached: with prefix caching, its hash stays
-    registered until the block is handed out again. Free blocks that the prefix cache cannot find are handed out first, the most recently freed
-    before the others, because its memory is probably still in the processor's cache; then those that it can find, least recently used first.
+    registered until the block is handed out again. Free blocks that the prefix cache cannot find are handed out first, starting with the most
+    recently freed one, whose memory is probably still in the processor's cache; then the blocks that it can find, least recently used first.
     """
 
     def __init__(self, num_blocks: int) -> None:

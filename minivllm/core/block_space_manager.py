@@ -17,7 +17,7 @@ from minivllm.request import Sequence
 class BlockSpaceManager:
     """Owns every block table, and the pools of device and host blocks.
 
-    Every method that takes blocks has a `can_...` counterpart that says whether there are enough.
+    `allocate`, `append_slots`, `swap_out` and `swap_in` each have a `can_...` counterpart that says whether there are enough blocks.
 
     Args:
         block_size: Tokens in a block.

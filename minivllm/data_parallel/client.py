@@ -38,7 +38,7 @@ from minivllm.request import EngineCoreRequest
 
 
 class DPLBAsyncMPClient(MPClient):
-    """For a frontend that is told of each message, in a thread of the client's. Messages are those of `AsyncMPClient`.
+    """For a frontend that is called with each message, in the client's thread. Messages are those of `AsyncMPClient`.
 
     Args:
         config: The engine's.

@@ -199,7 +199,7 @@ class DPCoordinatorProc:
         if not self._applicants or len(self._frontends) < self._setup.client_count:
             return
         if self._setup.known is not None and now - self._start < HELD_SECONDS / 2:
-            return  # those who have ranks have not had the time to say so
+            return  # nodes that have ranks may not have had time to say so
         frontends = [self._frontends[index] for index in sorted(self._frontends)]
         inputs, outputs = [item.input_address for item in frontends], [item.output_address for item in frontends]
         for applicant in list(self._applicants):

@@ -1,11 +1,12 @@
-"""What happens to requests whose replica is lost: they go on at another one, where they were.
+"""What happens to requests whose replica is lost: another one continues them where they stopped.
 
     pending ──► at a replica ──token──► at a replica ──► finished, aborted
        ▲             │                       │
-       └─────────────┴───── replica lost ────┴──► given up, after two deaths without a token in between
+       └─────────────┴───── replica lost ────┴──► given up, after two deaths without a token in between;
+                                                more if replicas are being killed from outside, too
 
 A token depends on the request, its seed and its position alone, so another replica computes the same ones from the prompt and the output
-so far, which the client has seen. The frontend is told of outputs, or of an error that ends the request, and of nothing else.
+so far, which the client has seen. The frontend gets outputs, or an error that ends the request, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from minivllm.request import EngineCoreRequest
 MAX_DEATHS = 2
 """Replicas that may die in a row while they compute a request without giving it a token. One more for each that was killed elsewhere lately."""
 MEMORY_SECONDS, MAX_KILLS = 60.0, 4
-"""How long a kill elsewhere speaks for a request, and how many do."""
+"""How long a kill elsewhere counts in a request's favour, and how many count."""
 
 
 class Blame:
@@ -30,7 +31,7 @@ class Blame:
 
     A request that was at a replica that died may be what killed it: it is a suspect, until it has got another token. Suspects go on one at a
     time at each replica (see `Failover`), so that the next death is blamed on one. Replicas may also be killed from outside: each one that was
-    killed by SIGKILL without a suspect speaks for that suspect.
+    killed by SIGKILL without having a suspect is evidence in that suspect's favour.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Blame:
         return guilty
 
     def clear(self, request_id: str) -> None:
-        """A request has got a token, or has ended: it is a suspect no longer."""
+        """A request has got a token, or has ended: it is no longer a suspect."""
         self.deaths.pop(request_id, None)
 
     def _count_kills_without(self, request_id: str, now: float) -> int:
@@ -107,7 +108,7 @@ class Failover:
         return told
 
     def take_output(self, rank: int, output: EngineCoreOutput) -> bool:
-        """A replica has sent an output. Returns whether it is one of a request that is there."""
+        """A replica has sent an output. Returns whether its request is still in flight."""
         if not self._table.take_output(rank, output):
             return False
         if output.sequences or output.finished:

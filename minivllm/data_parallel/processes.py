@@ -245,7 +245,7 @@ class LocalReplicas:
 
     @property
     def process_ids(self) -> list[int]:
-        """Those that run, by rank."""
+        """The processes that are running, by rank."""
         return [place.process.process_id for place in self._places.values() if place.process is not None]
 
     @property
@@ -256,7 +256,7 @@ class LocalReplicas:
     def find_ended(self) -> list[ReplicaDied]:
         """Replicas that have ended, as soon as their last words must have been heard; and what comes after them. Call this often.
 
-        Those that are due are started again. The coordinator is told of all that, for frontends that do not see these processes.
+        Those that are due are started again. The coordinator is told about all of this, for frontends that do not see these processes.
         """
         now = time.monotonic()
         if now >= self._next_sign and not self._is_ending:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class RestartPolicy:
-    """At once after a long life; after a short one, when a pause is over that doubles with each; never after too many short ones in a row.
+    """At once after a long life; after a short one, following a pause that doubles each time; never after too many short ones in a row.
 
     Args:
-        max_short_lives: So many in a row are too many.
+        max_short_lives: How many in a row are too many.
 
     Attributes:
         num_short_lives: In a row, until now.

@@ -158,7 +158,7 @@ class Sockets:
         return made
 
     def _start_authenticator(self) -> None:
-        """Only who has our key may connect: who knows the public half alone may not."""
+        """Only a peer that has our key may connect: one that knows only the public half may not."""
         if self._authenticator is None:
             assert self.key is not None
             quiet = logging.getLogger("zmq.auth")

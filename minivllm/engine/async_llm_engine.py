@@ -45,7 +45,7 @@ class AsyncLLMEngine:
         model_config, cache_config, scheduler_config: What the core was made with.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
-        input_processor: Of an engine that this one takes over, whose stream of seeds goes on.
+        input_processor: That of an engine which this one takes over; its stream of seeds continues.
         detokenizer_cls: What makes the text of each sequence.
 
     Attributes:
@@ -105,7 +105,7 @@ class AsyncLLMEngine:
             args: As for `LLMEngine`. Use `steps` instead of a trace.
             in_process: Run the core in a thread of this process, not in a process of its own.
             num_threads: Threads that the core's own process computes with; one for each processor if None.
-            restart: Start another core when one dies, where its requests go on. With replicas, they go on at others meanwhile.
+            restart: Start another core when one dies; its requests continue there. With replicas, they continue on the others meanwhile.
             others: Further frontends, in processes of their own, that use the same cores and `join`.
 
         Raises:
@@ -139,7 +139,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, owns_core: bool = False) -> AsyncLLMEngine:
-        """Run the core of an existing engine in a thread of this process. Until `shutdown`, use the other engine for nothing.
+        """Run the core of an existing engine in a thread of this process. Until `shutdown`, do not use the other engine.
 
         Args:
             engine: The other engine.
@@ -188,7 +188,7 @@ class AsyncLLMEngine:
             options["arrival_time"] = time.perf_counter()
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.wrap_future(self.input_processor.submit_grammar(params))  # these hold up each other alone
+            await asyncio.wrap_future(self.input_processor.submit_grammar(params))  # grammars hold up only each other
         # In a thread: a long text takes long to encode, and other requests must not wait for it.
         return await asyncio.to_thread(self.input_processor.process_inputs, request_id, prompt, params, **options)
 
@@ -290,7 +290,7 @@ class AsyncLLMEngine:
         self._receive(CoreLost("it was shut down"))
 
     def _receive(self, message: ToFrontend) -> None:
-        """A message of the client's, in its thread."""
+        """Handle a message from the client, in the client's thread."""
         if isinstance(message, ReplicaChanged):
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
         self._outputs.receive(message)

@@ -64,7 +64,7 @@ class ReplicaStatus:
 
 
 class ReplicaControl(Protocol):
-    """For those who run a server: what its replicas do, and how to end one."""
+    """For server operators: what the replicas do, and how to end one."""
 
     def statuses(self) -> list[ReplicaStatus]:
         """What is known of each replica, by rank."""
@@ -187,7 +187,7 @@ class SyncMPClient(MPClient):
 
 
 class AsyncMPClient(MPClient):
-    """For a frontend that is told of each message, in a thread of the client's.
+    """For a frontend that is called with each message, in the client's thread.
 
     The messages are an `EngineCoreOutputs` after each step, a `ReplicaChanged` when the core dies, and a `CoreLost`, which is the last one.
     With replicas, there are more.

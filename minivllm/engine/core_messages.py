@@ -114,7 +114,7 @@ class Drain(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class KillReplica(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """To a replica: be killed, for somebody who wants to see what happens then."""
+    """To a replica: kill yourself, for somebody who wants to see what happens then."""
 
 
 class AbortClientRequests(msgspec.Struct, tag=True, forbid_unknown_fields=True):

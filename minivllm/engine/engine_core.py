@@ -382,7 +382,7 @@ class EngineCore:
 def make_output(
     request: Request, sequences: list[NewTokens], finished: bool = False, error: str | None = None
 ) -> EngineCoreOutput:
-    """What to tell the frontend of a request."""
+    """What to tell the frontend about a request."""
     data, metrics = request.data, request.metrics.copy()
     return EngineCoreOutput(
         data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index

@@ -63,7 +63,7 @@ class EngineCoreLoop:
         num_clients: API servers, each of which must say `ClientDrained` before the loop leaves.
         is_draining: Whether it takes no new requests, and ends when it has finished those it has.
         returns: Whether another core is to be started in its place then.
-        watchers: Those that want to see each step's record.
+        watchers: API servers that want to see each step's record.
         dropped: API servers that have died.
     """
 
@@ -170,7 +170,7 @@ class EngineCoreLoop:
             self._set_tracing(message)
 
     def _drain(self, message: Drain) -> None:
-        self.returns = message.returns and (self.returns or not self.is_draining)  # who wants it to end has the last word
+        self.returns = message.returns and (self.returns or not self.is_draining)  # once False, it stays False
         if not self.is_draining:
             self.is_draining, self._draining_since = True, time.monotonic()
             self.output_queue.put(CoreDraining())

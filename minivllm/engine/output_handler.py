@@ -35,7 +35,7 @@ class OutputHandler:
         metrics: For Prometheus.
 
     Attributes:
-        streams: Those that have not finished, by request id.
+        streams: The unfinished ones, by request id.
         watchers: The readers of the core's steps.
         dead_error: Why the engine has failed for good; None while it has not.
     """

@@ -203,7 +203,7 @@ class TraceRecorder:
 
         Args:
             output: The step.
-            requests: Those that got tokens or finished.
+            requests: The requests that got tokens or finished.
             end: When the model had finished.
             ranks: How each of several workers spent it.
             results: The model's, unless it failed.

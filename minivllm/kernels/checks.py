@@ -72,7 +72,7 @@ class Rules:
         floats: Names and shapes of tensors that share a float dtype.
         integers: Of int32 or int64 tensors.
         float32: Of contiguous float32 tensors.
-        written: Names of those that are written to.
+        written: Names of the tensors that are written to.
         check_numbers: Takes the arguments by name, and raises a KernelError if the numbers in them are wrong.
     """
 
@@ -123,7 +123,7 @@ class Rules:
 
 
 def _check_shape(name: str, x: Tensor, shape: list[str], sizes: dict[str, Any]) -> None:
-    """Compare a tensor's shape with the `sizes` known from earlier tensors, and add those that are new."""
+    """Compare a tensor's shape with the `sizes` known from earlier tensors, and add the new ones."""
     lengths: list[Any] = list(x.shape)
     if shape[0] == "...":
         num_leading = x.dim() - len(shape) + 1

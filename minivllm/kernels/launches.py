@@ -72,7 +72,7 @@ class Access:
         program: Its `tl.program_id` for the axes 0, 1, 2.
         kind: "load", "store" or "atomic".
         tensor: The number of the tensor among the launch's.
-        elements: Those that were touched, counted in row-major order; -1 outside the tensor.
+        elements: Which were touched, counted in row-major order; -1 outside the tensor.
         byte_offsets: Where each of them begins, from the tensor's first element.
         num_masked: Elements that the mask left out.
         place: The file and line of the operation.

@@ -40,7 +40,7 @@ class Platform:
     """Chooses operations, linear methods and the attention backend, once, before any layer is made.
 
     Args:
-        device, dtype: Where the model lies, and in what; see the attributes.
+        device, dtype: Where the model is, and in which dtype; see the attributes.
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None or "int8".
         group: The ranks that share the model; a group of one if None.

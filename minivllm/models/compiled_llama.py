@@ -1,6 +1,6 @@
 """`LlamaModel.forward` in compiled kernels, on a CPU; `LLM(enforce_eager=True)` runs it as it is written.
 
-A small model's decode step is hundreds of short kernels, and Python takes about as long to launch one as the processor to run it. So
+A small model's decode step is hundreds of short kernels, and Python takes about as long to launch one as the processor takes to run it. So
 `kernels.cpu.decoder_layer` has the same kernels behind fewer calls:
 
 - all layers and the last norm as one call, where a single rank has the whole model, and all its layers are alike;
@@ -47,7 +47,7 @@ def compile_model(model: nn.Module, platform: Platform) -> CompiledLlama | None:
     """Let compiled kernels do the work of a loaded model's layers, where there are any.
 
     Returns:
-        What replaces the `forward` of `model.model` from now on. None if the model runs as it is written: it is no Llama, lies on a GPU,
+        What replaces the `forward` of `model.model` from now on. None if the model runs as it is written: it is not a Llama, is on a GPU,
         or its weights are not packed.
     """
     decoder = getattr(model, "model", None)
@@ -74,7 +74,7 @@ class CompiledLlama:
 
     Attributes:
         halves: The compiled halves of each layer, attention and MLP; None for one that runs as it is written.
-        all_layers: All of them as one call, where that can be.
+        all_layers: All of them as one call, where possible.
     """
 
     def __init__(self, model: LlamaModel, platform: Platform) -> None:
@@ -213,7 +213,7 @@ class CompiledLayers:
     Attributes:
         weights: `LayerWeights` of the first layer.
         addresses: Where those of each layer are, `[num_layers, arrays]`, int64.
-        settings: As of the halves.
+        settings: As for the halves.
     """
 
     def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm, settings: tuple[int, float, float, float]) -> None:

@@ -87,7 +87,7 @@ def workloads(draw, *, scheduler_cls=None, policy=None, with_failures=False):
 
 
 def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[str, Result]:
-    """Feed a workload to the engine, each job at its step, and collect what becomes of it."""
+    """Feed a workload to the engine, each job at its step, and collect the results."""
     results = {str(i): Result() for i in range(len(workload))}
     added: dict[str, int] = {}
     step = 0

@@ -31,7 +31,7 @@ from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
 
 pytestmark = pytest.mark.slow
 NOTICED_SECONDS = 30.0
-"""It takes a fraction of a second, but more on a busy machine; whoever only waited for the rank would wait for 300 s."""
+"""It takes a fraction of a second, but more on a busy machine; merely waiting for the rank would take 300 s."""
 
 
 def load(folder, **options):

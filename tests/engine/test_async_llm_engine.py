@@ -627,7 +627,7 @@ def test_each_of_n_answers_has_its_own_length_and_pace():
 
 def test_preemptions_are_counted_in_the_step_that_decides_them(llm):
     metrics = Metrics("model", CacheConfig())
-    for total in (2, 2, 5, 0, 1):  # then another engine, which begins anew
+    for total in (2, 2, 5, 0, 1):  # then another engine, which starts from zero
         metrics.set_stats(0, SchedulerStats(num_preemptions=total))
     assert metrics.registry.get_sample_value("minivllm:num_preemptions_total", {"model_name": "model", "engine": "0"}) == 5 + 1
 

@@ -1,4 +1,4 @@
-"""Replicas in processes: the tokens of one engine, whichever of them a request goes to, and what becomes of those that end."""
+"""Replicas in processes: the tokens of one engine, whichever of them a request goes to, and what happens to replicas that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's port: who may take part, and what becomes of those who may not."""
+"""The coordinator's port: who may take part, and what happens to those who may not."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_how_many_deaths_are_remembered_is_limited(frontend):
 class Process:
     """A replica's process: what it has sent and nobody has read, and what was sent to it.
 
-    Outputs name their `epoch`: by which `AbortClientRequests` the process began anew last. Within an epoch they are counted.
+    Outputs name their `epoch`: the `AbortClientRequests` with which the process last started again. Within an epoch they are counted.
     """
 
     rank: int
@@ -252,7 +252,7 @@ class Network:
         self.hellos.append(process)
 
     def cut(self):
-        """A connection breaks: what is on it is lost, or in one direction only. It is made anew."""
+        """A connection breaks: what is on it is lost, or in one direction only. It is made again."""
         process = self.rng.choice(self.processes)
         if not process.end and process.is_connected:
             if self.rng.random() < 0.7:
@@ -382,4 +382,4 @@ def test_no_output_is_missing_and_who_is_there_is_found(seed):
         assert state != "draining", "who leaves has left by now"
         if state == "ready":
             epoch, outputs = network.session[rank]
-            assert outputs and process.epoch == epoch, "it began anew when it was taken in"
+            assert outputs and process.epoch == epoch, "it started again when it was taken in"

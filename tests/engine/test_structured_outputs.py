@@ -160,7 +160,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_cause(llm, fields, cause):
 
 
 def chain(length):
-    """A schema, a grammar, and one of llama.cpp's, of so many rules, each of which names the next."""
+    """A schema, a grammar, and one of llama.cpp's, with this many rules, each of which names the next."""
     refs = {f"a{i:x}": {"allOf": [{"$ref": f"#/$defs/a{i + 1:x}"}]} for i in range(length)} | {f"a{length:x}": {"type": "object"}}
     rules = [f"a{i:x} ARROW a{i + 1:x}\n" for i in range(length)] + [f'a{length:x} ARROW "x"\n']
     return [
@@ -214,7 +214,7 @@ def test_options_that_leave_no_token_fail_the_request_alone(llm, temperature):
 
 @pytest.mark.slow
 def test_a_request_whose_grammar_is_being_compiled_is_one_of_its_clients(llm):
-    """A client that is gone, or begins anew, is rid of it."""
+    """A client that is gone, or starts again, is rid of it."""
     engine = llm.llm_engine
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]+"), max_tokens=8)
     request = engine.input_processor.process_inputs("compiling", "a", params).core_request

@@ -1,4 +1,4 @@
-"""The threads of the CPU kernels: every part is done once, whoever does it."""
+"""The threads of the CPU kernels: every part is done once, by whichever thread."""
 
 from __future__ import annotations
 

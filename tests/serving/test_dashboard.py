@@ -34,7 +34,7 @@ def make_step(number):
 
 
 class ScriptedReplicas:
-    """Those that a test wants."""
+    """The replicas that a test wants."""
 
     def __init__(self, all_of_them):
         self.all = all_of_them

@@ -117,7 +117,7 @@ class LessonChecks:
     fewest: ClassVar[int] = 12
     """How many small mistakes must be tried at the least."""
     every: ClassVar[int | None] = None
-    """Of the small mistakes that `mutate_lesson.py` makes, each such is tried; None if the lesson has another test of them."""
+    """Every how many of the small mistakes that `mutate_lesson.py` makes one is tried; None if the lesson has another test of them."""
 
     def __init_subclass__(cls) -> None:
         if cls.points is None:

@@ -242,7 +242,7 @@ def main() -> None:
     """Print the survivors, and fail if there are too many."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("number", help="of the lesson, two digits")
-    parser.add_argument("--every", type=int, default=1, help="run each so-manieth mutant only (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="run only every Nth mutant (default: %(default)s)")
     arguments = parser.parse_args()
     count, survivors = find_survivors(arguments.number, arguments.every)
     for mutant in survivors:

@@ -1,6 +1,6 @@
 """A server without a model, for tests: everything is real but the tokens, which are always the same sentence.
 
-The scheduler, the engine's thread, the tokenizer, uvicorn and its sockets are those that serve. The executor gives the tokens of
+The scheduler, the engine's thread, the tokenizer, uvicorn and its sockets are the real ones. The executor gives the tokens of
 `SENTENCE` over and over, after as many seconds as a test wants, with log-probabilities that are easy to check.
 """
 
@@ -153,7 +153,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for something that should come soon."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"nothing came within {seconds} seconds"
         time.sleep(0.01)
 
 

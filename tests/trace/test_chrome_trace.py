@@ -27,7 +27,7 @@ def record(
 ) -> EngineTrace:
     """The trace of requests (prompt length, max_tokens, n), one of which comes with every other step.
 
-    A step takes so many seconds, and whoever asks the clock has to pause.
+    A step takes `seconds`, and each look at the clock takes `pause`.
     """
     engine, executor = shadow_engine(num_blocks, 30, max_num_seqs=5, max_num_batched_tokens=64, **options)
     executor.execute_model, execute = lambda output: (clock(seconds), execute(output))[1], executor.execute_model

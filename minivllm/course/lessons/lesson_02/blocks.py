@@ -152,7 +152,7 @@ def check_mlp(cls: type) -> None:
             (F.gelu(gate) * up, "the activation: silu(x) is x * sigmoid(x), not gelu"),
             (gate.relu() * up, "the activation: silu, not relu"),
             (gate.sigmoid() * up, "the activation: silu(x) is x * sigmoid(x), not sigmoid alone"),
-            (F.silu(even) * odd, "the halves: gate and up are one after the other, not in turns"),
+            (F.silu(even) * odd, "the halves: gate and up are one after the other, not interleaved"),
             (F.silu(gate) + up, "what is done with the two: they are multiplied"),
         ]
         down = [(hidden @ made.down_proj.weight.T, hint) for hidden, hint in suspects]

@@ -84,7 +84,7 @@ export class LiveState {
     return this.engine?.num_gpu_blocks ?? 0;
   }
 
-  /** The old picture stays until there is a new one; what follows tells everything anew. */
+  /** The old picture stays until there is a new one; what follows tells everything again. */
   #begin(engine) {
     this.engine = engine;
     if (engine.num_engines === 1) this.replicas = [];
