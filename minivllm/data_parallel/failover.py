@@ -86,8 +86,8 @@ class Failover:
         self._table, self._send = table, send
         self.timeout = timeout
         self.blame = Blame()
-        self._stuck_since: float | None = None
-        """Since when requests have waited for a replica, and not only for their turn."""
+        self.has_timed_out = False
+        """Whether requests were given up because no replica was open, and none has come since."""
 
     def submit(self, request: EngineCoreRequest) -> int:
         """Send a new request to a replica; if none takes it, it waits. Returns the replica's rank; 0 if it waits."""
@@ -115,14 +115,16 @@ class Failover:
             self.blame.clear(output.request_id)
         return True
 
-    def lose(self, rank: int, *, has_died: bool, was_killed: bool = False, cause: str = "") -> RequestsFailed | None:
+    def lose(
+        self, rank: int, *, has_died: bool, was_killed: bool = False, name: str = "", cause: str = ""
+    ) -> RequestsFailed | None:
         """A replica is lost. The requests that it had wait for another.
 
         Args:
             rank: Which one.
             has_died: Whether one of its requests may have killed it. If not, it has left, or is out of reach.
             was_killed: Whether it was killed by SIGKILL, so perhaps from outside.
-            cause: How it ended, in words.
+            name, cause: What it is called, and how it ended, in words.
 
         Returns:
             The requests to be given up.
@@ -130,55 +132,78 @@ class Failover:
         lost = {in_flight.request_id: in_flight for in_flight in self._table.lose(rank)}
         if not has_died or not (guilty := self.blame.note_death(lost, was_killed=was_killed, now=time.monotonic())):
             return None
-        return self._give_up([lost[request_id] for request_id in guilty], give_up_error(rank, cause))
+        return self._give_up([lost[request_id] for request_id in guilty], give_up_error(name, cause), rank)
 
     def retry_pending(self) -> list[InFlightRequest]:
         """Send the requests that wait, as far as replicas take them. Returns those that go on after a loss."""
-        resumed = []
-        for in_flight in self._table.pending if self._table.open else ():
+        if not (self._table.open and (pending := self._table.pending)):
+            return []
+        resumed, busy = [], self._replicas_with_suspects()
+        free = set(self._table.open) - busy
+        for in_flight in pending:
+            is_suspect = in_flight.request_id in self.blame.deaths
+            if is_suspect and not free:
+                continue
             was_sent = in_flight.was_sent
-            avoid = self._replicas_with_suspects() if in_flight.request_id in self.blame.deaths else ()
-            if self._try_to_place(in_flight, avoid) and was_sent:
+            if (rank := self._try_to_place(in_flight, busy if is_suspect else ())) is None:
+                continue
+            if is_suspect:
+                busy.add(rank)
+                free.discard(rank)
+            if was_sent:
                 resumed.append(in_flight)
         return resumed
 
     def give_up_after_timeout(self, now: float, error: EngineDeadError) -> RequestsFailed | None:
-        """The requests that have waited too long for a replica."""
-        if self._table.pending and not self._replicas_with_suspects():
-            self._stuck_since = self._stuck_since or now
-        elif self._table.open or not self.has_timed_out(now):
-            self._stuck_since = None
-        return self._give_up(self._table.pending, error) if self.has_timed_out(now) and self._table.pending else None
-
-    def has_timed_out(self, now: float) -> bool:
-        """Whether requests have waited too long for a replica, and none has come since."""
-        return self._stuck_since is not None and now - self._stuck_since > self.timeout
+        """The requests that have waited too long for a replica. A suspect whose turn will come does not wait for one."""
+        if self._table.open:
+            self.has_timed_out = False
+        if not (pending := self._table.pending):
+            return None
+        late, have_turns = [], bool(self._replicas_with_suspects())
+        for in_flight in pending:
+            if have_turns and in_flight.request_id in self.blame.deaths:
+                in_flight.waiting_since = None
+            elif in_flight.waiting_since is None:
+                in_flight.waiting_since = now
+            elif self.has_timed_out or now - in_flight.waiting_since > self.timeout:
+                late.append(in_flight)
+        if not late:
+            return None
+        self.has_timed_out = not self._table.open
+        return self._give_up(late, error)
 
     def _replicas_with_suspects(self) -> set[int]:
         suspects = (self._table.requests.get(request_id) for request_id in self.blame.deaths)
         return {suspect.replica for suspect in suspects if suspect is not None and suspect.replica is not None}
 
-    def _try_to_place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> bool:
+    def _try_to_place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> int | None:
+        """Send a request to a replica, and return its rank; None if it must wait. One that cannot be encoded is forgotten."""
         while True:
             try:
                 rank, request = self._table.place(in_flight, avoid)
             except EngineDeadError:
-                return False
-            if self._send(rank, request):
-                self._stuck_since = None
-                return True
+                return None
+            try:
+                is_sent = self._send(rank, request)
+            except Exception:
+                self.remove(in_flight.request_id)
+                raise
+            if is_sent:
+                in_flight.was_sent, in_flight.waiting_since = True, None
+                return rank
             self._table.take_back(in_flight)
             self._table.close(rank)
 
-    def _give_up(self, requests: list[InFlightRequest], error: EngineDeadError) -> RequestsFailed:
+    def _give_up(self, requests: list[InFlightRequest], error: EngineDeadError, rank: int | None = None) -> RequestsFailed:
         for in_flight in requests:
             self.remove(in_flight.request_id)
-        return RequestsFailed([(in_flight.request_id, in_flight.request.number) for in_flight in requests], error)
+        return RequestsFailed([(in_flight.request_id, in_flight.request.number) for in_flight in requests], error, rank)
 
 
-def give_up_error(rank: int, cause: str) -> RequestGivenUpError:
+def give_up_error(name: str, cause: str) -> RequestGivenUpError:
     """What the sender of a request that kills replicas is told."""
     return RequestGivenUpError(
-        f"The request was given up: at least {MAX_DEATHS} replicas of the model in a row died while they computed it, the last one, "
-        f"replica {rank}, in this way: {cause.rstrip('.')}."
+        f"The request was given up: at least {MAX_DEATHS} processes of the model in a row died while they computed it. The last was "
+        f"{name}: {cause.rstrip('.')}."
     )

@@ -174,7 +174,7 @@ class ReplicaGroup:
         told: list[ToFrontend] = []
         if resumed := [in_flight.replica or 0 for in_flight in self.failover.retry_pending()]:
             told += [RequestsResumed(rank, resumed.count(rank)) for rank in sorted(set(resumed))]
-        reason = self._outage or EngineDeadError("There is no replica of the model that takes requests.")
+        reason = self._outage or EngineDeadError(f"No replica of the model could take the request within {self.failover.timeout:g} s.")
         if failed := self.failover.give_up_after_timeout(time.monotonic(), reason):
             told.append(failed)
         return told + self._find_outage()
@@ -244,7 +244,7 @@ class ReplicaGroup:
             follows = ", and another is started in its place" if peer.outlook == "starting" else ""
             self._log(logging.WARNING, "%s has left%s.", name, follows)
         self._note_loss(rank, cause)
-        failed = self.failover.lose(rank, has_died=has_died, was_killed=was_killed, cause=cause)
+        failed = self.failover.lose(rank, has_died=has_died, was_killed=was_killed, name=name.lower(), cause=cause)
         lost = ReplicaChanged(rank, is_ready=False, has_died=has_died)
         return [lost] if failed is None else [lost, failed]
 
@@ -268,5 +268,5 @@ class ReplicaGroup:
 
     def check_takes_requests(self) -> None:
         """As `check_health`; but while a replica is being started, requests wait for it, up to a limit."""
-        if self._outage is None or self._has_ended or self.failover.has_timed_out(time.monotonic()):
+        if self._outage is None or self._has_ended or self.failover.has_timed_out:
             self.check_health()

@@ -28,6 +28,8 @@ class InFlightRequest:
         metrics: As of the latest output.
         replica: The rank of the replica that has it; None while it waits for one.
         number: Identifies the latest sending. Outputs of an earlier one may still arrive, and are ignored.
+        was_sent: Whether a replica has it, or had it before.
+        waiting_since: Since when it has waited for a replica, in seconds; None while it is at one, or waits only for its turn.
     """
 
     request: EngineCoreRequest
@@ -36,6 +38,8 @@ class InFlightRequest:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     replica: int | None = None
     number: int = -1
+    was_sent: bool = False
+    waiting_since: float | None = None
 
     @classmethod
     def begin(cls, request: EngineCoreRequest) -> InFlightRequest:
@@ -46,11 +50,6 @@ class InFlightRequest:
     def request_id(self) -> str:
         """The request's name."""
         return self.request.request_id
-
-    @property
-    def was_sent(self) -> bool:
-        """Whether a replica has it, or had it before."""
-        return self.number >= 0
 
     def to_send(self, number: int) -> EngineCoreRequest:
         """The request for a replica; if another replica has begun it, with its output so far."""

@@ -315,10 +315,12 @@ class RequestsFailed:
     Attributes:
         requests: Each one's id and number.
         error: Why.
+        engine_index: The rank of the replica that had them last, if that is what they failed of.
     """
 
     requests: list[tuple[str, int]]
     error: EngineDeadError
+    engine_index: int | None = None
 
 
 @dataclass

@@ -133,6 +133,8 @@ class OutputHandler:
             for request_id, number in message.requests:
                 stream = self.streams.get(request_id)
                 if stream is not None and stream.state.request.number == number:
+                    if message.engine_index is not None:
+                        stream.state.engine_index = message.engine_index
                     self._fail(stream, message.error)
         elif isinstance(message, ReplicaChanged):
             self._metrics.record_change(message)

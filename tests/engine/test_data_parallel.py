@@ -330,7 +330,7 @@ def test_a_request_that_kills_is_given_up_after_two_replicas_and_harms_nobody_el
     async def run():
         streams = [asyncio.create_task(collect(engine, [5 + i] * 4, params[i])) for i in range(6)]
         await becomes(lambda: engine.stats.num_running == 6)
-        with pytest.raises(RequestGivenUpError, match="at least 2 replicas"):
+        with pytest.raises(RequestGivenUpError, match="at least 2 processes"):
             await collect(engine, [9], SamplingParams(temperature=1.0, seed=14))
         assert tokens_of(await asyncio.gather(*streams)) == expected
         await becomes(lambda: states(engine) == ["ready"] * 3, 30)

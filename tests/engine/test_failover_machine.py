@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -287,8 +288,8 @@ def test_who_kills_replicas_is_given_up_after_two_and_nobody_else_is(seed, num_k
 
 
 def test_the_sender_of_a_request_that_is_given_up_is_told_why():
-    error = give_up_error(3, "its process was killed by SIGSEGV")
-    assert "was given up" in str(error) and "replica 3, in this way: its process was killed by SIGSEGV." in str(error)
+    error = give_up_error("replica 3", "its process was killed by SIGSEGV")
+    assert "was given up" in str(error) and str(error).endswith("The last was replica 3: its process was killed by SIGSEGV.")
 
 
 def test_requests_wait_for_a_replica_for_a_while_and_then_new_ones_are_refused_until_there_is_one():
@@ -298,8 +299,76 @@ def test_requests_wait_for_a_replica_for_a_while_and_then_new_ones_are_refused_u
     failover.submit(request)
     assert failover.give_up_after_timeout(100.0, error) is None and failover.give_up_after_timeout(160.0, error) is None
     assert failover.give_up_after_timeout(161.0, error) == RequestsFailed([("r", 7)], error)
-    assert not table.requests and failover.give_up_after_timeout(162.0, error) is None and failover.has_timed_out(162.0)
+    assert not table.requests and failover.give_up_after_timeout(162.0, error) is None and failover.has_timed_out
     table.take_in(0, 100)
     failover.give_up_after_timeout(163.0, error)
-    assert not failover.has_timed_out(163.0)
+    assert not failover.has_timed_out
     assert failover.submit(request) == 0 and not table.pending
+
+
+def make_failover(num_replicas, send=lambda rank, request: True):
+    table = RequestTable(make_router("least-loaded"), 16)
+    for rank in range(num_replicas):
+        table.take_in(rank, 100)
+    return table, Failover(table, send, timeout=60.0)
+
+
+def request_of(number, max_num_tokens=10):
+    return EngineCoreRequest(f"r{number}", [1, 2], SamplingParams(), max_num_tokens, number=number)
+
+
+def test_suspects_that_wait_for_their_turn_cost_nothing(monkeypatch):
+    """A replica had a thousand requests when it died: two go on at the others, and nobody asks for the rest again and again."""
+    table, failover = make_failover(1)
+    for number in range(1000):
+        failover.submit(request_of(number))
+    failover.lose(0, has_died=True)
+    for rank in (1, 2):
+        table.take_in(rank, 100)
+    places, scans = [], []
+    place, find = table.place, failover._replicas_with_suspects
+    monkeypatch.setattr(table, "place", lambda *given: places.append(given) or place(*given))
+    monkeypatch.setattr(failover, "_replicas_with_suspects", lambda: scans.append(1) or find())
+    assert [in_flight.replica for in_flight in failover.retry_pending()] == [1, 2]
+    assert failover.retry_pending() == [] and len(table.pending) == 998
+    assert (len(places), len(scans)) == (2, 2)
+
+
+def test_a_request_that_is_too_large_for_the_open_replicas_times_out_though_others_are_placed():
+    table, failover = make_failover(1)
+    error = EngineDeadError("none")
+    failover.submit(request_of(0, max_num_tokens=16 * 200))
+    assert failover.give_up_after_timeout(100.0, error) is None
+    failover.submit(request_of(1))
+    assert failover.retry_pending() == [] and failover.give_up_after_timeout(160.0, error) is None
+    assert failover.give_up_after_timeout(161.0, error) == RequestsFailed([("r0", 0)], error)
+    assert not failover.has_timed_out, "there is a replica: smaller requests are welcome"
+    assert list(table.requests) == ["r1"]
+
+
+def test_a_request_that_could_not_be_sent_is_not_counted_as_resumed():
+    table, failover = make_failover(1, lambda rank, request: rank == 1)
+    failover.submit(request_of(0))
+    assert table.pending and not table.open
+    table.take_in(1, 100)
+    assert failover.retry_pending() == [] and not table.pending
+
+
+def test_a_request_that_cannot_be_encoded_leaves_nothing_behind():
+    def refuse(rank, request):
+        raise UnicodeEncodeError("utf-8", "", 0, 1, "surrogates not allowed")
+
+    table, failover = make_failover(1, refuse)
+    with pytest.raises(UnicodeEncodeError):
+        failover.submit(request_of(0))
+    assert not table.requests and not table.pending and table._router.num_in_flight == [0]
+
+
+def test_a_request_that_is_given_up_is_counted_at_the_replica_that_it_killed_last():
+    table, failover = make_failover(2)
+    failover.submit(request_of(0))
+    first = table.requests["r0"].replica
+    assert failover.lose(first, has_died=True) is None
+    failover.retry_pending()
+    failed = failover.lose(1 - first, has_died=True, cause="it broke")
+    assert (failed.requests, failed.engine_index) == ([("r0", 0)], 1 - first)
