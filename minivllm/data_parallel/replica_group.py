@@ -23,6 +23,7 @@ from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
     ClientDrained,
+    CoreFailed,
     CoreLost,
     Drain,
     DropClient,
@@ -81,6 +82,8 @@ class ReplicaGroup:
         self._outage: EngineDeadError | None = None
         """Why there is no replica, and whether one will come; None while there is one."""
         self._latest_loss = "none has been started"
+        self._failures: dict[int, tuple[int, str]] = {}
+        """By rank: the latest process that said why it failed, and what it said."""
         self._has_ended = False
 
     def name(self, rank: int) -> str:
@@ -150,6 +153,10 @@ class ReplicaGroup:
     def hear(self, incarnation: int, number: int, message: FromCore) -> list[ToFrontend]:
         """A replica has sent a message: its process, and how many messages that had sent before."""
         rank = message.engine_index
+        if isinstance(message, CoreFailed) and self._failures.get(rank, (0, ""))[0] != incarnation:
+            self._failures[rank] = incarnation, message.cause
+            if not self.liveness.peers[rank].is_member:  # else its loss is logged
+                self._log(logging.ERROR, "%s could not start: %s.", self.name(rank), message.cause.rstrip("."))
         told = self._carry_out(self.liveness.hear(rank, incarnation, number, message, time.monotonic()))
         if isinstance(message, EngineCoreOutputs) and self.liveness.is_believed(rank, incarnation):
             message.outputs = [output for output in message.outputs if self.failover.take_output(rank, output)]
@@ -160,8 +167,9 @@ class ReplicaGroup:
         """A process has ended, says who started it."""
         rank = died.engine_index
         self.liveness.peers[rank].num_deaths = died.num_deaths
+        incarnation, cause = self._failures.get(rank, (0, ""))
         if died.outlook == "given up":
-            self._note_loss(rank, died.end)
+            self._note_loss(rank, cause if incarnation == died.incarnation else died.end)
         how = {"has_died": died.has_died, "was_killed": died.was_killed}
         return self._carry_out(self.liveness.note_death(rank, died.incarnation, died.end, **how, outlook=died.outlook))
 
@@ -174,7 +182,9 @@ class ReplicaGroup:
         told: list[ToFrontend] = []
         if resumed := [in_flight.replica or 0 for in_flight in self.failover.retry_pending()]:
             told += [RequestsResumed(rank, resumed.count(rank)) for rank in sorted(set(resumed))]
-        reason = self._outage or EngineDeadError(f"No replica of the model could take the request within {self.failover.timeout:g} s.")
+        reason = self._outage or EngineDeadError(
+            f"No replica of the model could take the request within {self.failover.timeout:g} s."
+        )
         if failed := self.failover.give_up_after_timeout(time.monotonic(), reason):
             told.append(failed)
         return told + self._find_outage()

@@ -1,0 +1,89 @@
+"""What a frontend tells its users of replicas that end, or cannot be started again."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.data_parallel.launcher import FrontendPlace
+from minivllm.data_parallel.messages import ReplicaDied
+from minivllm.data_parallel.replica_group import ReplicaGroup
+from minivllm.engine.core_messages import AddRequest, CoreFailed, CoreLost, CoreReady
+from minivllm.request import EngineCoreRequest
+
+
+class Group:
+    """Replicas that are restarted, and what was sent to them."""
+
+    def __init__(self, size=1, is_first=True):
+        parallel = SimpleNamespace(
+            data_parallel_size=size, replica_timeout=10.0, failover_timeout=60.0, is_on_one_machine=True,
+            data_parallel_routing="least-loaded", local_ranks=range(size),
+        )  # fmt: skip
+        config = SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace(block_size=16))
+        self.sent = []
+        place = FrontendPlace(0 if is_first else 1, 2, "", None, True, "", None)
+        self.group = ReplicaGroup(
+            config, place, lambda rank, _, message: self.sent.append((rank, message)) or True, is_first=is_first
+        )
+
+    def begin(self, rank, incarnation):
+        self.group.connect([(rank, incarnation)])
+        return self.group.hear(incarnation, 0, CoreReady(100, rank, process_id=7))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_why_an_engine_cannot_be_started_again_is_logged_and_told_when_it_is_given_up(caplog, is_first):
+    world = Group(is_first=is_first)
+    group = world.group
+    world.begin(0, 1)
+    group.note_death(
+        ReplicaDied(0, 1, "its process was killed by SIGKILL", has_died=True, was_killed=True, num_deaths=1, outlook="starting")
+    )
+    group.retry_pending()
+    for incarnation, outlook in ((2, "starting"), (3, "given up")):
+        group.hear(incarnation, 0, CoreFailed("ModelLoadError", f"There is no model ({incarnation}).", 0))
+        end = {"has_died": True, "was_killed": False, "num_deaths": incarnation, "outlook": outlook}
+        group.note_death(ReplicaDied(0, incarnation, "its process ended with status 1", **end))
+    [lost] = group.retry_pending()
+    assert isinstance(lost, CoreLost)
+    assert str(lost.error) == "The engine has ended: ModelLoadError: There is no model (3)."
+    logged = [text for _, level, text in caplog.record_tuples if level == logging.ERROR and "could not start" in text]
+    whole = [f"The engine could not start: ModelLoadError: There is no model ({incarnation})." for incarnation in (2, 3)]
+    assert logged == (whole if is_first else []), "once, and not by each API server"
+
+
+def test_one_that_ends_without_a_word_is_given_up_for_how_its_process_ended():
+    world = Group()
+    world.begin(0, 1)
+    world.group.note_death(
+        ReplicaDied(0, 1, "its process was killed by SIGKILL", has_died=True, was_killed=True, num_deaths=3, outlook="given up")
+    )
+    [lost] = world.group.retry_pending()
+    assert str(lost.error) == "The engine has ended: its process was killed by SIGKILL."
+
+
+def test_a_request_that_kills_the_only_engine_is_told_so_in_words_for_one():
+    world = Group()
+    request = EngineCoreRequest("r", [1, 2], SamplingParams(), 10, number=7)
+    for incarnation in (1, 2):
+        world.begin(0, incarnation)
+        if incarnation == 1:
+            world.group.add_request(request)
+        world.group.retry_pending()
+        told = world.group.note_death(
+            ReplicaDied(
+                0,
+                incarnation,
+                "its process ended with status 1",
+                has_died=True,
+                was_killed=False,
+                num_deaths=1,
+                outlook="starting",
+            )
+        )
+    assert str(told[-1].error).endswith("The last was the engine: its process ended with status 1.")
+    assert sum(isinstance(message, AddRequest) for _, message in world.sent) == 2
