@@ -149,7 +149,7 @@ def make_async_mp_client(
     """
     if not (config.parallel_config.has_replicas or restart or others is not None):
         return AsyncMPClient(CoreProcess(config, num_threads))
-    if num_threads is not None:
-        raise ConfigError("num_threads is for one core that is not restarted: leave it out, and replicas divide the processors.")
-    launcher = ReplicaLauncher(config, restart, others)
+    if num_threads is not None and config.parallel_config.has_replicas:
+        raise ConfigError("num_threads is for one core: leave it out, and replicas divide the processors among them.")
+    launcher = ReplicaLauncher(config, restart, others, num_threads)
     return DPLBAsyncMPClient(config, launcher.place, launcher)

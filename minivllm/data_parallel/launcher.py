@@ -83,6 +83,7 @@ class ReplicaLauncher:
         config: The engine's.
         restart: Start another replica of this machine when one dies.
         others: The other frontends, which are started, too.
+        num_threads: As for `LocalReplicas`.
 
     Attributes:
         place: The first frontend's.
@@ -91,8 +92,10 @@ class ReplicaLauncher:
         ConfigError: The sockets cannot be made with this configuration.
     """
 
-    def __init__(self, config: EngineConfig, restart: bool = False, others: OtherFrontends | None = None) -> None:
-        self._config, self._restart, self._others = config, restart, others
+    def __init__(
+        self, config: EngineConfig, restart: bool = False, others: OtherFrontends | None = None, num_threads: int | None = None
+    ) -> None:
+        self._config, self._restart, self._others, self._num_threads = config, restart, others, num_threads
         self._local: LocalReplicas | None = None
         parallel = config.parallel_config
         key = load_key_file(Path(parallel.data_parallel_key_file)) if parallel.data_parallel_key_file else None
@@ -149,8 +152,9 @@ class ReplicaLauncher:
         assert isinstance(addresses, NodeWelcome)
         self._setup = msgspec.structs.replace(self._setup, report_address=addresses.report_address, known=addresses)
         self._local = LocalReplicas(
-            self._config, addresses, sockets, self.node_id, restart=self._restart, socket_folder=self.place.folder
-        )
+            self._config, addresses, sockets, self.node_id,
+            restart=self._restart, num_threads=self._num_threads, socket_folder=self.place.folder,
+        )  # fmt: skip
 
     def tend_coordinator(self) -> str | None:
         """Start another coordinator where one has died, at the same addresses. Returns how it has ended, once, in words."""

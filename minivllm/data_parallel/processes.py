@@ -204,6 +204,7 @@ class LocalReplicas:
         sockets: Of this process; theirs have the same key.
         node_id: Under which the coordinator has welcomed them.
         restart: Start another when one dies.
+        num_threads: Threads that each computes with; their share of the processors if None.
         socket_folder, clock_offset: As for `ReplicaSetup`.
     """
 
@@ -215,12 +216,14 @@ class LocalReplicas:
         node_id: str,
         *,
         restart: bool,
+        num_threads: int | None = None,
         socket_folder: str = "",
         clock_offset: float = 0.0,
     ) -> None:
         self._reports = sockets.connect(zmq.PUSH, addresses.report_address)
         ranks = config.parallel_config.local_ranks
-        num_threads = max(1, torch.get_num_threads() // max(1, len(ranks)))  # so that no two replicas need the same processor
+        if num_threads is None:  # no two replicas need the same processor
+            num_threads = max(1, torch.get_num_threads() // max(1, len(ranks)))
         self._start = partial(
             ReplicaProcess,
             config.to_bytes(),

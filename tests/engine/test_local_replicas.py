@@ -141,6 +141,12 @@ def test_a_node_that_is_to_end_ends_though_a_replica_was_about_to_be_started_aga
     assert node.replicas.is_done and node.started == [2, 3]
 
 
+def test_each_computes_with_as_many_threads_as_were_asked_for(monkeypatch, tmp_path):
+    node = Node(monkeypatch, tmp_path, num_threads=3)
+    assert [process.options["num_threads"] for process in FakeProcess.started] == [3, 3]
+    node.sockets.close()
+
+
 def test_only_the_process_that_is_meant_is_killed(node):
     node.replicas.kill(3, 1)
     node.replicas.kill(7, 1)
