@@ -93,8 +93,8 @@ class TraceRecorder:
                 num_cached_blocks=len(self._cached_blocks()),
             )
         )
-        self._pending: deque[StepRecord] = deque()
-        """Records of the steps that have been scheduled and not yet computed."""
+        self._pending: deque[tuple[SchedulerOutput, StepRecord]] = deque()
+        """The steps that have been scheduled and not yet computed, with their records."""
         self._arrived: list[str] = []
         self._aborted: list[str] = []
         self._takes_snapshots = False
@@ -188,7 +188,7 @@ class TraceRecorder:
             record.preempted.append(Preemption(*self._key(seq), mode))
         if record.num_swapped:
             record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
-        self._pending.append(record)
+        self._pending.append((output, record))
 
     def end_step(
         self,
@@ -199,7 +199,7 @@ class TraceRecorder:
         results: list[SequenceOutput] | None = None,
         error: str | None = None,
     ) -> None:
-        """The tokens of the step that was scheduled first have been appended, or it has failed.
+        """The tokens of a step have been appended, or it has failed. A step before it that did not come so far is not recorded.
 
         Args:
             output: The step.
@@ -209,7 +209,9 @@ class TraceRecorder:
             results: The model's, unless it failed.
             error: Why it failed.
         """
-        record = self._pending.popleft()
+        begun, record = self._pending.popleft()
+        while begun is not output:
+            begun, record = self._pending.popleft()
         record.end, record.ranks, record.error = end, ranks, error
         for i, item in enumerate(output.scheduled):
             part, num_drafts = record.scheduled[i], len(item.draft_token_ids)

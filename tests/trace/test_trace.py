@@ -194,6 +194,26 @@ def test_requests_that_are_not_done_are_replayed_as_far_as_they_came():
     assert {bool(request.finish_reasons) for request in trace.requests.values()} == {True, False}
 
 
+def test_after_a_step_whose_update_failed_each_record_is_of_its_own_step(monkeypatch):
+    engine, _ = shadow_engine(12)
+    trace = engine.start_trace()
+    update, failures = engine.core.scheduler.update, [RuntimeError("no")]
+
+    def fail_once(output, results):
+        if failures:
+            raise failures.pop()
+        return update(output, results)
+
+    monkeypatch.setattr(engine.core.scheduler, "update", fail_once)
+    engine.add_request("a", [1] * 4, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+    with pytest.raises(RuntimeError, match="no"):
+        engine.step()
+    engine.add_request("b", [2] * 4, SamplingParams(max_tokens=3, ignore_eos=True, temperature=0))
+    engine.step()
+    engine.step()
+    assert [step.arrived for step in trace.steps] == [["b"], []]
+
+
 def test_params_of_numpy_are_saved_as_plain_numbers(tmp_path):
     engine, _ = shadow_engine(12)
     trace = engine.start_trace()
