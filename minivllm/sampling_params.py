@@ -246,13 +246,14 @@ def _checked_stop_strings(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
         raise RequestError(f"stop must be a string or a list of strings, not {stop!r}.")
     for string in strings:
-        _check_unicode("stop", string)
+        check_unicode("stop", string)
     if "" in strings:
         raise RequestError("stop contains an empty string, which would end every text at once: remove it.")
     return tuple(strings)
 
 
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
+    """Raise a RequestError if a text has half a character, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -265,7 +266,7 @@ def _checked_bad_words(bad_words: object) -> tuple[str, ...]:
     if not isinstance(bad_words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in bad_words):
         raise RequestError(f"bad_words must be a list of words, not {bad_words!r}.")
     for word in bad_words:
-        _check_unicode("bad_words", word)
+        check_unicode("bad_words", word)
     return tuple(dict.fromkeys(bad_words))
 
 

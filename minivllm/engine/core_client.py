@@ -259,7 +259,8 @@ def _forward(core: CoreHandle, on_message: Callable[[], OnMessage | None], lost:
 
     while (message := core.receive()) is not None:
         if isinstance(message, CoreLost):
-            logger.error("%s", message.error)
+            if on_message() is not None:  # else it ends because nobody uses it any more
+                logger.error("%s", message.error)
             core.shutdown()
             lost.set()
             tell(ReplicaChanged(0, is_ready=False, has_died=True))

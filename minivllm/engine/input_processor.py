@@ -20,7 +20,7 @@ from minivllm.core.structured_output import GrammarCompiler, StructuredOutputGra
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.request import EngineCoreRequest
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import SamplingParams, check_unicode
 
 Prompt = str | list[int] | dict[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
@@ -260,4 +260,6 @@ def _read_salt(prompt: Prompt) -> str | None:
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise RequestError(f"cache_salt must be a non-empty string, not {salt!r}.")
+    if salt is not None:
+        check_unicode("cache_salt", salt)
     return salt

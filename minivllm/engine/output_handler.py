@@ -55,7 +55,11 @@ class OutputHandler:
         """A stream for a new request, which is sent to the core."""
         stream = RequestStream(self._output_processor.add_request(request))
         self.streams[request.core_request.request_id] = stream
-        stream.state.engine_index = self._client.add_request(stream.state.request)
+        try:
+            stream.state.engine_index = self._client.add_request(stream.state.request)
+        except BaseException:
+            self.abort(stream)
+            raise
         return stream
 
     def abort(self, stream: RequestStream) -> None:

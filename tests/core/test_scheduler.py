@@ -230,7 +230,7 @@ def test_a_request_with_a_salt_reuses_only_blocks_of_its_salt_and_is_replayed_so
     assert first_difference(engine.trace, replay(engine.trace)) is None
 
 
-@pytest.mark.parametrize("salt", ["", 3, b"a", ["a"]])
+@pytest.mark.parametrize("salt", ["", 3, b"a", ["a"], "\ud800"])
 def test_a_salt_is_a_string(salt):
     engine = make_simulated_engine()
     with pytest.raises(RequestError, match="cache_salt"):

@@ -752,7 +752,7 @@ def test_a_class_goes_into_the_process_by_its_name():
 
 
 @pytest.mark.slow
-def test_an_engine_that_nobody_has_any_more_ends(llm):
+def test_an_engine_that_nobody_has_any_more_ends(llm, caplog):
     in_a_thread, in_a_process = AsyncLLMEngine.from_engine(llm.llm_engine), AsyncLLMEngine.from_engine_args(SMALL)
     asyncio.run(collect(in_a_process, PROMPT, SamplingParams(max_tokens=2)))
     process_id = in_a_process.process_id
@@ -764,6 +764,17 @@ def test_an_engine_that_nobody_has_any_more_ends(llm):
         await becomes(lambda: not any("minivllm engine" in thread.name for thread in threading.enumerate()))
 
     asyncio.run(ends())
+    assert "has ended" not in caplog.text
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(engine, monkeypatch):
+    def refuse(request):
+        raise UnicodeEncodeError("utf-8", "", 0, 1, "surrogates not allowed")
+
+    monkeypatch.setattr(engine._client, "add_request", refuse)
+    with pytest.raises(UnicodeEncodeError):
+        asyncio.run(collect(engine, [5], None))
+    assert engine.num_unfinished_requests() == 0 and not engine.output_processor.states
 
 
 @pytest.mark.slow
