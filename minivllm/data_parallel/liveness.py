@@ -1,8 +1,8 @@
 """Which process has each rank, and whether to believe what it says: a frontend's view of its replicas, without sockets, threads or a clock.
 
-    absent ──ready and connected──► ready ──leaves──► leaving ──has left──► absent
-       ▲                            │  ▲                 │
-       └─────────── died ───────────┤  └─heard again─┐   │
+    absent ──ready and connected──► ready ──drains──► draining ──has left──► absent
+       ▲                            │  ▲                  │
+       └─────────── died ───────────┤  └─heard again─┐    │
                                     └─ silent, or messages lost ──► fenced
 
 Events go in, decisions come out. Every process that has a rank has an incarnation of its own: a later one is a larger number. So a message
@@ -43,11 +43,11 @@ class Join:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """A replica that leaves gets no more requests, and must be told so: again and again, since that message may be lost, too.
+    """A draining replica gets no more requests, and must be told so: again and again, since that message may be lost, too.
 
     Attributes:
         rank: Which one.
-        previous: What it was before. If it was ready, it finishes what it has. If it was leaving, it has been told before. Otherwise it must
+        previous: What it was before. If it was ready, it finishes what it has. If it was draining, it has been told before. Otherwise it must
             abort what this frontend has sent it earlier.
     """
 
@@ -235,7 +235,7 @@ class ReplicaLiveness:
         return incarnation not in peer.dead and not (peer.is_member and incarnation < peer.incarnation)
 
     def _admit(self, rank: int) -> list[Decision]:
-        """A replica that is there takes requests, as soon as messages can be sent to it; or it leaves, which it is told once more."""
+        """A replica that is there takes requests, as soon as messages can be sent to it. A draining one is told once more."""
         peer = self.peers[rank]
         if not peer.is_ready or peer.connected != peer.incarnation:
             return []

@@ -149,6 +149,11 @@ def identity_of(rank: int, incarnation: int) -> bytes:
     return _IDENTITY.pack(b"r", rank, incarnation)
 
 
+def replica_name(rank: int, size: int) -> str:
+    """What people call one of `size` replicas, at the start of a sentence."""
+    return "The engine" if size == 1 else f"Replica {rank}"
+
+
 def read_identity(data: bytes) -> tuple[int, int] | None:
     """Rank and incarnation of the process with this name; None if it is no replica's."""
     if len(data) != _IDENTITY.size or data[:1] != b"r":

@@ -19,7 +19,7 @@ import zmq
 
 from minivllm.data_parallel.coordinator import CoordinatorSetup
 from minivllm.data_parallel.engine_core_proc import ReplicaSetup
-from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode
+from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.data_parallel.sockets import KeyPair, Sockets
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
@@ -30,7 +30,7 @@ from minivllm.executor.processes import describe_exit, start_python
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 0.05
-"""What a process has sent before it ended has arrived after this time."""
+"""How long to wait for the last messages of a process that has ended."""
 NODE_SECONDS = 1.0
 """How often a node tells the coordinator that it has its ranks."""
 
@@ -237,6 +237,7 @@ class LocalReplicas:
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
         self._node_id, self._restart, self._is_ending = node_id, restart, False
+        self._size = config.parallel_config.data_parallel_size
         self._next_sign = 0.0
         self._places = {rank: _Place(config.parallel_config.max_replica_deaths) for rank in ranks}
         for rank in ranks:
@@ -306,13 +307,13 @@ class LocalReplicas:
         place.due = None
         if not self._restart or self._is_ending:
             return "gone"
-        pause = place.policy.next_pause(lived)
+        pause, name = place.policy.next_pause(lived), replica_name(rank, self._size)
         if pause is None:
             count = place.policy.num_short_lives
-            logger.error("Replica %d has died %d times in a row, each time soon: it is given up.", rank, count)
+            logger.error("%s died %d times in a row soon after its start: it is given up.", name, count)
             return "given up"
         if pause:
-            logger.warning("Replica %d is started again in %.0f s.", rank, pause)
+            logger.warning("%s is started again in %.0f s.", name, pause)
         place.due = time.monotonic() + pause
         return "starting"
 

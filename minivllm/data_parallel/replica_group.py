@@ -14,7 +14,7 @@ from dataclasses import replace
 from minivllm.data_parallel.failover import Failover
 from minivllm.data_parallel.launcher import FrontendPlace
 from minivllm.data_parallel.liveness import Decision, Join, PeerState, ReplicaLiveness, Withdraw
-from minivllm.data_parallel.messages import ReplicaDied
+from minivllm.data_parallel.messages import ReplicaDied, replica_name
 from minivllm.data_parallel.request_table import RequestTable
 from minivllm.data_parallel.routing import make_router
 from minivllm.engine.core_client import ReplicaStatus
@@ -59,7 +59,7 @@ class ReplicaGroup:
 
     Attributes:
         table: The requests in flight.
-        num_gpu_blocks: Blocks of the KV cache of the replica that has fewest; while none is there, as it was.
+        num_gpu_blocks: Blocks of the smallest KV cache among the open replicas, as of when one joined last.
     """
 
     def __init__(self, config: EngineConfig, place: FrontendPlace, send: Send, *, is_first: bool) -> None:
@@ -88,7 +88,7 @@ class ReplicaGroup:
 
     def name(self, rank: int) -> str:
         """A replica's name for people."""
-        return "The engine" if self._size == 1 else f"Replica {rank}"
+        return replica_name(rank, self._size)
 
     def statuses(self) -> list[ReplicaStatus]:
         """What is known of each replica, by rank."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class RestartPolicy:
-    """At once after a long life; after a short one, following a pause that doubles each time; never after too many short ones in a row.
+    """At once after a long life; after a short one, following a pause that doubles each time; never after too many short lives in a row.
 
     Args:
         max_short_lives: How many in a row are too many.
 
     Attributes:
-        num_short_lives: In a row, until now.
+        num_short_lives: How many there have been in a row.
     """
 
     SHORT_LIFE_SECONDS = 10.0

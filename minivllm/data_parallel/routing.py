@@ -176,8 +176,8 @@ class PrefixAwareRouter(LeastLoadedRouter):
     MIN_MATCH = 0.3
     """The part of a prompt that must be cached to be worth going there."""
     MAX_DIFFERENCE, MAX_RATIO = 64, 1.5
-    """Loads are too uneven if the replica's score is by so much, and by this factor, above the least. (SGLang compares the greatest of all
-    scores with the least; but whether to go to a replica depends on how busy that one is.)"""
+    """Loads are too uneven if the replica's score exceeds the least one by more than this difference and by more than this factor. (SGLang
+    compares the greatest score of all with the least; but what matters is how busy this replica is.)"""
 
     def __init__(self, client_count: int = 1, client_index: int = 0, *, chunk_size: int = 128) -> None:
         super().__init__(client_count, client_index)
