@@ -133,10 +133,10 @@ class World(RuleBasedStateMachine):
             if not self.at[name][2] or not unfinished:
                 del self.at[name]
 
-    @precondition(lambda self: self.at)
+    @precondition(lambda self: any(self.table.requests[name].token_ids for name in self.at))
     @rule(data=st.data(), is_stale=st.booleans())
     def a_stop_string_is_found(self, data, is_stale):
-        name = data.draw(st.sampled_from(sorted(self.at)))
+        name = data.draw(st.sampled_from(sorted(name for name in self.at if self.table.requests[name].token_ids)))
         number, replica, unfinished = self.at[name]
         index = data.draw(st.sampled_from(sorted(unfinished)))
         told = self.table.stop(StoppedSequence(name, number - is_stale, index, "stop"))
