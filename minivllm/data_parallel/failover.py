@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from minivllm.data_parallel.request_table import InFlightRequest, RequestTable
-from minivllm.engine.core_messages import EngineCoreOutput, RequestsFailed, StoppedSequence
+from minivllm.engine.core_messages import RequestsFailed
 from minivllm.errors import EngineDeadError, RequestGivenUpError
 from minivllm.request import EngineCoreRequest
 
@@ -35,16 +35,14 @@ class Blame:
     """
 
     def __init__(self) -> None:
-        self.deaths: dict[str, int] = {}
-        """By suspect: the deaths of replicas that had it since its latest token."""
         self._kills: deque[tuple[float, frozenset[str]]] = deque(maxlen=32)
         """Replicas that were killed by SIGKILL, by a request or from outside: when, and the requests that they had."""
 
-    def note_death(self, request_ids: Collection[str], *, was_killed: bool, now: float) -> list[str]:
+    def note_death(self, requests: list[InFlightRequest], *, was_killed: bool, now: float) -> list[InFlightRequest]:
         """A replica has died.
 
         Args:
-            request_ids: The requests that it had.
+            requests: Those that it had.
             was_killed: By SIGKILL, so perhaps from outside.
             now: The time, in seconds.
 
@@ -52,20 +50,16 @@ class Blame:
             The requests to be given up. The others are suspects.
         """
         if was_killed:
-            self._kills.append((now, frozenset(request_ids)))
+            self._kills.append((now, frozenset(in_flight.request_id for in_flight in requests)))
         guilty = []
-        for request_id in request_ids:
-            self.deaths[request_id] = self.deaths.get(request_id, 0) + 1
-            if self.deaths[request_id] >= MAX_DEATHS + was_killed * self._count_kills_without(request_id, now):
-                guilty.append(request_id)
-                del self.deaths[request_id]
+        for in_flight in requests:
+            in_flight.num_deaths += 1
+            request_id = in_flight.request_id
+            if in_flight.num_deaths >= MAX_DEATHS + was_killed * self._count_kills_without(request_id, now):
+                guilty.append(in_flight)
                 for kill in [kill for kill in self._kills if request_id in kill[1]]:  # these are explained
                     self._kills.remove(kill)
         return guilty
-
-    def clear(self, request_id: str) -> None:
-        """A request has got a token, or has ended: it is no longer a suspect."""
-        self.deaths.pop(request_id, None)
 
     def _count_kills_without(self, request_id: str, now: float) -> int:
         """How many replicas were killed lately that did not have a request."""
@@ -85,7 +79,7 @@ class Failover:
     def __init__(self, table: RequestTable, send: Callable[[int, EngineCoreRequest], bool], timeout: float) -> None:
         self._table, self._send = table, send
         self.timeout = timeout
-        self.blame = Blame()
+        self._blame = Blame()
         self.has_timed_out = False
         """Whether requests were given up because no replica was open, and none has come since."""
 
@@ -94,26 +88,6 @@ class Failover:
         in_flight = self._table.add(request)
         self._try_to_place(in_flight)
         return in_flight.replica or 0
-
-    def remove(self, request_id: str) -> int | None:
-        """A request was aborted. Returns the replica that has it, if any does."""
-        self.blame.clear(request_id)
-        return self._table.remove(request_id)
-
-    def stop(self, stopped: StoppedSequence) -> tuple[int, StoppedSequence] | None:
-        """A stop string was found in a sequence. Returns the replica that has it, and what to tell it."""
-        told = self._table.stop(stopped)
-        if stopped.request_id not in self._table.requests:
-            self.blame.clear(stopped.request_id)
-        return told
-
-    def take_output(self, rank: int, output: EngineCoreOutput) -> bool:
-        """A replica has sent an output. Returns whether its request is still in flight."""
-        if not self._table.take_output(rank, output):
-            return False
-        if output.sequences or output.finished:
-            self.blame.clear(output.request_id)
-        return True
 
     def lose(
         self, rank: int, *, has_died: bool, was_killed: bool = False, name: str = "", cause: str = ""
@@ -129,10 +103,10 @@ class Failover:
         Returns:
             The requests to be given up.
         """
-        lost = {in_flight.request_id: in_flight for in_flight in self._table.lose(rank)}
-        if not has_died or not (guilty := self.blame.note_death(lost, was_killed=was_killed, now=time.monotonic())):
+        lost = self._table.lose(rank)
+        if not has_died or not (guilty := self._blame.note_death(lost, was_killed=was_killed, now=time.monotonic())):
             return None
-        return self._give_up([lost[request_id] for request_id in guilty], give_up_error(name, cause), rank)
+        return self._give_up(guilty, give_up_error(name, cause), rank)
 
     def retry_pending(self) -> list[InFlightRequest]:
         """Send the requests that wait, as far as replicas take them. Returns those that go on after a loss."""
@@ -141,13 +115,12 @@ class Failover:
         resumed, busy = [], self._replicas_with_suspects()
         free = set(self._table.open) - busy
         for in_flight in pending:
-            is_suspect = in_flight.request_id in self.blame.deaths
-            if is_suspect and not free:
+            if in_flight.is_suspect and not free:
                 continue
             was_sent = in_flight.was_sent
-            if (rank := self._try_to_place(in_flight, busy if is_suspect else ())) is None:
+            if (rank := self._try_to_place(in_flight, busy if in_flight.is_suspect else ())) is None:
                 continue
-            if is_suspect:
+            if in_flight.is_suspect:
                 busy.add(rank)
                 free.discard(rank)
             if was_sent:
@@ -162,7 +135,7 @@ class Failover:
             return None
         late, have_turns = [], bool(self._replicas_with_suspects())
         for in_flight in pending:
-            if have_turns and in_flight.request_id in self.blame.deaths:
+            if have_turns and in_flight.is_suspect:
                 in_flight.waiting_since = None
             elif in_flight.waiting_since is None:
                 in_flight.waiting_since = now
@@ -174,8 +147,8 @@ class Failover:
         return self._give_up(late, error)
 
     def _replicas_with_suspects(self) -> set[int]:
-        suspects = (self._table.requests.get(request_id) for request_id in self.blame.deaths)
-        return {suspect.replica for suspect in suspects if suspect is not None and suspect.replica is not None}
+        requests = self._table.requests.values()
+        return {item.replica for item in requests if item.is_suspect and item.replica is not None}
 
     def _try_to_place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> int | None:
         """Send a request to a replica, and return its rank; None if it must wait. One that cannot be encoded is forgotten."""
@@ -187,7 +160,7 @@ class Failover:
             try:
                 is_sent = self._send(rank, request)
             except Exception:
-                self.remove(in_flight.request_id)
+                self._table.remove(in_flight.request_id)
                 raise
             if is_sent:
                 in_flight.was_sent, in_flight.waiting_since = True, None
@@ -197,7 +170,7 @@ class Failover:
 
     def _give_up(self, requests: list[InFlightRequest], error: EngineDeadError, rank: int | None = None) -> RequestsFailed:
         for in_flight in requests:
-            self.remove(in_flight.request_id)
+            self._table.remove(in_flight.request_id)
         return RequestsFailed([(in_flight.request_id, in_flight.request.number) for in_flight in requests], error, rank)
 
 

@@ -106,13 +106,13 @@ class ReplicaGroup:
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort requests where they are."""
         for request_id in request_ids:
-            if (rank := self.failover.remove(request_id)) is not None:
+            if (rank := self.table.remove(request_id)) is not None:
                 self._send(rank, AbortRequests([request_id]))
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
         """Stop sequences where they are."""
         for sequence in sequences:
-            if (told := self.failover.stop(sequence)) is not None:
+            if (told := self.table.stop(sequence)) is not None:
                 self._send(told[0], StopSequences([told[1]]))
 
     def restart(self, rank: int) -> bool:
@@ -159,7 +159,7 @@ class ReplicaGroup:
                 self._log(logging.ERROR, "%s could not start: %s.", self.name(rank), message.cause.rstrip("."))
         told = self._carry_out(self.liveness.hear(rank, incarnation, number, message, time.monotonic()))
         if isinstance(message, EngineCoreOutputs) and self.liveness.is_believed(rank, incarnation):
-            message.outputs = [output for output in message.outputs if self.failover.take_output(rank, output)]
+            message.outputs = [output for output in message.outputs if self.table.take_output(rank, output)]
             told.append(message)
         return told
 

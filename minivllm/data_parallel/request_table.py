@@ -29,6 +29,7 @@ class InFlightRequest:
         replica: The rank of the replica that has it; None while it waits for one.
         number: Identifies the latest sending. Outputs of an earlier one may still arrive, and are ignored.
         was_sent: Whether a replica has it, or had it before.
+        num_deaths: Replicas that have died while they had it, since its latest token.
         waiting_since: Since when it has waited for a replica, in seconds; None while it is at one, or waits only for its turn.
     """
 
@@ -39,6 +40,7 @@ class InFlightRequest:
     replica: int | None = None
     number: int = -1
     was_sent: bool = False
+    num_deaths: int = 0
     waiting_since: float | None = None
 
     @classmethod
@@ -50,6 +52,11 @@ class InFlightRequest:
     def request_id(self) -> str:
         """The request's name."""
         return self.request.request_id
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what killed its replica."""
+        return self.num_deaths > 0
 
     def to_send(self, number: int) -> EngineCoreRequest:
         """The request for a replica; if another replica has begun it, with its output so far."""
@@ -63,6 +70,8 @@ class InFlightRequest:
     def add(self, output: EngineCoreOutput) -> None:
         """Add what a step computed."""
         self.metrics = output.metrics
+        if output.sequences or output.finished:
+            self.num_deaths = 0
         for new in output.sequences:
             if new.index in self.unfinished:
                 self.token_ids.setdefault(new.index, []).extend(new.token_ids)

@@ -87,11 +87,14 @@ class World:
             self.start(index)
 
     def send(self, index, request):
-        suspects = set(self.failover.blame.deaths) - {request.request_id}
-        if request.request_id in self.failover.blame.deaths:
+        suspects = self.suspects() - {request.request_id}
+        if request.request_id in self.suspects():
             assert not suspects & self.replicas[index].requests.keys(), "two suspects at one replica"
         self.replicas[index].add(request)
         return True
+
+    def suspects(self):
+        return {name for name, item in self.table.requests.items() if item.is_suspect}
 
     def start(self, index):
         self.replicas[index] = FakeReplica()
@@ -113,7 +116,7 @@ class World:
             request_id = self.rng.choice(unfinished)
             self.aborted.add(request_id)
             self.processor.abort_request(request_id)
-            index = self.failover.remove(request_id)
+            index = self.table.remove(request_id)
             if index is not None and index in self.replicas:
                 self.replicas[index].requests.pop(request_id, None)
             self.failover.retry_pending()
@@ -125,7 +128,7 @@ class World:
             unfinished = [index for index, text in state.texts.items() if not text.output.finished]
             if len(unfinished) > 1:
                 state.texts[unfinished[0]].output.finish_reason = "stop"
-                told = self.failover.stop(StoppedSequence(request_id, state.request.number, unfinished[0], "."))
+                told = self.table.stop(StoppedSequence(request_id, state.request.number, unfinished[0], "."))
                 if told is not None:
                     request, output = self.replicas[told[0]].requests.get(request_id, (None, {}))
                     if request is not None and request.number == told[1].number:
@@ -155,7 +158,7 @@ class World:
     def take(self, index, outputs):
         if index not in self.replicas:
             return
-        outputs = [output for output in outputs if self.failover.take_output(index, output)]
+        outputs = [output for output in outputs if self.table.take_output(index, output)]
         self.processor.process_outputs(EngineCoreOutputs(outputs, 0.0, SchedulerStats(), engine_index=index))
         self.failover.retry_pending()
 
@@ -204,14 +207,14 @@ class World:
             self.start(self.rng.choice(gone))
 
     def check(self):
-        self.most_deaths = max([self.most_deaths, *self.failover.blame.deaths.values()])
+        self.most_deaths = max([self.most_deaths, *(item.num_deaths for item in self.table.requests.values())])
         at_replicas = [item.request_id for index in range(self.size) for item in self.table.requests_at(index)]
         waiting = [item.request_id for item in self.table.pending]
         assert sorted(at_replicas + waiting) == sorted(self.processor.states), "each request is at one replica, or waits"
         for request_id, state in self.processor.states.items():
             known = {index: text.output.token_ids for index, text in state.texts.items() if not text.output.finished}
             assert self.table.requests[request_id].token_ids == known, "the client knows what the frontend does"
-        suspects = {self.table.requests[request_id].replica for request_id in self.failover.blame.deaths}
+        suspects = {self.table.requests[request_id].replica for request_id in self.suspects()}
         assert not (waiting and self.table.open) or suspects - {None}, "requests wait only for their turn"
 
 
@@ -242,7 +245,7 @@ def run(seed, *, num_killers=0, with_kills=True, by_sigkill=False):
             world.deliver()
         world.check()
     assert not world.processor.states, "all have come to an end"
-    assert not world.table.requests and not world.table.pending and not world.failover.blame.deaths
+    assert not world.table.requests and not world.table.pending
     for request_id, state in world.states.items():
         for index, text in state.texts.items():
             expected = [token_at(state.request.seed, index, position) for position in range(LENGTH)]
