@@ -62,11 +62,6 @@ class DPLBAsyncMPClient(MPClient):
     def num_gpu_blocks(self) -> int:
         return self._group.num_gpu_blocks
 
-    @property
-    def process_id(self) -> int:
-        """The process of the first replica."""
-        return self.replicas.statuses()[0].process_id
-
     def start(self, on_message: OnMessage) -> None:
         """From now on, call a method with each message."""
         self.replicas.start(WeakMethod(on_message))

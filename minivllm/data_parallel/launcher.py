@@ -24,7 +24,7 @@ from minivllm.data_parallel.messages import (
     Refused,
     hash_config,
 )
-from minivllm.data_parallel.processes import DPCoordinator, LocalReplicas
+from minivllm.data_parallel.processes import ChildProcess, LocalReplicas
 from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
 from minivllm.engine.core_handle import make_socket_folder
@@ -118,7 +118,7 @@ class ReplicaLauncher:
             parallel.data_parallel_size, self._hash, log_level,
         )  # fmt: skip
         self.node_id = uuid.uuid4().hex
-        self.coordinator, self._coordinator_since = DPCoordinator(self._setup), time.monotonic()
+        self.coordinator, self._coordinator_since = _start_coordinator(self._setup), time.monotonic()
         self._coordinator_policy = RestartPolicy(sys.maxsize)
         self._coordinator_due: float | None = None
         """When to start another in its place, in seconds of `time.monotonic`."""
@@ -163,7 +163,7 @@ class ReplicaLauncher:
             self._coordinator_due = now + (self._coordinator_policy.next_pause(now - self._coordinator_since) or 0.0)
             return end
         if self._coordinator_due is not None and now >= self._coordinator_due:
-            self.coordinator, self._coordinator_since, self._coordinator_due = DPCoordinator(self._setup), now, None
+            self.coordinator, self._coordinator_since, self._coordinator_due = _start_coordinator(self._setup), now, None
         return None
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
@@ -196,3 +196,7 @@ class ReplicaLauncher:
             self._local.shutdown(told)
         self.coordinator.shutdown()
         shutil.rmtree(self.place.folder, ignore_errors=True)
+
+
+def _start_coordinator(setup: CoordinatorSetup) -> ChildProcess:
+    return ChildProcess("minivllm.data_parallel.coordinator", 1, setup)

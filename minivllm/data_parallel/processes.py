@@ -17,7 +17,6 @@ import msgspec
 import torch
 import zmq
 
-from minivllm.data_parallel.coordinator import CoordinatorSetup
 from minivllm.data_parallel.engine_core_proc import ReplicaSetup
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.restart_policy import RestartPolicy
@@ -80,6 +79,10 @@ class ChildProcess:
         """How it ended, in words that follow its name; None while it runs."""
         status = self._process.poll()
         return None if status is None else describe_exit(status)
+
+    def shutdown(self) -> None:
+        """End it."""
+        self._end()
 
 
 class ReplicaProcess(ChildProcess):
@@ -151,7 +154,7 @@ class ReplicaProcess(ChildProcess):
         self._is_killed_here = True
         self._process.kill()
 
-    def shutdown(self, grace: float) -> None:
+    def shutdown(self, grace: float = 0.0) -> None:
         """Wait some seconds until it has ended, as it was told to; then kill it."""
         if self._end.alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,21 +162,6 @@ class ReplicaProcess(ChildProcess):
             self._process.kill()
             self._end()
         self._close()
-
-
-class DPCoordinator(ChildProcess):
-    """The coordinator's process.
-
-    Args:
-        setup: What it needs to know.
-    """
-
-    def __init__(self, setup: CoordinatorSetup) -> None:
-        super().__init__("minivllm.data_parallel.coordinator", 1, setup)
-
-    def shutdown(self) -> None:
-        """End it."""
-        self._end()
 
 
 class _Place:

@@ -16,7 +16,6 @@ from minivllm.engine.core_client import OnMessage, ReplicaStatus
 from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.core_messages import CoreFailed, CoreLog, CoreLost, EngineCoreOutputs, FromCore, Shutdown, ToFrontend
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +75,7 @@ class Replicas:
             return
         if self._launcher is None:
             raise SystemExit(1)
-        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(failure.error_type):
-            raise kind(failure.message)
-        raise EngineDeadError(f"{self.group.name(rank)} could not start: {failure.cause}")
+        raise failure.start_error(self.group.name(rank))
 
     # -- for those who run a server ------------------------------------------------------------------------------
 
@@ -101,18 +98,6 @@ class Replicas:
         """Another frontend that uses the same replicas has died: they drop its requests."""
         with self.lock:
             self.group.drop_client(client_index)
-
-    @property
-    def process_ids(self) -> list[int]:
-        """The processes of this machine's replicas, by rank; in the first frontend."""
-        assert self._launcher is not None
-        return self._launcher.local.process_ids
-
-    @property
-    def coordinator_process_id(self) -> int:
-        """The coordinator's process; in the first frontend."""
-        assert self._launcher is not None
-        return self._launcher.coordinator.process_id
 
     # -- the thread ----------------------------------------------------------------------------------------------
 

@@ -166,11 +166,6 @@ class AsyncLLMEngine:
         """Blocks of the KV cache on the device; of the replica that has fewest, if there are several."""
         return self._client.num_gpu_blocks
 
-    @property
-    def process_id(self) -> int:
-        """The process that computes."""
-        return self._client.process_id
-
     async def process_inputs(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None, **options: Any
     ) -> ProcessedRequest:

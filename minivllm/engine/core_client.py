@@ -16,7 +16,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakMethod
 
 from minivllm.engine.core_handle import CoreHandle
@@ -61,22 +60,6 @@ class ReplicaStatus:
     process_id: int = 0
     num_gpu_blocks: int = 0
     num_deaths: int = 0
-
-
-class ReplicaControl(Protocol):
-    """For server operators: what the replicas do, and how to end one."""
-
-    def statuses(self) -> list[ReplicaStatus]:
-        """What is known of each replica, by rank."""
-
-    def restart(self, rank: int) -> bool:
-        """Let a replica finish what it has, while others get the new requests, and start another in its place. False if it is not ready."""
-
-    def kill(self, rank: int) -> bool:
-        """Kill a replica's process, to see its requests go on elsewhere. False if it is gone."""
-
-    def drop_client(self, client_index: int) -> None:
-        """Another frontend that uses the same replicas has died: they drop its requests."""
 
 
 class EngineCoreClient(ABC):
@@ -203,12 +186,7 @@ class AsyncMPClient(MPClient):
         self.num_gpu_blocks = core.ready.num_gpu_blocks
 
     @property
-    def process_id(self) -> int:
-        """The process that computes."""
-        return self._core.process_id
-
-    @property
-    def replicas(self) -> ReplicaControl:
+    def replicas(self) -> AsyncMPClient:
         """The only core, which nobody restarts."""
         return self
 

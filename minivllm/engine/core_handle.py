@@ -37,7 +37,7 @@ from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import CoreSetup
-from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
+from minivllm.errors import EngineDeadError
 from minivllm.executor.processes import describe_exit, start_python
 
 _POLL_MS = 100
@@ -176,9 +176,7 @@ class CoreProcess:
             raise EngineDeadError(f"The engine could not start: {message.cause}")
         if not isinstance(message, CoreFailed):
             raise EngineDeadError("The engine was shut down while it started.")
-        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(message.error_type):
-            raise kind(message.message)
-        raise EngineDeadError(f"The engine could not start: {message.cause}")
+        raise message.start_error("The engine")
 
     def send(self, message: ToCore) -> None:
         data = encode(message)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from minivllm.engine.trace import StepRecord
-from minivllm.errors import EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.executor.processes import plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
@@ -232,6 +232,12 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     def cause(self) -> str:
         """Why, in words."""
         return f"{self.error_type}: {self.message}" if self.error_type else self.message
+
+    def start_error(self, name: str) -> Exception:
+        """What to raise if the core, which users know by this name, could not start."""
+        if kind := {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}.get(self.error_type):
+            return kind(self.message)
+        return EngineDeadError(f"{name} could not start: {self.cause}")
 
 
 class CoreDraining(msgspec.Struct, tag=True, forbid_unknown_fields=True):

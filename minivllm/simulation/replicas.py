@@ -1,6 +1,6 @@
 """Many replicas on a virtual clock: real engine cores with `SimulatedExecutor`, and the router of the server in front of them.
 
-Events happen in order of time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinator` does. A step's
+Events happen in order of time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinatorProc` does. A step's
 outputs are known when it ends, not before.
 """
 

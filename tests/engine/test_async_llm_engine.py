@@ -77,6 +77,10 @@ async def collect(engine, prompt, params, **options):
     return [output async for output in engine.generate(prompt, params, **options)]
 
 
+def process_id_of(engine):
+    return engine.replicas.statuses()[0].process_id
+
+
 async def becomes(condition, seconds=10.0):
     """Wait until something is so."""
     end = time.monotonic() + seconds
@@ -651,7 +655,7 @@ def test_a_process_generates_what_llm_generates(in_a_process, llm):
             # The process may compute with another number of threads, so that sums differ in their last bits.
             assert completion.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-4)
             assert [list(entry) for entry in completion.logprobs or ()] == [list(entry) for entry in theirs.logprobs or ()]
-    assert in_a_process.process_id != os.getpid()
+    assert process_id_of(in_a_process) != os.getpid()
 
 
 @pytest.mark.slow
@@ -662,7 +666,7 @@ def test_a_killed_engine_ends_every_stream_within_two_seconds():
         params = SamplingParams(max_tokens=500, ignore_eos=True)
         tasks = [asyncio.create_task(collect(engine, [100 + i] * 5, params)) for i in range(32)]
         await becomes(lambda: engine.stats.num_running == 8)
-        os.kill(engine.process_id, signal.SIGKILL)
+        os.kill(process_id_of(engine), signal.SIGKILL)
         done, pending = await asyncio.wait(tasks, timeout=2.0)
         assert not pending
         assert {str(task.exception()) for task in done} == {"The engine has ended: its process was killed by SIGKILL."}
@@ -676,13 +680,13 @@ def test_a_process_that_is_stopped_is_reported_as_not_responding_until_it_goes_o
     monkeypatch.setattr("minivllm.engine.core_client.NOT_RESPONDING_SECONDS", 2.5)
 
     async def run():
-        os.kill(in_a_process.process_id, signal.SIGSTOP)
+        os.kill(process_id_of(in_a_process), signal.SIGSTOP)
         try:
             await becomes(lambda: not is_healthy(in_a_process))
             with pytest.raises(EngineDeadError, match="not responding: nothing heard from its process for"):
                 await collect(in_a_process, PROMPT, None)
         finally:
-            os.kill(in_a_process.process_id, signal.SIGCONT)
+            os.kill(process_id_of(in_a_process), signal.SIGCONT)
         await becomes(lambda: is_healthy(in_a_process))
         return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
 
@@ -704,7 +708,7 @@ def test_the_process_ends_with_its_frontend_and_leaves_no_socket(tmp_path):
         from minivllm.config import EngineArgs
         from minivllm.engine.async_llm_engine import AsyncLLMEngine
         engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m", num_gpu_blocks_override=64))
-        print(engine.process_id, flush=True)
+        print(engine.replicas.statuses()[0].process_id, flush=True)
         sys.stdin.read()
         """
     frontend = subprocess.Popen(
@@ -755,7 +759,7 @@ def test_a_class_goes_into_the_process_by_its_name():
 def test_an_engine_that_nobody_has_any_more_ends(llm, caplog):
     in_a_thread, in_a_process = AsyncLLMEngine.from_engine(llm.llm_engine), AsyncLLMEngine.from_engine_args(SMALL)
     asyncio.run(collect(in_a_process, PROMPT, SamplingParams(max_tokens=2)))
-    process_id = in_a_process.process_id
+    process_id = process_id_of(in_a_process)
     del in_a_thread, in_a_process
     gc.collect()
 

@@ -43,7 +43,7 @@ def engine(tiny_llama):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama))
     yield engine
     replicas = engine._client.replicas
-    processes = [psutil.Process(number) for number in (*replicas.process_ids, replicas.coordinator_process_id)]
+    processes = [psutil.Process(number) for number in (*process_ids(replicas), replicas._launcher.coordinator.process_id)]
     engine.shutdown()
     assert psutil.wait_procs(processes, timeout=5)[1] == []
 
@@ -67,6 +67,11 @@ def workload(size, seed=0):
 
 async def collect(engine, prompt, params):
     return [output async for output in engine.generate(prompt, params)][-1]
+
+
+def process_ids(replicas):
+    """Those that run, by rank."""
+    return [place.process.process_id for place in replicas._launcher.local._places.values() if place.process is not None]
 
 
 async def becomes(condition, seconds=10.0):
@@ -129,7 +134,7 @@ def test_offline_prompts_are_spread_over_replicas(tiny_llama, alone):
     assert tokens_of(outputs) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
     with pytest.raises(ConfigError, match="in another process, out of reach"):
         llm.llm_engine.start_trace()
-    first, second = llm.llm_engine.engine_core.replicas.process_ids
+    first, second = process_ids(llm.llm_engine.engine_core.replicas)
     threading.Timer(1.0, os.kill, (second, signal.SIGKILL)).start()
     expected = alone.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
     outputs = llm.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
@@ -237,7 +242,7 @@ def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog, monkey
 @pytest.mark.slow
 def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_with_it(tiny_llama, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama, data_parallel_size=3))
-    first, second, third = engine._client.replicas.process_ids
+    first, second, third = process_ids(engine.replicas)
     expected = tokens_of(alone.generate([[5 + i] * 4 for i in range(3)], LONG, use_tqdm=False))
 
     async def run():
@@ -283,20 +288,20 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_
     replicas = engine._client.replicas
 
     async def run():
-        before = replicas.process_ids
+        before = process_ids(replicas)
         os.kill(before[0], signal.SIGKILL)
-        await becomes(lambda: len(replicas.process_ids) == 2 and replicas.process_ids[0] != before[0], 30)
+        await becomes(lambda: len(process_ids(replicas)) == 2 and process_ids(replicas)[0] != before[0], 30)
         await becomes(lambda: sorted(replicas.group.table.open) == [0, 1], 30)
-        assert replicas.process_ids[1] == before[1]
+        assert process_ids(replicas)[1] == before[1]
         outputs = await asyncio.gather(*[collect(engine, [5], SHORT) for _ in range(4)])
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
-        os.kill(replicas.process_ids[1], signal.SIGTERM)
+        os.kill(process_ids(replicas)[1], signal.SIGTERM)
         await becomes(lambda: "Replica 1 has left." in caplog.text, 30)
         assert replicas.group.table.open == [0]
         # and now the only one that is left: until it is back, requests wait
         running = asyncio.create_task(collect(engine, [5] * 4, LONG))
         await becomes(lambda: engine.stats.num_running)
-        os.kill(replicas.process_ids[0], signal.SIGKILL)
+        os.kill(process_ids(replicas)[0], signal.SIGKILL)
         await becomes(lambda: not is_healthy(engine))
         with pytest.raises(EngineDeadError, match="Another engine is being started"):
             engine.check_health()
@@ -307,7 +312,7 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_
         replicas.group.failover.timeout = 0.5
         running = [asyncio.create_task(collect(engine, [5] * 4, LONG)) for _ in range(2)]
         await becomes(lambda: engine.stats.num_running)
-        os.kill(replicas.process_ids[0], signal.SIGKILL)
+        os.kill(process_ids(replicas)[0], signal.SIGKILL)
         await asyncio.wait(running)
         [reason] = {str(task.exception()) for task in running}
         with pytest.raises(EngineDeadError, match="Another engine is being started") as refusal:
@@ -369,7 +374,8 @@ def check_that_nothing_is_left(tiny_llama, tmp_path):
         from minivllm.engine.async_llm_engine import AsyncLLMEngine
         args = EngineArgs({tiny_llama!r}, skip_tokenizer_init=True, num_gpu_blocks_override=300, data_parallel_size=2)
         engine = AsyncLLMEngine.from_engine_args(args)
-        print(*engine._client.replicas.process_ids, engine._client.replicas.coordinator_process_id, flush=True)
+        processes = [status.process_id for status in engine.replicas.statuses()]
+        print(*processes, engine.replicas._launcher.coordinator.process_id, flush=True)
         time.sleep(100)
     """
     frontend = subprocess.Popen(
@@ -390,7 +396,7 @@ def check_that_nothing_is_left(tiny_llama, tmp_path):
 @pytest.mark.slow
 def test_an_engine_that_nobody_has_any_more_ends(tiny_llama):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama))
-    processes = [psutil.Process(number) for number in engine._client.replicas.process_ids]
+    processes = [psutil.Process(number) for number in process_ids(engine.replicas)]
     del engine
     gc.collect()
     assert psutil.wait_procs(processes, timeout=10)[1] == []

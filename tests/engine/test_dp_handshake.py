@@ -25,7 +25,7 @@ from minivllm.data_parallel.messages import (
     Refused,
     ReplicaDied,
 )
-from minivllm.data_parallel.processes import DPCoordinator
+from minivllm.data_parallel.processes import ChildProcess
 from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError
@@ -47,7 +47,7 @@ class Coordinator:
         setup = CoordinatorSetup(
             self.address, "tcp://127.0.0.1:0", f"ipc://{tmp_path}/loads", self.key, 1, 4, config_hash="right", log_level=30
         )
-        self.process = DPCoordinator(setup)
+        self.process = ChildProcess("minivllm.data_parallel.coordinator", 1, setup)
         self.sockets = Sockets(self.key)
         welcome = self.ask(HelloFrontend(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
         assert isinstance(welcome, FrontendWelcome)
