@@ -43,10 +43,10 @@ class ReplicaSetup(ProcessSetup, kw_only=True):
         clock_offset: By how many seconds this machine's clock is ahead of the API servers', in which times are told.
     """
 
-    engine_index: int
-    incarnation: int
+    engine_index: int = 0
+    incarnation: int = 0
     addresses: NodeWelcome
-    ready_descriptor: int
+    ready_descriptor: int = -1
     clock_offset: float
     key: KeyPair | None
 

@@ -11,7 +11,6 @@ import sys
 import time
 import weakref
 from collections.abc import Collection
-from functools import partial
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ import zmq
 from minivllm.data_parallel.engine_core_proc import ReplicaSetup
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.restart_policy import RestartPolicy
-from minivllm.data_parallel.sockets import KeyPair, Sockets
+from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
@@ -89,36 +88,19 @@ class ReplicaProcess(ChildProcess):
     """A replica of the model in a process.
 
     Args:
-        config: Pickled.
-        engine_index: Its rank.
-        addresses: Where it connects to.
-        key: For the sockets.
+        setup: What it is told, without what is made here: its incarnation and its pipe.
         num_threads: Threads that it computes with.
         gpus: As for `start_python`.
-        socket_folder, clock_offset: As for `ReplicaSetup`.
 
     Attributes:
         incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
     """
 
-    def __init__(
-        self,
-        config: bytes,
-        engine_index: int,
-        addresses: NodeWelcome,
-        key: KeyPair | None,
-        num_threads: int,
-        gpus: str | None = None,
-        socket_folder: str = "",
-        clock_offset: float = 0.0,
-    ) -> None:
+    def __init__(self, setup: ReplicaSetup, num_threads: int, gpus: str | None = None) -> None:
         self.incarnation = time.time_ns()
         self._ready_pipe, theirs = os.pipe()
         self._close = weakref.finalize(self, os.close, self._ready_pipe)
-        setup = ReplicaSetup(
-            config=config, engine_index=engine_index, incarnation=self.incarnation, addresses=addresses, key=key, ready_descriptor=theirs,
-            clock_offset=clock_offset, socket_folder=socket_folder, sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
-        )  # fmt: skip
+        setup = msgspec.structs.replace(setup, incarnation=self.incarnation, ready_descriptor=theirs)
         try:
             super().__init__("minivllm.data_parallel.engine_core_proc", num_threads, setup, (theirs,), gpus)
         finally:
@@ -210,17 +192,12 @@ class LocalReplicas:
     ) -> None:
         self._reports = sockets.connect(zmq.PUSH, addresses.report_address)
         ranks = config.parallel_config.local_ranks
-        if num_threads is None:  # no two replicas need the same processor
-            num_threads = max(1, torch.get_num_threads() // max(1, len(ranks)))
-        self._start = partial(
-            ReplicaProcess,
-            config.to_bytes(),
-            addresses=addresses,
-            key=sockets.key,
-            num_threads=num_threads,
-            socket_folder=socket_folder,
-            clock_offset=clock_offset,
-        )
+        # By default no two replicas need the same processor.
+        self._num_threads = num_threads or max(1, torch.get_num_threads() // max(1, len(ranks)))
+        self._setup = ReplicaSetup(
+            config=config.to_bytes(), addresses=addresses, key=sockets.key, clock_offset=clock_offset, socket_folder=socket_folder,
+            sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
+        )  # fmt: skip
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
@@ -233,7 +210,8 @@ class LocalReplicas:
 
     def _start_one(self, rank: int) -> None:
         place = self._places[rank]
-        place.due, place.process = None, self._start(rank, gpus=self._gpus.get(rank))
+        setup = msgspec.structs.replace(self._setup, engine_index=rank)
+        place.due, place.process = None, ReplicaProcess(setup, self._num_threads, self._gpus.get(rank))
 
     @property
     def process_ids(self) -> list[int]:

@@ -20,8 +20,8 @@ class FakeProcess:
 
     started = []
 
-    def __init__(self, config, rank, **options):
-        self.rank, self.options = rank, options
+    def __init__(self, setup, num_threads, gpus):
+        self.rank, self.num_threads = setup.engine_index, num_threads
         self.incarnation = len(self.started) + 1
         self.process_id = 1000 + self.incarnation
         self.exit_status = self.ready_since = None
@@ -143,7 +143,7 @@ def test_a_node_that_is_to_end_ends_though_a_replica_was_about_to_be_started_aga
 
 def test_each_computes_with_as_many_threads_as_were_asked_for(monkeypatch, tmp_path):
     node = Node(monkeypatch, tmp_path, num_threads=3)
-    assert [process.options["num_threads"] for process in FakeProcess.started] == [3, 3]
+    assert [process.num_threads for process in FakeProcess.started] == [3, 3]
     node.sockets.close()
 
 
@@ -175,22 +175,20 @@ def test_one_that_is_being_started_again_is_ended_with_the_others(node):
 
 
 def test_a_start_that_the_system_refuses_is_tried_again_like_one_that_failed(node, monkeypatch):
-    start = node.replicas._start
-
     def refuse(*arguments, **options):
         raise OSError(12, "Cannot allocate memory")
 
-    node.replicas._start = refuse
+    monkeypatch.setattr(processes, "ReplicaProcess", refuse)
     node.end(-9, lived=60.0)
     [died] = node.replicas.find_ended()
     assert (died.engine_index, died.outlook, died.has_died) == (3, "starting", True)
     assert died.end == "its process could not be started: Cannot allocate memory"
-    node.replicas._start = start
+    monkeypatch.setattr(processes, "ReplicaProcess", FakeProcess)
     assert node.replicas.find_ended() == [], "there is a pause first"
     node.now += 1.1
     node.replicas.find_ended()
     assert node.started == [2, 3, 3]
-    node.replicas._start = refuse
+    monkeypatch.setattr(processes, "ReplicaProcess", refuse)
     node.end(1)
     node.now += 2.1
     [died] = node.replicas.find_ended()
