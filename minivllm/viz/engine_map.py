@@ -138,7 +138,7 @@ def draw_engine_map(
     axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")
     axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 1), "numbers: lessons", **_NOTE, va="center")
     if seconds is not None:
-        axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 2), "bold: time in the component itself", **_NOTE, va="center")
+        axes.text(0.1, 10.3 - 0.33 * (len(LAYERS) + 2), "bold: its own time", **_NOTE, va="center")
     return figure
 
 
