@@ -45,6 +45,8 @@ MAX_STEP_SECONDS = 300.0
 """A core whose step takes longer is stuck: vLLM's limit for a step."""
 CLIENT_DRAIN_SECONDS = 10.0
 """How long a replica that leaves waits for the `ClientDrained` of an API server that says nothing."""
+IDLE_SECONDS = 1.0
+"""How long an idle core waits for a message at a time. Python handles a signal that comes just before such a wait only after it."""
 
 
 class ExecutorFailed:
@@ -129,7 +131,7 @@ class EngineCoreLoop:
         wait, handled = not self.core.has_unfinished_requests(), False
         while True:
             try:
-                message = self.input_queue.get(block=wait, timeout=CLIENT_DRAIN_SECONDS / 10 if self.is_draining else None)
+                message = self.input_queue.get(block=wait, timeout=IDLE_SECONDS)
             except queue.Empty:
                 break
             if isinstance(message, Shutdown):
