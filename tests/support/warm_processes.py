@@ -25,17 +25,19 @@ import types
 from pathlib import Path
 
 MODULES = (
+    "fastapi",
     "torch",
+    "uvicorn",
     "minivllm.data_parallel.client",
     "minivllm.data_parallel.routing",
     "minivllm.engine.engine_core",
-    "minivllm.entrypoints.server.launcher",
     "minivllm.executor.multiproc",
     "minivllm.executor.uniproc",
     "minivllm.kernels.cpu",
     "minivllm.models.llama",
     "minivllm.worker.worker",
 )
+"""None of them may import prometheus_client, which decides at its import whether several processes share their metrics."""
 FIXED = ("CUDA", "GOMP", "LD_", "MALLOC", "MINIVLLM", "MKL", "NUMBA", "OMP", "PYTHONDEV", "PYTHONHASH", "TORCH_", "TRITON")
 """What variables begin with that are read when something is imported."""
 _SET_CHILD_SUBREAPER = 36
@@ -202,6 +204,7 @@ if __name__ == "__main__":
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
         importlib.import_module(name)
+    assert "prometheus_client" not in sys.modules
     gc.collect()
     gc.freeze()
     name = serve(connection)
