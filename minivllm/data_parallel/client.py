@@ -59,7 +59,7 @@ class DPLBAsyncMPClient(MPClient):
         self._finalizer = weakref.finalize(self, self.replicas.let_go)
 
     @property
-    def num_gpu_blocks(self) -> int:
+    def num_gpu_blocks(self) -> int:  # type: ignore[override]
         return self._group.num_gpu_blocks
 
     def start(self, on_message: OnMessage) -> None:

@@ -258,14 +258,14 @@ class LocalReplicas:
         elif status == RETURN_STATUS and not self._is_ending:
             place.due, outlook = now, "starting"
         process.shutdown(0.0)
-        how = {"has_died": has_died, "was_killed": process.was_killed}
-        return ReplicaDied(rank, process.incarnation, f"its process {end}", **how, num_deaths=place.num_deaths, outlook=outlook)
+        said = f"its process {end}"
+        return ReplicaDied(rank, process.incarnation, said, has_died, process.was_killed, place.num_deaths, outlook)
 
     def _note_failed_start(self, rank: int, place: _Place, error: OSError) -> ReplicaDied:
         """A process could not be started. That counts like one that has died soon."""
         outlook = self._plan_restart(rank, place, None)
-        how = {"has_died": True, "was_killed": False, "num_deaths": place.num_deaths, "outlook": outlook}
-        return ReplicaDied(rank, time.time_ns(), f"its process could not be started: {error.strerror}", **how)
+        end = f"its process could not be started: {error.strerror}"
+        return ReplicaDied(rank, time.time_ns(), end, True, False, place.num_deaths, outlook)
 
     def _plan_restart(self, rank: int, place: _Place, lived: float | None) -> str:
         """A process has died. Returns what follows: "starting", "given up" or "gone"."""
