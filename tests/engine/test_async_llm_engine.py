@@ -19,6 +19,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from engine_health import is_healthy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -691,14 +692,6 @@ def test_a_process_that_is_stopped_is_reported_as_not_responding_until_it_goes_o
         return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
 
     assert asyncio.run(run()) == " Paris"
-
-
-def is_healthy(engine):
-    try:
-        engine.check_health()
-    except EngineDeadError:
-        return False
-    return True
 
 
 @pytest.mark.slow

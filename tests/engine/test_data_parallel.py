@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_health import is_healthy
 from failing_parts import FailingSampler
 
 from minivllm import LLM, SamplingParams
@@ -92,14 +93,6 @@ def metric(engine, name, rank):
 
 def states(engine):
     return [status.state for status in engine.replicas.statuses()]
-
-
-def is_healthy(engine):
-    try:
-        engine.check_health()
-    except EngineDeadError:
-        return False
-    return True
 
 
 def in_flight(engine):
