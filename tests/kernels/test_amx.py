@@ -42,7 +42,7 @@ def test_linux_may_refuse_what_it_granted_before(tmp_path):
         ("kernels/test_cpu_kernels.py", "packed or product or bfloat16 or nan or prefill", 20),
         ("kernels/test_kernels.py", "cpu and (prefill or nan)", 4),
         ("model/test_quantization.py", "bits_of_exact_sums or row_does_not_depend_on_its_batch", 3),
-        ("model/test_compiled_layer.py", "tokens_and_logprobs or chunks_of_prompts", 6),
+        ("model/test_compiled_llama.py", "tokens_and_logprobs or chunks_of_prompts", 6),
     ],
 )
 def test_what_is_tested_without_it_is_true_with_it(file, names, at_least):

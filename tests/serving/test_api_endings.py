@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import threading
 import time
 
 import httpx
+import msgspec
 import pytest
 from scripted_server import (
     MAX_NUM_SEQS,
@@ -250,9 +250,13 @@ def restarting_engine(**options):
     return AsyncLLMEngine.from_engine_args(args, restart=True)
 
 
+def local_replicas(server):
+    return server.engine._client.replicas._launcher.local
+
+
 def kill(server):
     """Kill the engine's process, and wait until that is known."""
-    os.kill(server.engine.process_id, signal.SIGKILL)
+    os.kill(local_replicas(server).process_ids[0], signal.SIGKILL)
     wait_until(lambda: "Another engine is being started" in server.client.get("/health").text)
 
 
@@ -296,14 +300,11 @@ def test_a_dead_engine_is_replaced_under_a_server_that_goes_on():
 def test_an_engine_that_cannot_be_started_again_ends_the_server(monkeypatch):
     monkeypatch.setattr(RestartPolicy, "FIRST_PAUSE_SECONDS", 0.05)
     with running_server(lambda: restarting_engine(max_replica_deaths=3)) as server:
-        local = server.engine._client.replicas._launcher.local
-        start = local._start
-        local._start = lambda rank, **options: functools.partial(start.func, b"no configuration", **start.keywords)(
-            rank, **options
-        )
+        local = local_replicas(server)
+        local._setup = msgspec.structs.replace(local._setup, config=b"no configuration")
         kill(server)
         wait_until(lambda: server.server.should_exit, 120)
-        assert "The engine has ended: its process ended with status 1." in str(server.engine.dead_error)
+        assert "The engine has ended: UnpicklingError" in str(server.engine.dead_error)
     assert server.server.exit_status == 1
 
 
