@@ -28,7 +28,7 @@ def tiny_folder(tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=0,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, eos_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():  # logits far enough apart that rounding decides nothing

@@ -96,7 +96,7 @@ def tiny(tmp_path_factory, smollm2_path):
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         max_position_embeddings=128, tie_word_embeddings=True, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -140,8 +140,8 @@ def test_a_layer_of_one_output_channel_for_each_rank():
 
 # -- whole models ----------------------------------------------------------------------------------------------------
 
-COMMON = {"vocab_size": 323, "hidden_size": 72, "num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": 2}
-LLAMA = COMMON | {"intermediate_size": 88, "head_dim": 8}
+COMMON = {"vocab_size": 323, "hidden_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": 2}
+LLAMA = COMMON | {"intermediate_size": 88, "head_dim": 16}
 MODELS = {
     "llama": (
         LlamaForCausalLM,
@@ -149,14 +149,14 @@ MODELS = {
     ),
     "llama, 3 KV heads": (
         LlamaForCausalLM,
-        LlamaConfig(**LLAMA, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=False, mlp_bias=True),
+        LlamaConfig(**LLAMA, num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=False, mlp_bias=True),
     ),
     "llama, one KV head": (LlamaForCausalLM, LlamaConfig(**LLAMA, num_attention_heads=4, num_key_value_heads=1)),
     "qwen3": (
         Qwen3ForCausalLM,
-        Qwen3Config(**LLAMA, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True),
+        Qwen3Config(**LLAMA, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
     ),
-    "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=88, num_attention_heads=9, word_embed_proj_dim=72)),
+    "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=88, num_attention_heads=3, word_embed_proj_dim=48)),
 }
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "block_size": 8}
 

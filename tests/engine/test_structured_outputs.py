@@ -234,7 +234,7 @@ def tiny_folder(tmp_path_factory, smollm2_path):
     """A model of random weights with the default model's tokens: it says anything that it may."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
         num_key_value_heads=1, max_position_embeddings=256, eos_token_id=2, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

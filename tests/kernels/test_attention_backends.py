@@ -137,7 +137,7 @@ def device_of(backend: str) -> str:
 @given(batch=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 14)), min_size=1, max_size=6), seed=st.integers(0, 2**31))
 def test_long_prompts_short_ones_and_chunks_share_a_batch_on_a_cpu(batch, seed):
     """Each sequence is (new tokens, tokens cached before). Those with one new token go another way than the others."""
-    generator, block_size, num_heads, num_kv_heads, head_dim = torch.Generator().manual_seed(seed), 4, 4, 2, 8
+    generator, block_size, num_heads, num_kv_heads, head_dim = torch.Generator().manual_seed(seed), 4, 4, 2, 16
     lengths = [new + before if new else 0 for new, before in batch]
     rows = sum(new for new, _ in batch)
     tables = torch.arange(9 * len(batch), dtype=torch.int32).flip(0).view(len(batch), 9)

@@ -169,7 +169,7 @@ def test_chunks_of_prompts_beside_decodes(folder, options, calls):
     ids=str,
 )
 def test_a_tied_embedding_of_a_width_that_the_hadamard_transform_fills_up(options, tmp_path):
-    folder = save_model(tmp_path, hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
+    folder = save_model(tmp_path, hidden_size=48, intermediate_size=80, head_dim=16, tie_word_embeddings=True)
     llm = load(folder, **options)
     assert way(llm) == ALL
     assert outputs(llm) == as_written(folder, **options)

@@ -23,15 +23,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+# The CPU kernels are compiled for each head_dim and group: two pairs serve all models, and test_kernels.py has the others.
 TINY = {
     "llama, tied, grouped": (LlamaForCausalLM, LlamaConfig(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True)),
     "llama, untied, multi-head": (LlamaForCausalLM, LlamaConfig(**LLAMA, num_key_value_heads=4, tie_word_embeddings=False)),
     "llama, one KV head, biases": (
         LlamaForCausalLM,
-        LlamaConfig(**LLAMA, num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=24),
+        LlamaConfig(**LLAMA | {"num_attention_heads": 2}, num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=16),
     ),
     "llama, llama3 rope": (LlamaForCausalLM, LlamaConfig(**LLAMA, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**LLAMA | {"num_attention_heads": 6}, num_key_value_heads=3, head_dim=16, tie_word_embeddings=True),
+    ),
     "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=96, num_attention_heads=4, word_embed_proj_dim=64)),
 }
 

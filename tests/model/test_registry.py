@@ -47,7 +47,7 @@ def tiny(tmp_path_factory):
     """A folder with a tiny Llama."""
     folder = tmp_path_factory.mktemp("tiny")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         max_position_embeddings=64, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
