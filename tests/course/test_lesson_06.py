@@ -80,6 +80,7 @@ def test_loops_need_not_be_compiled(answer):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_engine_writes_the_same_on_triton():
     cells = [cell for cell in CELLS if cell.name != "write-text" and (cell.kind != "check" or cell.name == "check-engine")]
     outcome = run_cells(in_language(cells, KERNEL), with_model=True)

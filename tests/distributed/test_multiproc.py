@@ -241,7 +241,7 @@ def test_an_engine_that_is_no_longer_referenced_ends_its_workers(tiny_llama):
     assert all_gone(processes)
 
 
-@pytest.mark.parametrize("when", ["in a step", "a worker is stopped"])
+@pytest.mark.parametrize("when", [pytest.param("in a step", marks=pytest.mark.long), "a worker is stopped"])
 def test_workers_end_with_a_parent_that_is_killed(tiny_llama, when):
     code = textwrap.dedent(f"""
         from minivllm import LLM, SamplingParams
@@ -336,7 +336,7 @@ def generate(llm):
 """
 
 
-@pytest.mark.parametrize("shell", ["exec <&-;", "exec <&- >&- 2>&-;"])
+@pytest.mark.parametrize("shell", [pytest.param("exec <&-;", marks=pytest.mark.long), "exec <&- >&- 2>&-;"])
 def test_closed_standard_streams_do_not_matter(tiny_llama, shell):
     code = START.replace("FOLDER", repr(tiny_llama)) + "print(len(generate(load())), file=out, flush=True)"
     assert run_script(code, shell=shell)[0] == "4"

@@ -158,10 +158,12 @@ MODELS = {
     ),
     "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=88, num_attention_heads=3, word_embed_proj_dim=48)),
 }
+SHOWN = ("llama, 3 KV heads", "llama, one KV head", "opt")
+"""Models that are divided in any case."""
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "block_size": 8}
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) for name in MODELS])
 def model(request, tmp_path_factory):
     """A tiny model with random weights, in transformers and as a folder."""
     model_cls, config = MODELS[request.param]

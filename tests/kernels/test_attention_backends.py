@@ -176,6 +176,7 @@ def test_logits_are_those_of_every_backend(tiny, backend):  # noqa: F811
 
 @pytest.mark.slow
 @without_gpu
+@pytest.mark.long
 def test_interpreted_triton_generates_the_reference_tokens():
     """The default model as anybody would ask for it, all its kernels interpreted: a prefill and two decodes."""
     prompts, params = ["The capital of France is", "Hello"], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -125,6 +125,7 @@ for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.long
 def test_prompts_and_greedy_steps_wake_no_threads_of_torch():
     """They would go on spinning in the way of the kernels' own."""
     done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, timeout=300)

@@ -93,6 +93,7 @@ def test_quantizations_are_unpacked(tmp_path, quantization):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_default_model_is_read_as_transformers_reads_it(smollm2_path):
     """transformers has its own GGUF reader: every weight is the same, the order of query and key rows included."""
     from transformers import AutoModelForCausalLM

@@ -110,6 +110,7 @@ def test_all_api_servers_take_connections(served):
     assert sum(finished) == total(metrics(served), "request_success_total")
 
 
+@pytest.mark.long
 def test_bench_serve_measures_all_of_it(served, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIVLLM_API_KEY", KEY)
     before = total(metrics(served), "request_success_total")
@@ -150,6 +151,7 @@ def test_every_api_server_tells_of_each_replica(served):
         assert [(replica["rank"], replica["state"]) for replica in replicas] == [(0, "ready"), (1, "ready")]
 
 
+@pytest.mark.long
 def test_every_api_server_has_the_page_with_its_replicas(served):
     headers = {"Authorization": f"Bearer {KEY}"}
     for replica in (0, 1, 1, 0, 1, 0):
@@ -206,6 +208,7 @@ def test_when_a_replica_dies_the_answers_of_all_api_servers_go_on(served):
         assert answer["streams_lost"] == 0 and answer["streams_resumed"] >= 3
 
 
+@pytest.mark.long
 def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it_has(served):
     other = children(served, "api_server_proc")[0]
     before = served.log.read_text()
@@ -274,6 +277,7 @@ def test_running_requests_of_all_api_servers_finish_after_sigterm(served):
     assert psutil.wait_procs(everybody, 5)[1] == []
 
 
+@pytest.mark.long
 def test_one_replica_with_two_api_servers(tmp_path):
     served = ServeProcess("--api-server-count", "2", log=tmp_path / "log")
     try:

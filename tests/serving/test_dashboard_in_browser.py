@@ -387,6 +387,7 @@ def test_a_dead_engine_is_told_and_the_next_one_is_found(open_page, server):
     open_page.complaints[:] = [text for text in open_page.complaints if "ERR_INCOMPLETE_CHUNKED_ENCODING" not in text]
 
 
+@pytest.mark.long
 def test_a_browser_that_is_asked_for_the_key_shows_the_page_of_the_real_server(browser, tmp_path):
     served = ServeProcess(log=tmp_path / "log")
     try:

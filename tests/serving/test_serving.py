@@ -357,6 +357,7 @@ def streams_go_on_after(served, find_victim, said):
         assert [reader.result(timeout=120) for reader in readers] == [expected] * 4
 
 
+@pytest.mark.long
 def test_two_ranks_serve_and_a_killed_one_is_named(tmp_path):
     served = ServeProcess("--tensor-parallel-size", "2", "--restart-engine", log=tmp_path / "log")
     engine = psutil.Process(engine_process(served))

@@ -237,9 +237,9 @@ def test_an_unknown_scheduler_must_be_given(crowded_trace):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {},
-    {"enable_chunked_prefill": True, "max_num_batched_tokens": 32},
+    pytest.param({"enable_chunked_prefill": True, "max_num_batched_tokens": 32}, marks=pytest.mark.long),
     {"enable_prefix_caching": True, "num_speculative_tokens": 3},
-    {"preemption_mode": "swap", "swap_space": 0.1},
+    pytest.param({"preemption_mode": "swap", "swap_space": 0.1}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_run_of_the_real_model_is_replayed(smollm2_path, options):
     """Stop strings, stop tokens, ends of text, siblings, preemptions; then from the trace alone the same decisions."""

@@ -515,7 +515,7 @@ UNITS = ("(s)", "(tokens", "(number)", "(per step)", "(%", "tokens)", "request",
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(random_traces())
 def test_every_trace_is_drawn_with_all_its_requests_and_spans(trace):
     for name, figure_of in FIGURES.items():
