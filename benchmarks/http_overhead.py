@@ -19,10 +19,9 @@ from typing import Any
 from server_process import HealthProbe, ServerProcess, start_server
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench.load_generator import Load
 from minivllm.bench.openai_client import OpenAIClient
 from minivllm.bench.report import format_table, report
-from minivllm.bench.serve import measure_serving, summarize
+from minivllm.bench.serve import Load, measure_serving, summarize
 from minivllm.bench.summary import Goals, percentile
 from minivllm.bench.workloads import WorkloadRequest, load_workload, warm_up_requests
 from minivllm.entrypoints.cli.options import check_writable

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from server_process import PROGRAM, start_server
 
-from minivllm.bench.load_generator import Load
 from minivllm.bench.openai_client import OpenAIClient
 from minivllm.bench.report import format_table, quantity, report
-from minivllm.bench.serve import ServingResult, format_serving, measure_serving, summarize
+from minivllm.bench.serve import Load, ServingResult, format_serving, measure_serving, summarize
 from minivllm.bench.summary import Distribution, Goals, ServedRequest
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
 from minivllm.entrypoints.cli.options import check_writable, picture

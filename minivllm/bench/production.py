@@ -28,62 +28,34 @@ _DATA = files("minivllm.bench") / "data"
 """The traces that come with the package."""
 
 
-class TracedRequest(NamedTuple):
-    """A request of a production trace: seconds since the first one arrived, and its tokens."""
-
-    arrival_time: float
-    prompt_len: int
-    output_len: int
-
-
-def load_conversation_trace() -> list[TracedRequest]:
-    """Azure's 19,366 requests, in the order of their arrival."""
-    return _read_azure(_unpack((_DATA / "azure_2023_conversation.csv.gz").read_bytes()))
-
-
-def _read_azure(lines: list[str]) -> list[TracedRequest]:
-    rows = csv.DictReader(lines)
-    # fromisoformat takes six digits of a second in Python 3.10, and the file has seven.
-    requests = [
-        (datetime.fromisoformat(row["TIMESTAMP"][:26]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows
-    ]
-    first = requests[0][0]
-    return [TracedRequest((time - first).total_seconds(), prompt, output) for time, prompt, output in requests]
-
-
 HASHED_BLOCK_SIZE = 512
 """Tokens per hash in Mooncake's trace."""
 
 
-class HashedRequest(NamedTuple):
-    """A request whose prompt can be compared with others.
+class TracedRequest(NamedTuple):
+    """A request of a production trace: seconds since the first one arrived, and its tokens.
 
-    `hash_ids` has a number for each block of `HASHED_BLOCK_SIZE` tokens; two blocks with the same number end the same prefix.
+    `hash_ids`, in Mooncake's trace, has a number for each block of `HASHED_BLOCK_SIZE` prompt tokens; two blocks with the same number end
+    the same prefix.
     """
 
     arrival_time: float
     prompt_len: int
     output_len: int
-    hash_ids: tuple[int, ...]
+    hash_ids: tuple[int, ...] = ()
 
 
-def load_mooncake_trace() -> list[HashedRequest]:
+def load_conversation_trace() -> list[TracedRequest]:
+    """Azure's 19,366 requests, in the order of their arrival."""
+    return load_trace("azure_2023_conversation.csv.gz")
+
+
+def load_mooncake_trace() -> list[TracedRequest]:
     """Kimi's 12,031 requests, in the order of their arrival."""
-    return _read_mooncake(_unpack((_DATA / "mooncake_conversation.jsonl.gz").read_bytes()))
+    return load_trace("mooncake_conversation.jsonl.gz")
 
 
-def _read_mooncake(lines: list[str]) -> list[HashedRequest]:
-    return [
-        HashedRequest(item["timestamp"] / 1000, item["input_length"], item["output_length"], tuple(item["hash_ids"]))
-        for item in map(msgspec.json.decode, lines)
-    ]
-
-
-def _unpack(data: bytes) -> list[str]:
-    return gzip.decompress(data).decode().splitlines()
-
-
-def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
+def load_trace(name: str) -> list[TracedRequest]:
     """A trace in the format of Azure's (CSV) or of Mooncake's (JSON lines).
 
     Args:
@@ -101,7 +73,7 @@ def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
             f"There is no trace {name} that can be read ({error.strerror}): name a file, or one of {known}."
         ) from None
     try:
-        lines = _unpack(data) if path.suffix == ".gz" else data.decode().splitlines()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
         trace = _read_azure(lines) if ".csv" in path.suffixes else _read_mooncake(lines)
     except (OSError, EOFError, IndexError, KeyError, TypeError, ValueError, zlib.error, msgspec.DecodeError) as error:
         raise ConfigError(
@@ -113,15 +85,30 @@ def load_trace(name: str) -> list[TracedRequest] | list[HashedRequest]:
     return trace
 
 
-def replay_trace(
-    trace: Sequence[TracedRequest | HashedRequest], num_requests: int | None = None, **options: Any
-) -> list[WorkloadRequest]:
+def _read_azure(lines: list[str]) -> list[TracedRequest]:
+    rows = list(csv.DictReader(lines))
+    # fromisoformat takes six digits of a second in Python 3.10, and the file has seven.
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+    return [
+        TracedRequest((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        for time, row in zip(times, rows, strict=True)
+    ]
+
+
+def _read_mooncake(lines: list[str]) -> list[TracedRequest]:
+    return [
+        TracedRequest(item["timestamp"] / 1000, item["input_length"], item["output_length"], tuple(item["hash_ids"]))
+        for item in map(msgspec.json.decode, lines)
+    ]
+
+
+def replay_trace(trace: Sequence[TracedRequest], num_requests: int | None = None, **options: Any) -> list[WorkloadRequest]:
     """The first requests of a trace as a workload; the arguments are those of `stream_trace`."""
     return list(stream_trace(trace, num_requests, **options))
 
 
 def stream_trace(
-    trace: Sequence[TracedRequest | HashedRequest],
+    trace: Sequence[TracedRequest],
     num_requests: int | None = None,
     *,
     request_rate: float | None = None,
@@ -168,10 +155,10 @@ def stream_trace(
     stretch = (1.0 if request_rate is None else own_rate / request_rate) / rate_factor
     rng = random.Random(seed)
 
-    def make(request: TracedRequest | HashedRequest) -> WorkloadRequest:
+    def make(request: TracedRequest) -> WorkloadRequest:
         prompt_len = min(max(1, round(request.prompt_len * length)), max_len // 2)
         output_len = min(max(1, round(request.output_len * length)), max_len - prompt_len)
-        if isinstance(request, HashedRequest):
+        if request.hash_ids:
             size = max(1, round(HASHED_BLOCK_SIZE * length))
             prompt = list(itertools.chain.from_iterable([hash_id] * size for hash_id in request.hash_ids))[:prompt_len]
             prompt += [prompt[-1]] * (prompt_len - len(prompt))  # lost in rounding

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from minivllm.bench import latency, sweep
+from minivllm.bench import offline
 from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints.cli import main as cli
@@ -22,22 +22,22 @@ def test_a_batch_is_summarized_by_the_times_of_its_tokens():
     """A step takes 10 ms, and each sequence that decodes in it 10 ms more."""
     engine = make_simulated_engine(cost_model=CostModel(0.01, per_decode_seq=0.01))
     for batch_size, gap in ((1, 20), (2, 30)):
-        [result] = latency.measure_latency(engine, [batch_size], prompt_len=5, output_len=3, rounds=2, use_tqdm=False)
+        [result] = offline.measure_latency(engine, [batch_size], prompt_len=5, output_len=3, rounds=2, use_tqdm=False)
         assert (result.batch_size, result.completed, result.output_tokens) == (batch_size, 2 * batch_size, 6 * batch_size)
         assert result.ttft == pytest.approx([0.010] * 4) and result.itl == pytest.approx([gap / 1e3] * 4)
         assert result.rounds == pytest.approx([3 * batch_size / (0.010 + 2 * gap / 1e3)] * 2)
-    assert latency.format_batches([result]).endswith("10.0 ms     30.0 ms  30.0 ms  30.0 ms      85.7")
+    assert offline.format_batches([result]).endswith("10.0 ms     30.0 ms  30.0 ms  30.0 ms      85.7")
 
 
 def test_prompts_have_the_length_that_was_asked_for():
     engine = make_simulated_engine(num_gpu_blocks=1000)
-    [result] = latency.measure_latency(engine, [2], prompt_len=5000, output_len=2, rounds=1, use_tqdm=False)
+    [result] = offline.measure_latency(engine, [2], prompt_len=5000, output_len=2, rounds=1, use_tqdm=False)
     assert result.prompt_tokens == 10_000
 
 
 @pytest.mark.slow
 def test_latency_is_measured_for_each_batch_size(llm):
-    results = latency.measure_latency(llm.llm_engine, [1, 3], prompt_len=5, output_len=3, rounds=1, use_tqdm=False)
+    results = offline.measure_latency(llm.llm_engine, [1, 3], prompt_len=5, output_len=3, rounds=1, use_tqdm=False)
     assert [result.batch_size for result in results] == [1, 3]
     assert all(0 < result.itl.p50 <= result.itl.p95 <= result.itl.p99 for result in results)
 
@@ -53,7 +53,7 @@ def test_latency_is_measured_for_each_batch_size(llm):
 )
 def test_numbers_that_cannot_be_measured_are_refused(llm, numbers, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        latency.measure_latency(llm.llm_engine, **({"batch_sizes": [1], "use_tqdm": False} | numbers))
+        offline.measure_latency(llm.llm_engine, **({"batch_sizes": [1], "use_tqdm": False} | numbers))
 
 
 @pytest.mark.slow
@@ -78,19 +78,19 @@ def make_run(speed, wait):
 
 
 def test_a_value_is_summarized_by_the_medians_of_its_rounds():
-    point = sweep.summarize(8, [make_run(10.0, 3.0), make_run(30.0, 1.0), make_run(20.0, 2.5)])
+    point = offline.SweepPoint.of(8, [make_run(10.0, 3.0), make_run(30.0, 1.0), make_run(20.0, 2.5)])
     assert (point.max_num_seqs, point.output_tokens_per_second, point.mean_latency) == (8, 20.0, 2.5)
     assert point.rounds == [10.0, 30.0, 20.0]
 
 
 def test_the_sweeps_table_tells_the_gain_over_the_first_value():
-    points = [sweep.summarize(n, [make_run(speed, 2.0)]) for n, speed in ((1, 10.0), (4, 25.0))]
-    assert sweep.format_points(points).split("\n")[-1].split() == ["4", "25.0", "2.0", "s", "2.0", "2.50"]
+    points = [offline.SweepPoint.of(n, [make_run(speed, 2.0)]) for n, speed in ((1, 10.0), (4, 25.0))]
+    assert offline.format_points(points).split("\n")[-1].split() == ["4", "25.0", "2.0", "s", "2.0", "2.50"]
 
 
 def test_a_sweep_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
-        sweep.sweep_max_num_seqs(lambda value: None, [0], "w", [WorkloadRequest([1], 1)])
+        offline.sweep_max_num_seqs(lambda value: None, [0], "w", [WorkloadRequest([1], 1)])
 
 
 @pytest.mark.slow

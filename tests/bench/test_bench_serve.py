@@ -23,9 +23,8 @@ from stub_openai_server import DONE, StubServer, event, piece, steady, stream, u
 
 import minivllm
 from minivllm.bench import openai_client
-from minivllm.bench.load_generator import Load, generate_load
 from minivllm.bench.openai_client import OpenAIClient, read_events
-from minivllm.bench.serve import format_serving, peak_concurrency, summarize
+from minivllm.bench.serve import Load, format_serving, generate_load, peak_concurrency, summarize
 from minivllm.bench.summary import Distribution, Goals, ServedRequest
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.entrypoints.cli import main as cli

@@ -179,7 +179,7 @@ def run_bench_offline(arguments: argparse.Namespace) -> int:
 
 def run_bench_latency(arguments: argparse.Namespace) -> int:
     """Measure TTFT and ITL at each batch size."""
-    from minivllm.bench.latency import format_batches, measure_latency
+    from minivllm.bench.offline import format_batches, measure_latency
 
     largest = max(arguments.batch_sizes)
     if arguments.max_num_seqs is not None and arguments.max_num_seqs < largest:
@@ -195,7 +195,7 @@ def run_bench_latency(arguments: argparse.Namespace) -> int:
 
 def run_bench_sweep(arguments: argparse.Namespace) -> int:
     """Run one workload with each value of max_num_seqs; print a table and draw the curves."""
-    from minivllm.bench.sweep import format_points, sweep_max_num_seqs
+    from minivllm.bench.offline import format_points, sweep_max_num_seqs
 
     name, requests = one_workload(arguments, find_model_config(arguments))
     points = sweep_max_num_seqs(

@@ -19,7 +19,7 @@ from minivllm.entrypoints.cli.options import add_command, add_goal_options, add_
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minivllm.bench.load_generator import Load
+    from minivllm.bench.serve import Load
     from minivllm.bench.summary import ServedRequest
 
 API_KEY_VARIABLES = ("MINIVLLM_API_KEY", "OPENAI_API_KEY")
@@ -70,9 +70,8 @@ def add_bench_serve(benches) -> None:  # noqa: ANN001
 
 def run_bench_serve(arguments: argparse.Namespace) -> int:
     """Load the server; print, save and draw what was measured. The status is 1 if no request completed."""
-    from minivllm.bench.load_generator import Load
     from minivllm.bench.report import report
-    from minivllm.bench.serve import format_serving, summarize
+    from minivllm.bench.serve import Load, format_serving, summarize
     from minivllm.bench.summary import Goals
 
     goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.e2e_goal)
