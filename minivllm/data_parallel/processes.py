@@ -63,6 +63,10 @@ class ChildProcess:
         """The process."""
         return self._process.pid
 
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it is still running."""
+        self._process.send_signal(number)
+
     def hang_up(self) -> None:
         """Close its standard input: it exits."""
         assert self._process.stdin is not None

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from minivllm import __version__
-from minivllm.entrypoints.cli.bench import add_calibrate, add_latency, add_offline, add_sweep
-from minivllm.entrypoints.cli.bench_serve import add_bench_serve
+from minivllm.entrypoints.cli.bench import add_calibrate, add_latency, add_offline, add_serve, add_sweep
 from minivllm.entrypoints.cli.course import add_course_command
+from minivllm.entrypoints.cli.doctor import examine
 from minivllm.entrypoints.cli.generate import add_generate_commands
 from minivllm.entrypoints.cli.grade import add_grade_command
 from minivllm.entrypoints.cli.options import add_command, add_option, check_writable
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure", description="Measure the engine on this machine.")
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    for add_benchmark in (add_offline, add_latency, add_sweep, add_bench_serve, add_calibrate):
+    for add_benchmark in (add_offline, add_latency, add_sweep, add_serve, add_calibrate):
         add_benchmark(benches)
 
     add_simulate(commands)
@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_course_command(commands)
     add_grade_command(commands)
 
-    add_command(commands, "doctor", run_doctor, "report what this machine can do", "minivllm doctor")
+    add_command(commands, "doctor", lambda arguments: examine(), "report what this machine can do", "minivllm doctor")
 
     demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
     demo.add_argument(
@@ -85,21 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
-    """Report what this machine can do."""
-    from minivllm.entrypoints.cli.doctor import examine
-
-    return examine()
-
-
 def run_demo(arguments: argparse.Namespace) -> int:
     """Show what the engine does."""
+    from minivllm.entrypoints.cli.demo import demo, demo_failover
+
     if arguments.topic == "failover":
-        from minivllm.entrypoints.cli.demo_failover import demo_failover
-
         return demo_failover()
-    from minivllm.entrypoints.cli.demo import demo
-
     demo(arguments.output)
     return 0
 

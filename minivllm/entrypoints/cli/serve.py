@@ -20,7 +20,7 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
-    from minivllm.entrypoints.server.api_server_processes import ApiServerProcesses
+    from minivllm.entrypoints.server.launcher import ApiServerProcesses
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
 CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128

@@ -22,7 +22,7 @@ from typing import Any
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.dashboard.step_view import StepView
-from minivllm.entrypoints.openai.sse import sse
+from minivllm.entrypoints.openai.protocol import sse
 from minivllm.errors import EngineDeadError
 
 COUNTS = ("num_running", "num_waiting", "num_swapped", "num_used_blocks")

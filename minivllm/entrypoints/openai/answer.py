@@ -20,8 +20,7 @@ from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.protocol import GenerationBody, Json, Usage
-from minivllm.entrypoints.openai.sse import DONE, sse
+from minivllm.entrypoints.openai.protocol import DONE, GenerationBody, Json, Usage, sse
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -41,13 +40,7 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
 
 
 class Answer(ABC):
-    """One request and its results.
-
-    Args:
-        engine: Generates.
-        body: The request.
-        params: Its sampling parameters.
-        num_prompts: Number of prompts that `make_prompts` will return.
+    """One request and its results; `num_prompts` is how many prompts `make_prompts` will return.
 
     Attributes:
         as_token_ids: Whether log-probabilities name tokens by their ids.
@@ -112,11 +105,7 @@ class Answer(ABC):
     # -- from outputs to JSON --------------------------------------------------------------------------------------
 
     async def response(self) -> Json:
-        """Generate to the end, and return the response.
-
-        Raises:
-            RequestError, EngineDeadError, ApiError: It failed.
-        """
+        """Generate to the end, and return the response. Raises RequestError, EngineDeadError or ApiError."""
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
             async for number, output in stream:
@@ -137,8 +126,7 @@ class Answer(ABC):
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Generate, and yield the server-sent events of each output: a chunk per choice. The fields they share are encoded once.
 
-        Raises:
-            RequestError, EngineDeadError, ApiError: It failed; before the first event if the request is invalid.
+        Raises as `response` does; before the first event if the request is invalid.
         """
         head = b"data: " + msgspec.json.encode(self.head)[:-1] + b","
         tail = b',"usage":null}\n\n' if self.body.include_usage else b"}\n\n"
@@ -258,23 +246,14 @@ async def merged(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
 
 
 def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
-    """The model's tokenizer.
-
-    Raises:
-        RequestError: The server runs without one.
-    """
+    """The model's tokenizer. Raises RequestError if the server runs without one."""
     if engine.tokenizer is None:
         raise RequestError("This server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.")
     return engine.tokenizer
 
 
 def check_length(count: int, unit: str, engine: AsyncLLMEngine) -> None:
-    """Refuse what cannot fit, before tokenizing or scanning it.
-
-    Args:
-        count: Number of units.
-        unit: "characters", "tokens" or "messages" (at least a token each).
-        engine: Has the limit.
+    """Refuse what cannot fit, before tokenizing or scanning it. Units are "characters", "tokens" or "messages" (at least a token each).
 
     Raises:
         ContextLengthError: There are too many.

@@ -62,11 +62,11 @@ class ApiError(HTTPException):
     """An error response.
 
     Args:
-        status_code: HTTP's.
+        status_code: HTTP's. With 429 and 503 the response has a Retry-After.
         message: What was given, what was expected, what to do.
         param: The invalid field, if any.
         code: OpenAI's error code, if any: "model_not_found", for example.
-        headers: Of the response. 429 and 503 get a Retry-After in any case.
+        headers: Of the response.
     """
 
     def __init__(

@@ -19,11 +19,7 @@ Candidates = dict[int, Logprob]
 class TokenOffsets:
     """Where in a growing text each token begins, in characters. A token in the middle of a character begins where the character does.
 
-    Args:
-        tokenizer: None where there is no text.
-        prompt_token_ids: What comes before the tokens.
-        skip_special_tokens: Whether the text is without special tokens.
-        begin: Where the first token begins.
+    The first token begins at `begin`, after `prompt_token_ids`; without a tokenizer there is no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: list[int], skip_special_tokens: bool, begin: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
@@ -231,6 +232,14 @@ class GenerationBody(SamplingBody):
 
 Json = dict[str, Any]
 """Any of the dicts below, or an endpoint's."""
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+
+
+def sse(content: Any, name: str | None = None) -> bytes:
+    """A server-sent event with this content as JSON, and perhaps a name."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class ResponseHead(TypedDict):

@@ -1,4 +1,4 @@
-"""The process of a further API server; see `api_server_processes.py`."""
+"""The process of a further API server; see `ApiServerProcesses`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import msgspec
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.engine.metrics import SHARED_METRICS
-from minivllm.entrypoints.server.api_server_processes import ApiServerSetup
-from minivllm.entrypoints.server.launcher import ApiServer, freeze_heap
+from minivllm.entrypoints.server.launcher import ApiServer, ApiServerSetup, freeze_heap
 from minivllm.entrypoints.server.request_log import configure_logging
 from minivllm.entrypoints.server.state import ServerState
 from minivllm.errors import MinivllmError

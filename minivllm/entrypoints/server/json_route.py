@@ -99,12 +99,8 @@ class JsonRequest(Request):
 def check_num_parts(body: bytes, max_values: int) -> None:
     """Refuse JSON of many parts before it is parsed: a megabyte of tiny lists would block the event loop for tenths of a second.
 
-    Args:
-        body: The JSON.
-        max_values: The most values that all its lists together may have.
-
     Raises:
-        ApiError: There are more, or more than `MAX_PARTS_OF_BODY` lists, objects and fields.
+        ApiError: There are more than `MAX_PARTS_OF_BODY` lists, objects and fields, or more than `max_values` values in all lists.
     """
     num_parts, num_values = sum(map(body.count, _PARTS)), body.count(b",")
     if num_parts <= MAX_PARTS_OF_BODY and num_values <= max_values:  # most bodies need no look at which characters are text
@@ -127,9 +123,8 @@ class JsonRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             if self.body_field is not None and not has_json(request):
-                raise ApiError(
-                    415, f"Content-Type is {quoted(request.headers.get('content-type', ''))}, but must be application/json."
-                )
+                given = quoted(request.headers.get("content-type", ""))
+                raise ApiError(415, f"Content-Type is {given}, but must be application/json.")
             return await handler(JsonRequest(request.scope, request.receive))
 
         return handle

@@ -16,15 +16,21 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
 import uvicorn
 
+from minivllm.data_parallel.launcher import FrontendPlace
+from minivllm.data_parallel.processes import ChildProcess
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
+from minivllm.engine.core_handle import GRACE_SECONDS
+from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.server.api_server import make_app
-from minivllm.entrypoints.server.api_server_processes import END_NOW, ApiServerProcesses
 from minivllm.entrypoints.server.connection import Connection
 from minivllm.entrypoints.server.request_log import say
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
@@ -37,6 +43,8 @@ _POLL_SECONDS = 0.2
 """How often to look whether another API server has died."""
 _LEEWAY = 10.0
 """Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
+END_NOW = signal.SIGUSR1
+"""Tells a further API server to end its requests now. A second SIGTERM would not do: systemd sends SIGTERM to all processes."""
 
 
 def run_server(start_engine: Callable[[ApiServerProcesses | None], AsyncLLMEngine], settings: ServerSettings) -> int:
@@ -53,9 +61,8 @@ def run_server(start_engine: Callable[[ApiServerProcesses | None], AsyncLLMEngin
         ConfigError: The port cannot be bound.
         ModelLoadError: The engine cannot be started.
     """
-    listener, *more = bind(
-        settings.host, settings.port, settings.api_server_count
-    )  # before loading the model: a port in use fails at once
+    # Before the model is loaded: a port in use fails at once.
+    listener, *more = bind(settings.host, settings.port, settings.api_server_count)
     with listener:
         address = listener.getsockname()
         say(f"Loading the model; the server will listen on {url_of(address)}.")
@@ -111,14 +118,78 @@ def raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+class ApiServerSetup(msgspec.Struct, forbid_unknown_fields=True):
+    """What the process gets at its start: the engine's config, pickled, and the file descriptor of the socket on which to listen."""
+
+    config: bytes
+    place: FrontendPlace
+    settings: ServerSettings
+    listener: int
+    sys_path: list[str]
+
+
+class ApiServerProcesses:
+    """Further API servers, `num_others` of them, each in a process of its own: they serve the same port and the same replicas.
+
+    Each is started as `python -m minivllm.entrypoints.server.api_server_proc`, takes over one of the `listeners`, and reads one line of
+    JSON from its standard input (`ApiServerSetup`). That pipe stays open: when it closes, the first API server is gone, and they exit.
+    Mirrors `run_multi_api_server` in `vllm/entrypoints/cli/serve.py`, where the first process serves no requests itself.
+    """
+
+    def __init__(self, listeners: list[socket.socket], settings: ServerSettings) -> None:
+        self.num_others = len(listeners)
+        self._listeners, self._settings = listeners, settings
+        self._processes: dict[int, ChildProcess] = {}
+        """The running ones, by `FrontendPlace.client_index`."""
+
+    def start(self, config: EngineConfig, places: list[FrontendPlace]) -> None:
+        """Start them."""
+        packed = config.to_bytes()
+        for place, listener in zip(places, self._listeners, strict=True):
+            setup = ApiServerSetup(packed, place, self._settings, listener.fileno(), sys.path)
+            descriptors = (listener.fileno(),)
+            self._processes[place.client_index] = ChildProcess(
+                "minivllm.entrypoints.server.api_server_proc", 1, setup, descriptors
+            )
+            listener.close()  # or connections would queue here after the process has closed its own
+
+    def poll(self) -> str | None:
+        """How one of them has ended, such as "was killed by SIGKILL"; None while all run."""
+        return next((end for process in self._processes.values() if (end := process.poll())), None)
+
+    def find_ended(self) -> tuple[int, str] | None:
+        """One that has ended, and how. Forgets it."""
+        for client_index, process in self._processes.items():
+            if end := process.poll():
+                del self._processes[client_index]
+                return client_index, end
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Send them a signal: SIGTERM lets them finish their requests, `END_NOW` ends these with an error."""
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all have ended, for at most this long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not all(process.poll() for process in self._processes.values()):
+            time.sleep(0.05)
+
+    def shutdown(self) -> None:
+        """End them all, by force if need be."""
+        for process in self._processes.values():
+            process.hang_up()
+        self.wait(GRACE_SECONDS)
+        self.send_signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.shutdown()
+
+
 class ApiServer(uvicorn.Server):
     """uvicorn's server with its own shutdown, and an exit status where uvicorn re-raises the signal.
 
-    Args:
-        state: What it serves, and how.
-        address: Of the socket it will listen on.
-        others: Further API servers, which end with this one.
-        is_first: Whether it is the first API server, which prints the greeting and counts signals.
+    The first API server prints the greeting, counts signals, and ends the `others` when it ends.
     """
 
     LAST_WORDS_SECONDS = 1.0
@@ -162,11 +233,7 @@ class ApiServer(uvicorn.Server):
             os._exit(128 + sig)  # the engine process notices, and exits too
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and print the greeting.
-
-        Raises:
-            ConfigError: Another process took the port while the model was loading.
-        """
+        """Listen, and print the greeting. Raises ConfigError if another process took the port while the model was loading."""
         for listener in sockets or ():  # the next server need not wait for closing connections
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -212,11 +279,7 @@ class ApiServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """Bound sockets that do not listen yet. The kernel balances connections among them.
-
-    Raises:
-        ConfigError: The address or the port cannot be bound.
-    """
+    """Bound sockets that do not listen yet; the kernel balances connections among them. Raises ConfigError if the port is in use."""
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65,536
         raise ConfigError(f"port is {port}, but must be from 0 to 65535.")
     try:

@@ -77,10 +77,8 @@ def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
 async def list_replicas(request: Request) -> Response:
     """All replicas."""
     engine = state_of(request).engine
-    counts = {"streams_resumed": "num_resumed_requests", "streams_lost": "num_lost_requests"}
-    return json_response(
-        {"replicas": describe_replicas(engine)} | {name: engine.metrics.count(count) for name, count in counts.items()}
-    )
+    resumed, lost = engine.metrics.count("num_resumed_requests"), engine.metrics.count("num_lost_requests")
+    return json_response({"replicas": describe_replicas(engine), "streams_resumed": resumed, "streams_lost": lost})
 
 
 @router.post("/replicas/{rank}/restart", responses={202: {"model": AcceptedResponse}})
@@ -88,13 +86,11 @@ async def restart_replica(rank: int, request: Request) -> Response:
     """Let a replica finish its requests, and replace it."""
     state = _checked(request, rank)
     if not state.settings.may_manage:
-        raise ApiError(
-            403, "A server that other machines can reach restarts replicas only for callers with its API key: set --api-key."
-        )
+        what = "A server that other machines can reach restarts replicas only for callers with its API key"
+        raise ApiError(403, f"{what}: set --api-key.")
     if not state.engine.replicas.restart(rank):
-        raise ApiError(
-            409, f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted: try again later."
-        )
+        what = f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted"
+        raise ApiError(409, f"{what}: try again later.")
     return json_response({"status": "restarting"}, 202)
 
 

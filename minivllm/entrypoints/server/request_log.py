@@ -97,11 +97,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueuedLog(logging.Handler):
-    """Writes lines in a thread of its own, so that a full disk or pipe does not block the server. Lines it cannot write are dropped and counted.
+    """Writes lines in a thread of its own, so that a full disk or pipe does not block the server.
 
-    Args:
-        stream: Where to.
-        capacity: Lines that may wait.
+    Lines it cannot write are dropped and counted, and those beyond the `capacity` that may wait.
     """
 
     CLOSE_SECONDS = 1.0

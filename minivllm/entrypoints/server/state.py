@@ -81,11 +81,7 @@ class ServerSettings:
 
 
 class Admission:
-    """Limits the sequences in flight, counted from before tokenization.
-
-    Args:
-        capacity: The most sequences.
-    """
+    """Limits the sequences in flight to `capacity`, counted from before tokenization."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -49,9 +49,8 @@ class ChatAnswer(Answer):
         if body.continue_final_message:
             options["continue_final_message"] = True
         add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        return [
-            await encode_chat(self.engine, body.messages, add_prompt, options, is_cut=body.truncate_prompt_tokens is not None)
-        ]
+        is_cut = body.truncate_prompt_tokens is not None
+        return [await encode_chat(self.engine, body.messages, add_prompt, options, is_cut=is_cut)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
@@ -111,9 +110,8 @@ class ChatAnswer(Answer):
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if self.params.logprobs is None or completion.logprobs is None:
             return None
-        return chat_logprobs(
-            completion.token_ids, completion.logprobs, self.params.logprobs, self.engine.tokenizer, self.as_token_ids
-        )
+        num_logprobs, tokenizer = self.params.logprobs, self.engine.tokenizer
+        return chat_logprobs(completion.token_ids, completion.logprobs, num_logprobs, tokenizer, self.as_token_ids)
 
 
 async def encode_chat(
@@ -126,12 +124,7 @@ async def encode_chat(
 ) -> list[int]:
     """The token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
-    Args:
-        engine: Has the tokenizer.
-        messages: The conversation.
-        add_generation_prompt: End with the opening of the assistant's turn.
-        options: For the chat template.
-        is_cut: The prompt is truncated later, so it may be longer than the context.
+    `options` are for the chat template. With `is_cut`, the prompt is truncated later, so it may be longer than the context.
 
     Raises:
         RequestError: The chat template rejects it, or it is far too long.

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest, ChatTemplateKwargs, Message
 from minivllm.entrypoints.openai.limits import MAX_MESSAGES
-from minivllm.entrypoints.openai.protocol import UNSERVED, Body, PositiveCount, SamplingBody
+from minivllm.entrypoints.openai.protocol import UNSERVED, Body, JsonSchema, PositiveCount, PromptTokensDetails, SamplingBody
 from minivllm.errors import RequestError
 
 
@@ -22,14 +22,11 @@ class InputMessage(Message):
     tool_call_id: None = None
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     """What the text must be, in the form of /v1/responses."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="The answer follows the schema in any case.")
 
     def for_chat(self) -> dict[str, Any]:
         """As `response_format` of /v1/chat/completions."""
@@ -124,10 +121,9 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
-class InputTokensDetails(TypedDict):
-    """`cached_tokens`: found in the prefix cache. `cache_write_tokens` is 0: writing to it is free here."""
+class InputTokensDetails(PromptTokensDetails):
+    """`cache_write_tokens` is 0: writing to the prefix cache is free here."""
 
-    cached_tokens: int
     cache_write_tokens: int
 
 

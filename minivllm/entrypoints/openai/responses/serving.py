@@ -14,15 +14,8 @@ from typing import Any, Literal
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.chat.serving import ChatAnswer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.protocol import Json
-from minivllm.entrypoints.openai.responses.protocol import (
-    OutputMessage,
-    OutputText,
-    ResponsesRequest,
-    ResponsesResponse,
-    ResponsesUsage,
-)
-from minivllm.entrypoints.openai.sse import sse
+from minivllm.entrypoints.openai.protocol import Json, sse
+from minivllm.entrypoints.openai.responses.protocol import OutputMessage, OutputText, ResponsesRequest, ResponsesResponse
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 PLACE = {"output_index": 0, "content_index": 0}
@@ -47,21 +40,13 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(engine, body.to_chat())
 
     async def response(self) -> Json:
-        """Generate to the end, and return the response.
-
-        Raises:
-            RequestError, EngineDeadError, ApiError: It failed.
-        """
+        """Generate to the end, and return the response."""
         [choice] = (await super().response())["choices"]
         self._text, self._finish_reason = choice["message"]["content"], choice["finish_reason"]
         return dict(self._response(self._status))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Generate, and yield the server-sent events of each output.
-
-        Raises:
-            RequestError, EngineDeadError, ApiError: It failed; before the first event if the request is invalid.
-        """
+        """Generate, and yield the server-sent events of each output."""
         async with aclosing(self._chunks()) as outputs:
             async for chunks in outputs:
                 events = [] if self._num_events else self._opening_events()
@@ -122,7 +107,7 @@ class ResponsesAnswer(ChatAnswer):
 
     def _response(self, status: Status) -> ResponsesResponse:
         """The response so far. Only a response that has ended has output and usage."""
-        body, has_ended = self.responses_body, status in ("completed", "incomplete")
+        body, usage, has_ended = self.responses_body, self.usage, status in ("completed", "incomplete")
         form = body.text and body.text.format
         return {
             "id": self.id,
@@ -145,15 +130,13 @@ class ResponsesAnswer(ChatAnswer):
             "top_p": self.params.top_p,
             "truncation": "disabled",
             "max_output_tokens": body.max_output_tokens,
-            "usage": self._usage() if has_ended else None,
-        }
-
-    def _usage(self) -> ResponsesUsage:
-        usage = self.usage
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+            if has_ended
+            else None,
         }
