@@ -39,12 +39,7 @@ _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class ServedModel(msgspec.Struct):
-    """A model of a server.
-
-    Attributes:
-        id: Its name, by which requests ask for it.
-        max_model_len: The longest prompt and output together, in tokens, if the server says so (vLLM's and minivllm's do).
-    """
+    """A model of a server. `max_model_len`, in tokens, limits prompt and output together; vLLM's and minivllm's servers give it."""
 
     id: str
     max_model_len: int | None = None
@@ -156,9 +151,8 @@ class OpenAIClient:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             why = str(error) or f"no answer within {PROBE_SECONDS:.0f} s"
-            raise ConfigError(
-                f"No server can be reached at {self.base_url} ({why}): start one with `minivllm serve`, or give its --base-url."
-            ) from None
+            what = f"No server can be reached at {self.base_url} ({why})"
+            raise ConfigError(f"{what}: start one with `minivllm serve`, or give its --base-url.") from None
         if status in (401, 403):
             raise ConfigError(f"The server at {self.base_url} refuses the API key (status {status}): give it with --api-key.")
         models = []

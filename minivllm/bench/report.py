@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -25,15 +26,9 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, le
     """Rows of cells under their headers; the first `left` columns are flush left, the others flush right."""
     table = [[str(cell) for cell in cells] for cells in (headers, *rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        padded = (
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(table[0]), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, table[1:])])
+    row = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths))
+    head, *lines = [row.format(*cells).rstrip() for cells in table]
+    return "\n".join([head, "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines])
 
 
 def quantity(value: float, form: str = ".1f", unit: str = "") -> str:
@@ -85,10 +80,8 @@ def find_versions() -> dict[str, str]:
     """The versions of Python and of the packages that decide how fast something is."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -106,18 +106,12 @@ class LLM:
         return self.llm_engine.executor.collective_rpc("describe_model")[0]  # type: ignore[no-any-return]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's `Tokenizer`.
-
-        Raises:
-            RequestError: The engine was made with skip_tokenizer_init=True.
-        """
+        """The model's `Tokenizer`. Raises RequestError if the engine was made with skip_tokenizer_init=True."""
         if self.llm_engine.tokenizer is None:
             raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
         return self.llm_engine.tokenizer
 
-    def _params_for(
-        self, prompts: list[Any], params: SamplingParams | abc.Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    def _params_for(self, prompts: list[Any], params: Any) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
         if not isinstance(params, (list, tuple)):

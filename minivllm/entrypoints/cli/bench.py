@@ -134,11 +134,7 @@ def make_workloads(arguments: argparse.Namespace, config: ModelConfig) -> dict[s
 
 
 def one_workload(arguments: argparse.Namespace, config: ModelConfig) -> tuple[str, list[WorkloadRequest]]:
-    """The name and the requests of the only workload.
-
-    Raises:
-        ConfigError: The options ask for several.
-    """
+    """The name and the requests of the only workload. Raises ConfigError if the options ask for several."""
     workloads = make_workloads(arguments, config)
     if len(workloads) > 1:
         raise ConfigError(ONE_WORKLOAD)

@@ -1,11 +1,35 @@
-"""`minivllm course`: the lessons and the learner's points. `course html` makes web pages, `course export` an nbgrader course."""
+"""`minivllm course`: the lessons and the learner's points. `course html` makes web pages, `course export` an nbgrader course.
+`minivllm grade SUBMISSIONS… --output FOLDER` grades learners' notebooks."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shutil
+import sys
 from pathlib import Path
 
 from minivllm.entrypoints.cli.options import add_command, add_option
+from minivllm.errors import CourseError, MinivllmError
+
+_GRADE_DESCRIPTION = """Grade submissions: restore the original checks, run each notebook in a fresh kernel with limits, and write
+grades.csv (a row per submission), junit.xml (a test case per check) and feedback/LEARNER_NOTEBOOK.html.
+
+The learner is LEARNER in FOLDER/LEARNER/…, else what the file name adds to the lesson's (alice_04_paged_kv_cache.ipynb is alice's),
+else the name of the notebook's folder. Of several files by one learner for one lesson, the latest is graded, and the feedback says so.
+
+Grades are written as they are made: an interrupted run resumes when it is started again with the same --output. A notebook that ran
+out of time because the machine was busy is tried once more, alone.
+
+Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, endless loops,
+excessive memory, output or disk use, and crashes of Python. On Linux with bubblewrap installed (`apt install bubblewrap`), each
+notebook also runs in a sandbox: it sees Python, its packages, the course and its own folder, no network, no other process and none of
+your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: ordinary means keep it from
+opening the solutions and other submissions, but a malicious one can read and delete your files, use the network and kill the grader.
+
+Either way, each check of lessons 04 and 07 that passes is repeated with random input. The learner's class is observed at work and
+compared with the solution's outside the learner's process, so a forged check earns nothing. Whose class it is cannot be proved: a
+notebook that visibly uses the engine's own gets a remark, one that hides it does not."""
 
 
 def add_course_command(commands) -> None:  # noqa: ANN001
@@ -58,3 +82,123 @@ def _folder(name: str) -> Path:
     from minivllm.course.grading.submissions import project_folders
 
     return project_folders()[0] / name
+
+
+# -- grading ---------------------------------------------------------------------------------------------------------
+
+
+def add_grade_command(commands) -> None:  # noqa: ANN001
+    """Register `minivllm grade`."""
+    from minivllm.course.grading.limits import Limits
+
+    default = Limits()
+    grade = add_command(
+        commands, "grade", run_grade, "grade learners' notebooks",
+        "minivllm grade submissions/ --output grades --jobs 2",
+    )  # fmt: skip
+    grade.description = _GRADE_DESCRIPTION
+    grade.formatter_class = argparse.RawDescriptionHelpFormatter
+    grade.add_argument(
+        "submissions", nargs="+", type=Path, metavar="SUBMISSION", help="a notebook, or a folder that is searched for notebooks"
+    )
+    grade.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="where grades and feedback go")
+    solutions = "the solved notebooks, whose checks count (default: the project's solutions)"
+    add_option(grade, "--solutions FOLDER", Path, solutions)
+    add_option(grade, "--jobs", 1, "notebooks to run in parallel")
+    sandbox = "run each notebook in bubblewrap's sandbox: always, never, or if this machine can"
+    add_option(grade, "--sandbox", "auto", sandbox, choices=("auto", "always", "never"))
+    add_option(grade, "--cell-timeout SECONDS", float(default.cell_seconds), "time limit per cell")
+    add_option(grade, "--timeout SECONDS", float(default.total_seconds), "time limit per notebook")
+    add_option(grade, "--memory GIB", default.memory_bytes / 1024**3, "memory limit per notebook")
+
+
+def run_grade(arguments: argparse.Namespace) -> int:
+    """Grade, write the results, and print a table of them."""
+    for option in ("jobs", "cell_timeout", "timeout", "memory"):
+        value = getattr(arguments, option)
+        if not value > 0:
+            raise CourseError(f"--{option.replace('_', '-')} is {value:g}, but must be more than 0.")
+    try:
+        import ipykernel  # noqa: F401
+        import jupyter_client  # noqa: F401
+        import nbconvert  # noqa: F401
+        from tqdm import tqdm
+
+        from minivllm.course.grading.grader import grade_all
+        from minivllm.course.grading.progress import Progress
+        from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "minivllm":
+            raise
+        raise CourseError(f'Grading needs {error.name}: `pip install "minivllm[course]"`.') from None
+    from minivllm.course.grading.limits import Limits
+    from minivllm.course.grading.submissions import find_submissions, load_lessons, project_folders
+
+    project = project_folders()
+    solutions = arguments.solutions or project[0] / "solutions"
+    submissions, remarks = find_submissions(arguments.submissions, load_lessons(solutions))
+    feedback = _make_folder(arguments.output)
+    limits = Limits(arguments.cell_timeout, arguments.timeout, arguments.memory * 1024**3)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    sandboxed = _use_sandbox(arguments.sandbox)
+    if sandboxed:
+        _prepare_model()
+    unreadable = [solutions, arguments.output]
+    unwritable = [*project, *(path for path in arguments.submissions if path.is_dir())]
+    progress = Progress(arguments.output / "grades.jsonl", limits, sandboxed)
+    kept = {
+        submission: found for submission in submissions if (found := progress.find(submission)) and (feedback / found[1]).exists()
+    }
+    if kept:
+        print(f"{len(kept)} of {len(submissions)} were graded in an earlier run and are unchanged.", file=sys.stderr)
+    grades = {submission: grade for submission, (grade, _) in kept.items()}
+    writer = FeedbackWriter(feedback, [page for _, page in kept.values()])
+    left = [submission for submission in submissions if submission not in kept]
+    running = grade_all(left, limits, arguments.jobs, unreadable, unwritable, sandboxed, progress.seed)
+    for grade in tqdm(running, total=len(left), unit="notebook", file=sys.stderr, desc="grading"):
+        progress.add(grade, writer.write(grade).name)
+        grades[grade.submission] = grade
+        so_far = [grades[submission] for submission in submissions if submission in grades]
+        write_csv(so_far, arguments.output / "grades.csv", sandboxed)
+    in_order = [grades[submission] for submission in submissions]
+    write_csv(in_order, arguments.output / "grades.csv", sandboxed)
+    write_junit(in_order, arguments.output / "junit.xml")
+    print(format_summary(in_order, shutil.get_terminal_size((120, 24)).columns))
+    print(f"\ngrades    {arguments.output / 'grades.csv'}\n          {arguments.output / 'junit.xml'}\nfeedback  {feedback}")
+    return 0
+
+
+def _use_sandbox(choice: str) -> bool:
+    """Whether to use the sandbox; says so where there is none."""
+    from minivllm.course.grading import bubblewrap
+
+    if choice == "never":
+        return False
+    if bubblewrap.is_available():
+        return True
+    if choice == "always":
+        raise CourseError(
+            "There is no sandbox here: install bubblewrap 0.6 or newer on Linux, where user namespaces are allowed."
+        )
+    print("No sandbox: notebooks run as you. On Linux, install bubblewrap; see minivllm grade --help.", file=sys.stderr)
+    return False
+
+
+def _prepare_model() -> None:
+    """Convert the model that lessons load now, if it is not yet: in the sandbox, its folder cannot be written to."""
+    from minivllm.config import EngineArgs
+    from minivllm.models.hub import resolve_model
+
+    with contextlib.suppress(MinivllmError, OSError):  # the notebooks that need it will say so
+        resolve_model(EngineArgs.model)
+
+
+def _make_folder(output: Path) -> Path:
+    """Create the folder of the feedback, before anything runs."""
+    feedback = output / "feedback"
+    try:
+        feedback.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CourseError(f"{output} cannot be written: {error.strerror}. Name another folder with --output.") from None
+    return feedback

@@ -126,7 +126,8 @@ def demo_failover() -> int:
 async def _run(engine: AsyncLLMEngine) -> int:
     print(f"   processes {', '.join(str(status.process_id) for status in engine.replicas.statuses())}\n")
     print("2. Four prompts, undisturbed", flush=True)
-    undisturbed = await _answer_all(engine)
+    undisturbed = [_Answer() for _ in PROMPTS]
+    await _answer_all(engine, undisturbed)
     for prompt, answer in zip(PROMPTS, undisturbed, strict=True):
         print(f"   {prompt!r} → {answer.text!r}")
 
@@ -159,9 +160,8 @@ async def _run(engine: AsyncLLMEngine) -> int:
     return 0 if equal == len(PROMPTS) and num_lost == 0 else 1
 
 
-async def _answer_all(engine: AsyncLLMEngine, answers: list[_Answer] | None = None) -> list[_Answer]:
+async def _answer_all(engine: AsyncLLMEngine, answers: list[_Answer]) -> None:
     """Generate for all prompts at once."""
-    answers = [_Answer() for _ in PROMPTS] if answers is None else answers
 
     async def one(number: int) -> None:
         async for output in engine.generate(PROMPTS[number], PARAMS, f"{number}"):
@@ -169,7 +169,6 @@ async def _answer_all(engine: AsyncLLMEngine, answers: list[_Answer] | None = No
             answers[number].times.append(time.perf_counter())
 
     await asyncio.gather(*(one(number) for number in range(len(PROMPTS))))
-    return answers
 
 
 async def _answer_all_and_kill(engine: AsyncLLMEngine, victim: int, process_id: int) -> tuple[list[_Answer], list[int], float]:

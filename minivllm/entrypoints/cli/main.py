@@ -9,10 +9,9 @@ from pathlib import Path
 
 from minivllm import __version__
 from minivllm.entrypoints.cli.bench import add_calibrate, add_latency, add_offline, add_serve, add_sweep
-from minivllm.entrypoints.cli.course import add_course_command
+from minivllm.entrypoints.cli.course import add_course_command, add_grade_command
 from minivllm.entrypoints.cli.doctor import examine
 from minivllm.entrypoints.cli.generate import add_generate_commands
-from minivllm.entrypoints.cli.grade import add_grade_command
 from minivllm.entrypoints.cli.options import add_command, add_option, check_writable
 from minivllm.entrypoints.cli.replicas import add_replicas_command
 from minivllm.entrypoints.cli.serve import add_make_key_command, add_serve_command

@@ -19,6 +19,7 @@ def add_replicas_command(commands) -> None:  # noqa: ANN001
     """Register `minivllm replicas`."""
     summary = "list the replicas of a running server, or restart them"
     parser = add_command(commands, "replicas", run_list, summary, "minivllm replicas restart --rolling")
+    parser.set_defaults(base_url="http://127.0.0.1:8000", api_key=None)
     _add_server_options(parser)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     summary = "restart replicas while the others serve: no answer is lost"
@@ -30,12 +31,12 @@ def add_replicas_command(commands) -> None:  # noqa: ANN001
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    default = argparse.SUPPRESS if parser.prog.endswith("restart") else "http://127.0.0.1:8000"
-    parser.add_argument("--base-url", metavar="URL", default=default, help="of the server (default: http://127.0.0.1:8000)")
-    parser.add_argument(
-        "--api-key", metavar="KEY", default=argparse.SUPPRESS if parser.prog.endswith("restart") else None,
-        help=f"of the server; by default {API_KEY_VARIABLE} in the environment",
-    )  # fmt: skip
+    """The options may stand before or after `restart`: without default, one of them does not undo the other."""
+    for name, help in (
+        ("--base-url URL", "of the server (default: http://127.0.0.1:8000)"),
+        ("--api-key KEY", f"of the server; by default {API_KEY_VARIABLE} in the environment"),
+    ):
+        add_option(parser, name, str, help, default=argparse.SUPPRESS)
 
 
 class _Server:
@@ -61,9 +62,8 @@ class _Server:
         import httpx
 
         try:
-            response = self._client.request(
-                method, path, headers={"Content-Type": "application/json"} if method == "POST" else None
-            )
+            headers = {"Content-Type": "application/json"} if method == "POST" else None
+            response = self._client.request(method, path, headers=headers)
             content = response.json()
         except httpx.HTTPError as error:
             raise ConfigError(f"There is no answer from {self._url}: {error or type(error).__name__}.") from None
@@ -84,11 +84,8 @@ def run_list(arguments: argparse.Namespace) -> int:
     content = _Server(arguments).ask("GET", "/replicas")
     print(f"{'rank':>4}  {'state':10}{'running':>8}{'waiting':>9}{'cache':>7}{'deaths':>8}{'process':>9}")
     for replica in content["replicas"]:
-        deaths, process_id = replica["deaths"], replica["process_id"] or ""
-        print(
-            f"{replica['rank']:4}  {replica['state']:10}{replica['running']:8}{replica['waiting']:9}{replica['kv_cache_usage']:7.0%}"
-            f"{deaths:8}{process_id:9}"
-        )
+        row = "{rank:4}  {state:10}{running:8}{waiting:9}{kv_cache_usage:7.0%}{deaths:8}{process_id:9}"
+        print(row.format(**replica | {"process_id": replica["process_id"] or ""}))
     print(f"streams resumed elsewhere: {content['streams_resumed']}, lost: {content['streams_lost']}")
     return 0
 

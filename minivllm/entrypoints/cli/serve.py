@@ -122,12 +122,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], AsyncLLMEngine] | None = None) -> int:
-    """Serve until Ctrl-C.
-
-    Args:
-        arguments: From the command line.
-        make_engine: Starts an engine of another kind.
-    """
+    """Serve until Ctrl-C. `make_engine` starts an engine of another kind."""
     from minivllm.core.static_batching import StaticBatchScheduler
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
     from minivllm.entrypoints.server.launcher import run_server
@@ -139,18 +134,19 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
     is_local = arguments.host == "localhost" or _is_loopback(arguments.host)
     if arguments.allow_kill and not is_local:
         raise ConfigError(
-            f"With --allow-kill the server listens for this machine alone, and not on {arguments.host}: leave out --host."
+            f"With --allow-kill the server listens for this machine alone, not on {arguments.host}: leave out --host."
         )
     names = (
         "host", "port", "max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count", "allow_kill",
         "log_level",
     )  # fmt: skip
+    api_keys = (*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)]))
     settings = ServerSettings(
-        api_keys=(*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])),
+        api_keys=api_keys,
         **{name: getattr(arguments, name) for name in names},
         allowed_origins=tuple(arguments.allowed_origins),
         chat_template=arguments.chat_template and _read_text(arguments.chat_template),
-        may_manage=is_local or bool(arguments.api_key or os.environ.get(API_KEY_VARIABLE)),
+        may_manage=is_local or bool(api_keys),
         seed=args.seed,
     )
     if arguments.mode == "static":  # which has no chunked prefill

@@ -84,8 +84,10 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
 
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
+    num_requests, _ = _make_requests(arguments)
     options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS} | {"cost_model": costs}
-    results = (_run_schedulers if arguments.replicas is None else _run_replicas)(arguments, options)
+    options["progress_total"] = num_requests if num_requests >= PROGRESS_FROM else None
+    results = (_run_schedulers if arguments.replicas is None else _run_replicas)(arguments, num_requests, options)
     if arguments.json:
         content = {"command": arguments.command, "results": [result.to_json() for result in results]}
         arguments.json.write_text(to_json(content))
@@ -101,7 +103,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_schedulers(arguments: argparse.Namespace, options: dict[str, Any]) -> list[EngineRun]:
+def _run_schedulers(arguments: argparse.Namespace, num_requests: int, options: dict[str, Any]) -> list[EngineRun]:
     """One engine, with each scheduler."""
     from minivllm.simulation.engine import format_simulations, simulate
 
@@ -110,14 +112,9 @@ def _run_schedulers(arguments: argparse.Namespace, options: dict[str, Any]) -> l
             raise ConfigError(f"--{name.replace('_', '-')} compares routers: give --replicas too.")
     if arguments.routing != list(ROUTERS):
         raise ConfigError("--routing is for replicas: give --replicas too.")
-    num_requests, _ = _make_requests(arguments)
     if arguments.save_trace and num_requests > MOST_TRACED:
         raise ConfigError(f"A trace of more than {MOST_TRACED} requests is too large to draw: lower --num-requests.")
-    options |= {
-        "trace": arguments.save_trace is not None,
-        "progress_total": num_requests if num_requests >= PROGRESS_FROM else None,
-        "max_concurrency": arguments.max_concurrency,
-    }
+    options |= {"trace": arguments.save_trace is not None, "max_concurrency": arguments.max_concurrency}
     schedulers = dict.fromkeys(arguments.scheduler)
     results = [simulate(_make_requests(arguments)[1], scheduler=scheduler, **options) for scheduler in schedulers]
     print(f"{num_requests} requests, {results[0].output_tokens} output tokens, simulated")
@@ -125,7 +122,7 @@ def _run_schedulers(arguments: argparse.Namespace, options: dict[str, Any]) -> l
     return results
 
 
-def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> list[ReplicaRun]:
+def _run_replicas(arguments: argparse.Namespace, num_requests: int, options: dict[str, Any]) -> list[ReplicaRun]:
     """Replicas, with each router."""
     from minivllm.bench.summary import Goals
     from minivllm.simulation.replicas import format_replicas, simulate_replicas
@@ -138,15 +135,11 @@ def _run_replicas(arguments: argparse.Namespace, options: dict[str, Any]) -> lis
     scheduler = "continuous" if len(arguments.scheduler) > 1 else arguments.scheduler[0]
     if arguments.routing == ["prefix-aware"] and not arguments.enable_prefix_caching:
         print("Without --enable-prefix-caching, prefix-aware finds nothing in a cache.", file=sys.stderr)
-    num_requests, _ = _make_requests(arguments)
-    options |= {
-        "goals": goals,
-        "scheduler": scheduler,
-        "progress_total": num_requests if num_requests >= PROGRESS_FROM else None,
-    }
-    routers = dict.fromkeys(arguments.routing)
     results = [
-        simulate_replicas(_make_requests(arguments)[1], arguments.replicas, routing=router, **options) for router in routers
+        simulate_replicas(
+            _make_requests(arguments)[1], arguments.replicas, routing=router, goals=goals, scheduler=scheduler, **options
+        )
+        for router in dict.fromkeys(arguments.routing)
     ]
     replicas = "1 replica" if arguments.replicas == 1 else f"{arguments.replicas} replicas"
     print(f"{num_requests} requests, {results[0].output_tokens} output tokens, {replicas}, simulated")

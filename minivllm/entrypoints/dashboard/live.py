@@ -36,13 +36,7 @@ HEARTBEAT_PAUSE = 5.0
 
 
 async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: bool = False) -> AsyncGenerator[bytes, None]:
-    """A page's events, until the engine is dead or the generator is closed.
-
-    Args:
-        engine: The engine.
-        replica: Whose steps to tell.
-        may_kill: Whether the page has buttons that kill replicas.
-    """
+    """A page's events about the steps of one replica, until the engine is dead or the generator is closed."""
     more = {"num_engines": engine.num_engines, "replica": replica, "may_kill": may_kill and engine.num_engines > 1}
     yield sse(describe_engine(engine, replica) | more, "engine")
     views = _Views(engine, replica)

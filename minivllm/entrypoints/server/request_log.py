@@ -110,7 +110,7 @@ class QueuedLog(logging.Handler):
         try:  # not the stream itself: a blocked write would hold its lock, even at the end of the process
             self._write = functools.partial(_write_all, os.dup(stream.fileno()))
         except OSError:  # a stream without a file
-            self._write = functools.partial(_write_text, stream)
+            self._write = functools.partial(print, file=stream, flush=True)
         self._lines: queue.Queue[str] = queue.Queue(capacity)
         self._num_dropped = 0
         self._count_lock = threading.Lock()
@@ -159,11 +159,6 @@ def _write_all(file: int, line: str) -> None:
     data = line.encode() + b"\n"
     while data:
         data = data[os.write(file, data) :]
-
-
-def _write_text(stream: TextIO, line: str) -> None:
-    stream.write(line + "\n")
-    stream.flush()
 
 
 def _make_record(message: str, *arguments: object) -> logging.LogRecord:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from minivllm.config import check_at_least
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.answer import tokenizer_of
 from minivllm.entrypoints.openai.errors import ApiError, quoted
@@ -28,22 +29,10 @@ _LEEWAY = 0.5
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of `minivllm serve`.
+    """Settings of `minivllm serve`, whose help describes them; times are in seconds.
 
-    Args:
-        host, port: Where to listen; port 0 picks a free one.
-        api_keys: Any of them grants access; empty means no authentication.
-        max_request_bytes: Largest request body.
-        max_waiting: Sequences that may wait, besides the running ones.
-        request_timeout: Time limit per request in seconds, or None.
-        shutdown_timeout: Grace period for running requests at shutdown, in seconds.
-        api_server_count: API servers, which share the sequences in flight evenly.
-        chat_template: A Jinja template to use instead of the model's.
-        allowed_origins: Web pages that may use the server from a browser (CORS); "*" means all.
-        allow_kill: Any client may kill replicas.
-        may_manage: Any client that has the key, if there is one, may restart replicas.
-        log_level: One of `LOG_LEVELS`.
-        seed: As for `AsyncLLMEngine.join`.
+    Any of the `api_keys` grants access; without any, there is no authentication. `chat_template` is the template itself. With `may_manage`,
+    clients may restart replicas. `seed` is for `AsyncLLMEngine.join`.
 
     Raises:
         ConfigError: A value is out of range.
@@ -68,12 +57,10 @@ class ServerSettings:
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError("An API key must be printable ASCII characters without a space, and at least one.")
-        if self.max_request_bytes < 1:
-            raise ConfigError(f"max_request_bytes is {self.max_request_bytes}, but must be at least 1.")
+        check_at_least("max_request_bytes", self.max_request_bytes, 1)
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:
             raise ConfigError(f"api_server_count is {self.api_server_count}, but must be from 1 to {MAX_API_SERVERS}.")
-        if self.max_waiting < 0:
-            raise ConfigError(f"max_waiting is {self.max_waiting}, but must be at least 0.")
+        check_at_least("max_waiting", self.max_waiting, 0)
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
             raise ConfigError(f"request_timeout is {self.request_timeout} seconds, but must be more than 0.")
         if not 0 <= self.shutdown_timeout < math.inf:
@@ -96,16 +83,11 @@ class Admission:
             ApiError: 400 if it exceeds the total capacity, 429 if too little of it is free.
         """
         if num_sequences > self.capacity:
-            raise ApiError(
-                400,
-                f"The request asks for {num_sequences} continuations (prompts times n), but this server accepts at most "
-                f"{self.capacity} at once: send fewer prompts at a time, or lower n.",
-            )
+            message = f"The request asks for {num_sequences} continuations (prompts times n), but this server accepts at most "
+            raise ApiError(400, f"{message}{self.capacity} at once: send fewer prompts at a time, or lower n.")
         if self.num_sequences + num_sequences > self.capacity:
-            raise ApiError(
-                429,
-                f"The server is full: it has {self.num_sequences} continuations in flight and accepts {self.capacity}. Try again.",
-            )
+            in_flight = f"it has {self.num_sequences} continuations in flight and accepts {self.capacity}"
+            raise ApiError(429, f"The server is full: {in_flight}. Try again.")
         self.num_sequences += num_sequences
         self.num_requests += 1
         try:
