@@ -24,7 +24,7 @@ from minivllm.bench.report import format_table, report
 from minivllm.bench.workloads import WorkloadRequest, warm_up_requests
 from minivllm.config import EngineArgs, ModelConfig
 from minivllm.entrypoints.cli.bench import add_workload_options, find_model_config, one_workload
-from minivllm.entrypoints.cli.options import add_engine_options, check_writable, engine_args
+from minivllm.entrypoints.cli.options import add_engine_options, check_writable, options_for
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.models.hub import PACKAGED_MODELS, find_packaged_file
 
@@ -307,7 +307,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = find_model_config(arguments)
     name, requests = one_workload(arguments, config)
     specs = make_specs(
-        arguments.engines, config, engine_args(arguments), requests,
+        arguments.engines, config, options_for(EngineArgs, arguments), requests,
         gguf=find_gguf_file(arguments.model), vllm_python=arguments.vllm_python, llama_python=arguments.llama_python,
     )  # fmt: skip
     comparison = compare(specs, name, requests, arguments.rounds)

@@ -110,7 +110,7 @@ def test_a_wrong_value_gets_one_sentence_and_its_field(server, fields, param, se
         ({"structured_outputs": {"structural_tag": "x"}}, 'structural_tag is "x", but this server does not support that'),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json is 5, but must be a JSON schema"),
         ({"tool_choice": 5}, "tool_choice is 5, but must be none, auto, required, or {"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, 'name is "", but must have at least 1 characters'),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name has 0 characters, but must have at least 1."),
         ({"allowed_token_ids": [5] * 20_000}, "allowed_token_ids has 20000 entries, but must have at most 16384"),
         ({"chat_template_kwargs": {"sanitize_control_tokens": 5}}, "which is not a variable of the template"),
         ({"bad_words": [" "]}, "but must be a list of at most 1024 words"),

@@ -21,14 +21,14 @@ from minivllm.bench.workloads import (
     make_workload,
     warm_up_requests,
 )
-from minivllm.config import ModelConfig
+from minivllm.config import EngineArgs, ModelConfig
 from minivllm.entrypoints.cli.options import (
     add_command,
     add_engine_options,
     add_goal_options,
     add_option,
     add_save_trace_option,
-    engine_args,
+    options_for,
     picture,
 )
 from minivllm.errors import ConfigError
@@ -153,7 +153,7 @@ def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:
     """Build the engine from the options."""
     from minivllm.entrypoints.llm import LLM
 
-    return LLM(**engine_args(arguments) | overrides).llm_engine
+    return LLM(**options_for(EngineArgs, arguments) | overrides).llm_engine
 
 
 def report_engine(arguments: argparse.Namespace, what: str, table: str, results: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ def run_bench_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("Without streaming, TTFT and TPOT are not known: leave out --ttft-goal and --tpot-goal.")
     if arguments.warmup < 0:
         raise ConfigError(f"--warmup is {arguments.warmup}, but must be at least 0 requests.")
-    load = Load(arguments.request_rate, arguments.concurrency, arguments.duration, arguments.grace, arguments.seed)
+    load = Load(**options_for(Load, arguments))
     model, served, interrupted = asyncio.run(_measure(arguments, load))
     if not served:
         print("minivllm: stopped before a request was sent", file=sys.stderr)

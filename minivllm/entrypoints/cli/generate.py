@@ -8,7 +8,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, add_save_trace_option, engine_args
+from minivllm.config import EngineArgs
+from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, add_save_trace_option, options_for
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams
 
@@ -57,7 +58,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     prompts = [_read_standard_input() if prompt == "-" else prompt for prompt in arguments.prompts]
     from minivllm.entrypoints.llm import LLM
 
-    llm = LLM(**engine_args(arguments), trace=arguments.save_trace is not None)
+    llm = LLM(**options_for(EngineArgs, arguments), trace=arguments.save_trace is not None)
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     if llm.llm_engine.trace is not None:
         llm.llm_engine.trace.save(arguments.save_trace)
@@ -86,7 +87,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     from minivllm.entrypoints.llm import LLM
 
     print(f"Loading {arguments.model} ...", file=sys.stderr)
-    llm = LLM(**engine_args(arguments) | {"enable_prefix_caching": True})  # each turn starts with all earlier ones
+    llm = LLM(**options_for(EngineArgs, arguments) | {"enable_prefix_caching": True})  # each turn starts with all earlier ones
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(opening)
     print("Write a message. /clear forgets the conversation, /exit ends it, Ctrl-C stops an answer.", file=sys.stderr)

@@ -95,9 +95,9 @@ def add_goal_options(group: argparse._ActionsContainer) -> None:
         add_option(group, f"--{name}-goal MS", float, f"a request counts for goodput if {words} took at most MS milliseconds")
 
 
-def engine_args(arguments: argparse.Namespace) -> dict:
-    """The keyword arguments of `LLM` from the command line."""
-    return {name: getattr(arguments, name) for name in EngineArgs.names() if hasattr(arguments, name)}
+def options_for(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that have the names of a dataclass's fields, as its keyword arguments."""
+    return {field.name: getattr(arguments, field.name) for field in fields(cls) if hasattr(arguments, field.name)}
 
 
 def picture(name: str) -> Path:

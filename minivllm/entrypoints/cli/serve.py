@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.config import EngineArgs
-from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, engine_args
+from minivllm.entrypoints.cli.options import add_command, add_engine_options, add_option, options_for
 from minivllm.entrypoints.server.request_log import LOG_LEVELS
 from minivllm.errors import ConfigError
 
@@ -129,25 +129,22 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
     from minivllm.entrypoints.server.request_log import configure_logging
     from minivllm.entrypoints.server.state import ServerSettings
 
-    args = EngineArgs(**engine_args(arguments))
+    args = EngineArgs(**options_for(EngineArgs, arguments))
     restart = args.parallel_config().has_replicas if arguments.restart_engine is None else arguments.restart_engine
     is_local = arguments.host == "localhost" or _is_loopback(arguments.host)
     if arguments.allow_kill and not is_local:
         raise ConfigError(
             f"With --allow-kill the server listens for this machine alone, not on {arguments.host}: leave out --host."
         )
-    names = (
-        "host", "port", "max_request_bytes", "max_waiting", "request_timeout", "shutdown_timeout", "api_server_count", "allow_kill",
-        "log_level",
-    )  # fmt: skip
     api_keys = (*arguments.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)]))
     settings = ServerSettings(
-        api_keys=api_keys,
-        **{name: getattr(arguments, name) for name in names},
-        allowed_origins=tuple(arguments.allowed_origins),
-        chat_template=arguments.chat_template and _read_text(arguments.chat_template),
-        may_manage=is_local or bool(api_keys),
-        seed=args.seed,
+        **options_for(ServerSettings, arguments)
+        | {
+            "api_keys": api_keys,
+            "allowed_origins": tuple(arguments.allowed_origins),
+            "chat_template": arguments.chat_template and _read_text(arguments.chat_template),
+            "may_manage": is_local or bool(api_keys),
+        }
     )
     if arguments.mode == "static":  # which has no chunked prefill
         args = dataclasses.replace(args, enable_chunked_prefill=False, scheduler_cls=StaticBatchScheduler)

@@ -43,29 +43,29 @@ async def live_events(engine: AsyncLLMEngine, replica: int = 0, *, may_kill: boo
     view, news, replicas = views.steps, views.news, b""
     watcher = asyncio.create_task(views.follow())
     now = asyncio.get_running_loop().time
-    said, last_said = b"", now()
+    sent, last_sent = b"", now()
     try:
         while not watcher.done():
-            if engine.num_engines > 1 and (told := sse(views.report_replicas(), "replicas")) != replicas:
-                yield told
-                replicas = told
+            if engine.num_engines > 1 and (event := sse(views.report_replicas(), "replicas")) != replicas:
+                yield event
+                replicas = event
             try:
                 await asyncio.wait_for(news.wait(), SILENT_AFTER)
             except asyncio.TimeoutError:
                 name = "busy" if views.is_busy else "idle"
                 if name == "idle":
                     view.forget_sequences()
-                if (silence := sse({count: getattr(views.stats, count) for count in COUNTS}, name)) != said:
+                if (silence := sse({count: getattr(views.stats, count) for count in COUNTS}, name)) != sent:
                     yield silence
-                    said, last_said = silence, now()
-                elif now() - last_said > HEARTBEAT_PAUSE:
+                    sent, last_sent = silence, now()
+                elif now() - last_sent > HEARTBEAT_PAUSE:
                     yield b": still here\n\n"
-                    last_said = now()
+                    last_sent = now()
                 continue
             news.clear()
             if report := view.report():
                 yield sse(report, "steps")
-                said, last_said = b"", now()
+                sent, last_sent = b"", now()
             await asyncio.sleep(EVENT_PAUSE)
         if report := view.report():  # perhaps the step in which it died
             yield sse(report, "steps")

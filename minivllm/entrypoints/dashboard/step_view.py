@@ -56,8 +56,8 @@ class StepView:
         self._curve: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MOST_HAPPENINGS)
         self._happenings: deque[dict[str, Any]] = deque(maxlen=MOST_HAPPENINGS)
-        self._told_tables: dict[SequenceKey, tuple[int, ...]] = {}
-        self._told_cached: frozenset[int] = frozenset()
+        self._reported_tables: dict[SequenceKey, tuple[int, ...]] = {}
+        self._reported_cached: frozenset[int] = frozenset()
 
     # -- taking steps -----------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class StepView:
         self._sequences.clear()
         self._requests.clear()
         self._waiting.clear()
-        self._told_tables.clear()
+        self._reported_tables.clear()
 
     def _forget_all_but(self, request_ids: set[str]) -> None:
         """The others ended in steps that were missed."""
@@ -156,8 +156,8 @@ class StepView:
             if key not in self._sequences:
                 return
             seq = self._sequences[key]
-            told = {"what": what, "why": why, "num_generated": seq.num_generated, "seconds": step.end - seq.queued}
-            self._happenings.append(self._name(key) | told)
+            happening = {"what": what, "why": why, "num_generated": seq.num_generated, "seconds": step.end - seq.queued}
+            self._happenings.append(self._name(key) | happening)
 
         for item in step.preempted:
             note("preempted", SequenceKey(*item[:2]), item.mode)
@@ -190,39 +190,39 @@ class StepView:
             return None
         waiting = heapq.nsmallest(MOST_WAITING, self._waiting, lambda key: (self._requests[key.request_id].ordinal, key.index))
         report = {name: getattr(step, name) for name in (*_COUNTS, "start", "num_tokens", "error")} | {
-            "sequences": self._tell_sequences(step),
+            "sequences": self._report_sequences(step),
             "waiting": [self._name(key) | {"was_preempted": self._sequences[key].context_len is not None} for key in waiting],
             "shared": {block: count for block, count in step.ref_counts.items() if count > 1},
-            "cached": list(step.cached_blocks - self._told_cached),
-            "uncached": list(self._told_cached - step.cached_blocks),
+            "cached": list(step.cached_blocks - self._reported_cached),
+            "uncached": list(self._reported_cached - step.cached_blocks),
             "happenings": list(self._happenings),
             "first_tokens": list(self._first_tokens),
             "curve": {name: [point[name] for point in self._curve] for name in self._curve[0]},
         }
         tables = step.block_tables | step.swapped_tables
-        self._told_tables = {key: table for key, table in tables.items() if key in self._sequences}
-        self._told_cached = step.cached_blocks
+        self._reported_tables = {key: table for key, table in tables.items() if key in self._sequences}
+        self._reported_cached = step.cached_blocks
         self._step = None
-        for told in (self._curve, self._first_tokens, self._happenings):
-            told.clear()
+        for reported in (self._curve, self._first_tokens, self._happenings):
+            reported.clear()
         return report
 
     def _name(self, key: SequenceKey) -> dict[str, Any]:
         """A sequence, and the number of its request in the engine, which is the same on every page."""
         return {**key._asdict(), "number": self._requests[key.request_id].ordinal}
 
-    def _tell_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
+    def _report_sequences(self, step: StepRecord) -> list[dict[str, Any]]:
         """All sequences that hold blocks: on the device in batch order, then on the host."""
         parts = {item.key: item for item in step.scheduled}
-        told = []
+        sequences = []
         for tables, place in ((step.block_tables, "running"), (step.swapped_tables, "swapped")):
             for key, table in tables.items():
                 if key not in self._sequences:
                     continue
-                seq, before = self._sequences[key], self._told_tables.get(key, ())
+                seq, before = self._sequences[key], self._reported_tables.get(key, ())
                 part = parts.get(key)
                 keep = len(before) if table[: len(before)] == before else 0
-                told.append(
+                sequences.append(
                     {
                         **self._name(key),
                         "place": place,
@@ -233,4 +233,4 @@ class StepView:
                         "blocks": table[keep:],
                     }
                 )
-        return told
+        return sequences

@@ -155,17 +155,13 @@ def describe_mistake(mistake: Mapping[str, Any]) -> tuple[str, str | None]:
     given = quoted(mistake.get("input"))
     if field in EXPECTED:
         return f"{name} is {given}, but must be {EXPECTED[field]}.", param
-    limits = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    for limit, words in limits.items():
+    for limit, words in {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}.items():
         if limit in context:
             return f"{name} is {given}, but must be {words} {context[limit]}.", param
-    if kind in ("too_long", "too_short"):
-        bound, words = ("max_length", "at most") if kind == "too_long" else ("min_length", "at least")
-        return f"{name} has {len(mistake['input'])} entries, but must have {words} {context[bound]}.", param
-    if kind == "string_too_short":
-        return f"{name} is {given}, but must have at least {context['min_length']} characters.", param
-    if kind == "string_too_long":
-        return f"{name} has {len(mistake['input'])} characters, but must have at most {context['max_length']}.", param
+    for limit, words in {"min_length": "at least", "max_length": "at most"}.items():
+        if limit in context:
+            parts = "characters" if kind.startswith("string") else "entries"
+            return f"{name} has {len(mistake['input'])} {parts}, but must have {words} {context[limit]}.", param
     if kind == "literal_error":
         return f"{name} is {given}, but must be {context['expected']}.", param
     if expected := _KINDS.get(kind.split("_")[0]):

@@ -30,7 +30,7 @@ from minivllm.entrypoints.openai.protocol import ModelCard, ModelList, SamplingB
 from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from minivllm.entrypoints.openai.responses.serving import ResponsesAnswer
 from minivllm.entrypoints.server.answer_response import AnswerResponse
-from minivllm.entrypoints.server.json_route import JsonRoute, json_response
+from minivllm.entrypoints.server.json_route import JsonRoute
 from minivllm.entrypoints.server.middleware import OPEN_PATHS, KeyMiddleware, RequestMiddleware
 from minivllm.entrypoints.server.replicas_api import ReplicaHealth, describe_replicas
 from minivllm.entrypoints.server.replicas_api import router as replicas_router
@@ -164,17 +164,17 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 # -- the server and its model --------------------------------------------------------------------------------------
 
 
-@router.get("/v1/models", responses={200: {"model": ModelList}})
-async def list_models(request: Request) -> Response:
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
     """List the one model that is served."""
-    return json_response({"object": "list", "data": [_model_card(state_of(request))]})
+    return {"object": "list", "data": [_model_card(state_of(request))]}
 
 
-@router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}})
-async def retrieve_model(model: str, request: Request) -> Response:
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, request: Request) -> ModelCard:
     """Describe a model."""
     check_model(request, model)
-    return json_response(_model_card(state_of(request)))
+    return _model_card(state_of(request))
 
 
 def _model_card(state: ServerState) -> ModelCard:
@@ -191,31 +191,30 @@ def _model_card(state: ServerState) -> ModelCard:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/ping", responses={200: {"model": HealthResponse}})
+@router.get("/ping")
 @router.post("/ping", include_in_schema=False)
-@router.get("/health", responses={200: {"model": HealthResponse}})
-async def health(request: Request) -> Response:
+@router.get("/health")
+async def health(request: Request) -> HealthResponse:
     """Whether requests can be served; 503 with the reason if not."""
     state = state_of(request)
     if state.closing.begun:
         raise EngineDeadError("The server is shutting down.")
-    engine = state.engine
-    engine.check_health()
-    if engine.num_engines == 1:
-        return json_response({"status": "ok"})
-    return json_response({"status": "ok", "replicas": describe_replicas(engine)})
+    state.engine.check_health()
+    if state.engine.num_engines == 1:
+        return {"status": "ok"}
+    return {"status": "ok", "replicas": describe_replicas(state.engine)}
 
 
-@router.get("/load", responses={200: {"model": LoadResponse}})
-async def load(request: Request) -> Response:
+@router.get("/load")
+async def load(request: Request) -> LoadResponse:
     """How many requests are being answered, by this API server."""
-    return json_response({"server_load": state_of(request).admission.num_requests})
+    return {"server_load": state_of(request).admission.num_requests}
 
 
-@router.get("/version", responses={200: {"model": VersionResponse}})
-async def version() -> Response:
+@router.get("/version")
+async def version() -> VersionResponse:
     """The version of minivllm."""
-    return json_response({"version": __version__})
+    return {"version": __version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -1,4 +1,4 @@
-"""How bodies are read and answers written: strict JSON, bounded in size, time and parts, before pydantic sees it."""
+"""How bodies are read: strict JSON, bounded in size, time and parts, before pydantic sees it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ _PARTS = (b"[", b"{", b":")
 """One for each list, object and field."""
 DROP_SECONDS, DROP_BYTES = 5.0, 2**28
 """How long, and how much of, a body that is too long is received before it is refused."""
-
-
-def json_response(body: Any, status_code: int = 200) -> Response:
-    """A response with a JSON body."""
-    return Response(msgspec.json.encode(body), status_code, media_type="application/json")
 
 
 def has_json(request: Request) -> bool:

@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.server.json_route import has_json, json_response
+from minivllm.entrypoints.server.json_route import has_json
 from minivllm.entrypoints.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -73,16 +72,16 @@ def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
     return replicas
 
 
-@router.get("/replicas", responses={200: {"model": ReplicasResponse}})
-async def list_replicas(request: Request) -> Response:
+@router.get("/replicas")
+async def list_replicas(request: Request) -> ReplicasResponse:
     """All replicas."""
     engine = state_of(request).engine
     resumed, lost = engine.metrics.count("num_resumed_requests"), engine.metrics.count("num_lost_requests")
-    return json_response({"replicas": describe_replicas(engine), "streams_resumed": resumed, "streams_lost": lost})
+    return {"replicas": describe_replicas(engine), "streams_resumed": resumed, "streams_lost": lost}
 
 
-@router.post("/replicas/{rank}/restart", responses={202: {"model": AcceptedResponse}})
-async def restart_replica(rank: int, request: Request) -> Response:
+@router.post("/replicas/{rank}/restart", status_code=202)
+async def restart_replica(rank: int, request: Request) -> AcceptedResponse:
     """Let a replica finish its requests, and replace it."""
     state = _checked(request, rank)
     if not state.settings.may_manage:
@@ -91,18 +90,18 @@ async def restart_replica(rank: int, request: Request) -> Response:
     if not state.engine.replicas.restart(rank):
         what = f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted"
         raise ApiError(409, f"{what}: try again later.")
-    return json_response({"status": "restarting"}, 202)
+    return {"status": "restarting"}
 
 
-@router.post("/replicas/{rank}/kill", responses={202: {"model": AcceptedResponse}})
-async def kill_replica(rank: int, request: Request) -> Response:
+@router.post("/replicas/{rank}/kill", status_code=202)
+async def kill_replica(rank: int, request: Request) -> AcceptedResponse:
     """Kill a replica's process."""
     state = _checked(request, rank)
     if not state.settings.allow_kill:
         raise ApiError(403, "This server kills no replicas: start it with --allow-kill.")
     if not state.engine.replicas.kill(rank):
         raise ApiError(409, f"Replica {rank} is {_state_of(state, rank)} and cannot be killed now.")
-    return json_response({"status": "killed"}, 202)
+    return {"status": "killed"}
 
 
 def _state_of(state: ServerState, rank: int) -> str:

@@ -7,14 +7,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
 from minivllm.entrypoints.openai.chat.protocol import Messages
 from minivllm.entrypoints.openai.chat.serving import encode_chat
 from minivllm.entrypoints.openai.protocol import Body, TokenId
-from minivllm.entrypoints.server.json_route import JsonRoute, json_response
+from minivllm.entrypoints.server.json_route import JsonRoute
 from minivllm.entrypoints.server.state import check_model, state_of
 from minivllm.errors import RequestError
 
@@ -60,8 +59,8 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
-@router.post("/tokenize", responses={200: {"model": TokenizeResponse}})
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     """Tokenize a text, or a conversation with the chat template applied."""
     check_model(request, body.model)
     engine = state_of(request).engine
@@ -72,18 +71,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         assert body.prompt is not None
         check_length(len(body.prompt), "characters", engine)
         tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-    return json_response(
-        {
-            "count": len(tokens),
-            "max_model_len": engine.input_processor.max_request_tokens,
-            "tokens": tokens,
-            "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
-        }
-    )
+    return {
+        "count": len(tokens),
+        "max_model_len": engine.input_processor.max_request_tokens,
+        "tokens": tokens,
+        "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
+    }
 
 
-@router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     """Decode tokens, special ones included."""
     check_model(request, body.model)
     engine = state_of(request).engine
@@ -91,4 +88,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     vocab_size = engine.model_config.vocab_size
     if (largest := max(body.tokens, default=0)) >= vocab_size:
         raise RequestError(f"tokens has {largest}, but this model's ids go from 0 to {vocab_size - 1}.")
-    return json_response({"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)})
+    return {"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)}
