@@ -31,12 +31,12 @@ def add_replicas_command(commands) -> None:  # noqa: ANN001
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    """The options may stand before or after `restart`: without default, one of them does not undo the other."""
-    for name, help in (
-        ("--base-url URL", "of the server (default: http://127.0.0.1:8000)"),
-        ("--api-key KEY", f"of the server; by default {API_KEY_VARIABLE} in the environment"),
+    """The options may stand before or after `restart`. Without a default, those after it do not reset those before it."""
+    for name, value, help in (
+        ("--base-url", "URL", "of the server (default: http://127.0.0.1:8000)"),
+        ("--api-key", "KEY", f"of the server; by default {API_KEY_VARIABLE} in the environment"),
     ):
-        add_option(parser, name, str, help, default=argparse.SUPPRESS)
+        parser.add_argument(name, metavar=value, default=argparse.SUPPRESS, help=help)
 
 
 class _Server:
