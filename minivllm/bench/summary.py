@@ -212,14 +212,10 @@ class RunSummary:
     """The results of a run. Times are in seconds; distributions are over the completed requests.
 
     Attributes:
-        num_requests: All requests of the run.
-        completed: Requests that finished by themselves; the others failed, were aborted, or are unfinished.
+        num_requests, completed: All requests, and those that finished by themselves; the others failed, were aborted, or are unfinished.
         prompt_tokens, output_tokens: Of the completed requests, unless a subclass says otherwise.
         seconds: From the first arrival to the end.
-        ttft: From a request's arrival to its first token.
-        itl: From one output of a sequence to the next; tokens that come together are one output.
-        tpot: Per output token after the first.
-        latency: From a request's arrival to its last token (end to end).
+        ttft, itl, tpot, latency: Of a `RequestLatency`, or of a `ServedRequest`.
         goodput: Completed requests per second that met all goals; None if there were no goals.
     """
 

@@ -147,10 +147,8 @@ class ApiServerProcesses:
         packed = config.to_bytes()
         for place, listener in zip(places, self._listeners, strict=True):
             setup = ApiServerSetup(packed, place, self._settings, listener.fileno(), sys.path)
-            descriptors = (listener.fileno(),)
-            self._processes[place.client_index] = ChildProcess(
-                "minivllm.entrypoints.server.api_server_proc", 1, setup, descriptors
-            )
+            process = ChildProcess("minivllm.entrypoints.server.api_server_proc", 1, setup, (listener.fileno(),))
+            self._processes[place.client_index] = process
             listener.close()  # or connections would queue here after the process has closed its own
 
     def poll(self) -> str | None:

@@ -53,7 +53,7 @@ class AcceptedResponse(TypedDict):
 
 
 def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
-    """Each replica in order: state, queues, blocks, rate, and how often it has died."""
+    """Each replica, in the order of ranks."""
     replicas: list[ReplicaHealth] = []
     for status in engine.replicas.statuses():
         stats = engine.stats_by_engine.get(status.rank, SchedulerStats())
