@@ -33,16 +33,23 @@ HASHED_BLOCK_SIZE = 512
 
 
 class TracedRequest(NamedTuple):
-    """A request of a production trace: seconds since the first one arrived, and its tokens.
+    """A request of a production trace: seconds since the first one arrived, and its tokens."""
 
-    `hash_ids`, in Mooncake's trace, has a number for each block of `HASHED_BLOCK_SIZE` prompt tokens; two blocks with the same number end
-    the same prefix.
+    arrival_time: float
+    prompt_len: int
+    output_len: int
+
+
+class HashedRequest(NamedTuple):
+    """A request whose prompt can be compared with others.
+
+    `hash_ids` has a number for each block of `HASHED_BLOCK_SIZE` tokens; two blocks with the same number end the same prefix.
     """
 
     arrival_time: float
     prompt_len: int
     output_len: int
-    hash_ids: tuple[int, ...] = ()
+    hash_ids: tuple[int, ...]
 
 
 def load_conversation_trace() -> list[TracedRequest]:
@@ -50,13 +57,13 @@ def load_conversation_trace() -> list[TracedRequest]:
     return load_trace("azure_2023_conversation.csv.gz")
 
 
-def load_mooncake_trace() -> list[TracedRequest]:
+def load_mooncake_trace() -> list[HashedRequest]:
     """Kimi's 12,031 requests, in the order of their arrival."""
     return load_trace("mooncake_conversation.jsonl.gz")
 
 
-def load_trace(name: str) -> list[TracedRequest]:
-    """A trace in the format of Azure's (CSV) or of Mooncake's (JSON lines).
+def load_trace(name: str) -> list[Any]:
+    """A trace in the format of Azure's (CSV, `TracedRequest`) or of Mooncake's (JSON lines, `HashedRequest`).
 
     Args:
         name: A file, packed with gzip or not; or the name of one that comes with the package.
@@ -95,20 +102,22 @@ def _read_azure(lines: list[str]) -> list[TracedRequest]:
     ]
 
 
-def _read_mooncake(lines: list[str]) -> list[TracedRequest]:
+def _read_mooncake(lines: list[str]) -> list[HashedRequest]:
     return [
-        TracedRequest(item["timestamp"] / 1000, item["input_length"], item["output_length"], tuple(item["hash_ids"]))
+        HashedRequest(item["timestamp"] / 1000, item["input_length"], item["output_length"], tuple(item["hash_ids"]))
         for item in map(msgspec.json.decode, lines)
     ]
 
 
-def replay_trace(trace: Sequence[TracedRequest], num_requests: int | None = None, **options: Any) -> list[WorkloadRequest]:
+def replay_trace(
+    trace: Sequence[TracedRequest | HashedRequest], num_requests: int | None = None, **options: Any
+) -> list[WorkloadRequest]:
     """The first requests of a trace as a workload; the arguments are those of `stream_trace`."""
     return list(stream_trace(trace, num_requests, **options))
 
 
 def stream_trace(
-    trace: Sequence[TracedRequest],
+    trace: Sequence[TracedRequest | HashedRequest],
     num_requests: int | None = None,
     *,
     request_rate: float | None = None,
@@ -155,10 +164,10 @@ def stream_trace(
     stretch = (1.0 if request_rate is None else own_rate / request_rate) / rate_factor
     rng = random.Random(seed)
 
-    def make(request: TracedRequest) -> WorkloadRequest:
+    def make(request: TracedRequest | HashedRequest) -> WorkloadRequest:
         prompt_len = min(max(1, round(request.prompt_len * length)), max_len // 2)
         output_len = min(max(1, round(request.output_len * length)), max_len - prompt_len)
-        if request.hash_ids:
+        if isinstance(request, HashedRequest):
             size = max(1, round(HASHED_BLOCK_SIZE * length))
             prompt = list(itertools.chain.from_iterable([hash_id] * size for hash_id in request.hash_ids))[:prompt_len]
             prompt += [prompt[-1]] * (prompt_len - len(prompt))  # lost in rounding

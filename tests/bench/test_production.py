@@ -22,7 +22,7 @@ def lengths(requests):
 
 def test_the_trace_is_that_of_the_paper():
     trace = load_conversation_trace()
-    assert len(trace) == 19_366 and trace[0] == TracedRequest(0.0, 374, 44)
+    assert len(trace) == 19_366 and trace[0] == (0.0, 374, 44)
     assert [request.arrival_time for request in trace] == sorted(request.arrival_time for request in trace)
     assert round(statistics.mean(request.prompt_len for request in trace)) == 1155
     assert round(statistics.mean(request.output_len for request in trace)) == 211

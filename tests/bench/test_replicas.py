@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minivllm.bench.production import TracedRequest, load_trace, stream_trace
+from minivllm.bench.production import HashedRequest, load_trace, stream_trace
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.data_parallel.routing import ROUTERS
@@ -63,7 +63,7 @@ def test_the_least_loaded_replica_is_a_better_choice_than_the_next_one():
 
 def test_prefixes_are_found_where_they_are_cached():
     rng = random.Random(0)
-    conversations = [TracedRequest(float(i), 600, 8, (1000 + i % 16, 2000 + i % 16)) for i in range(64)]
+    conversations = [HashedRequest(float(i), 600, 8, (1000 + i % 16, 2000 + i % 16)) for i in range(64)]
     rng.shuffle(conversations)
     conversations = [item._replace(arrival_time=float(i)) for i, item in enumerate(conversations)]
     requests = list(stream_trace(conversations, max_len=2048))
