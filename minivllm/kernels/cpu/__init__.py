@@ -16,6 +16,7 @@ import numba
 from numba.core import event
 from tqdm import tqdm
 
+from minivllm.kernels.cpu.native.cache_lock import save_one_at_a_time
 from minivllm.kernels.cpu.native.features import USED
 
 # Numba keeps compiled kernels on disk, and compiles a kernel again when its own file has changed, but not when a function that it
@@ -55,6 +56,7 @@ from minivllm.kernels.cpu.rows import (
 )
 
 numba.config.CACHE_DIR = _cache_dir_before
+save_one_at_a_time()
 
 
 class _CompilationNotice(event.Listener):

@@ -4,6 +4,7 @@ their docstrings, and in the loops that call them.
 - `panels`, `amx`: the innermost products of the linear layers, in LLVM IR: for AVX-512 and AVX2, and for AMX.
 - `decode_products`, `softmax`: those of decode attention, and the online softmax of prefill attention, in LLVM IR.
 - `transpose`, `hadamard`: rows to columns, and the Hadamard transform, within vector registers.
+- `cache_lock`: processes that compile at once take turns at the cache on disk.
 - `thread_pool`, `atomics`: `parallel_for`, and the words of memory that its threads share.
 - `memory`: addresses, pointers and prefetching.
 - `features`: which instructions this processor has.
