@@ -58,6 +58,7 @@ def engine():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_profile_has_all_steps_and_leaves_the_engine_as_it_was(engine):
     requests = [WorkloadRequest(list(range(100, 120)), 6) for _ in range(6)]
     linear = next(module for module in engine.executor.worker.model_runner.model.modules() if isinstance(module, Linear))

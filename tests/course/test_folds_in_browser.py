@@ -101,6 +101,7 @@ def test_jupyterlab_opens_a_lesson_with_its_answers_folded(open_notebook, name):
     page.screenshot(path=SCREENSHOTS / f"{name}_folded.png")
 
 
+@pytest.mark.long
 def test_running_a_cell_unfolds_its_answer(open_notebook):
     page = open_notebook("98_folded")
     answer = page.locator(".jp-Notebook .jp-CodeCell").get_by_text("the answer")
@@ -137,6 +138,7 @@ def test_run_all_ends_at_links_that_lead_to_the_failed_checks(open_notebook):
     assert "a number is doubled, twice" in check.inner_text()
 
 
+@pytest.mark.long
 def test_a_link_to_the_glossary_opens_it_at_the_term(open_notebook):
     page = open_notebook("00_start_here")
     page.locator(".jp-Notebook a", has_text="kernel").first.click()

@@ -153,6 +153,7 @@ def test_a_difference_in_the_engine_is_told_with_the_place_to_look():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_blocks_that_are_not_read_through_the_table_change_the_text():
     wrong = edited(CELLS, "self.block_tables[child.seq_id] = list(table)", "self.block_tables[child.seq_id] = table[::-1]")
     assert TEXT in run_cells(wrong, with_model=True).failed

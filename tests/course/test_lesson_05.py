@@ -68,8 +68,10 @@ def test_what_is_no_kernel_is_told():
     "answer, old, new",
     [
         (NORM, "residual * tl.rsqrt", "x * tl.rsqrt"),
-        (SILU, "tl.exp(-gate)", "tl.exp(gate)"),
-        (NORM, "tl.store(out_ptr + places, residual *", "tl.store(x_ptr + places, residual *"),
+        pytest.param(SILU, "tl.exp(-gate)", "tl.exp(gate)", marks=pytest.mark.long),
+        pytest.param(
+            NORM, "tl.store(out_ptr + places, residual *", "tl.store(x_ptr + places, residual *", marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_engine_would_notice_too(answer, old, new):

@@ -125,6 +125,7 @@ def test_subsets_of_parts_write_the_same(mine, tiny, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_of_own_parts_writes_what_the_package_writes_on_the_real_model(mine):
     expected = engine.write_with_package(REQUESTS, num_blocks=12)
     assert engine.write(answers()["assemble"], mine, REQUESTS, num_blocks=12) == expected

@@ -158,7 +158,7 @@ MODELS = {
     ),
     "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=88, num_attention_heads=3, word_embed_proj_dim=48)),
 }
-SHOWN = ("llama, 3 KV heads", "llama, one KV head", "opt")
+SHOWN = ("llama, 3 KV heads", "opt")
 """Models that are divided in any case."""
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "block_size": 8}
 

@@ -59,8 +59,12 @@ WAYS = {
 }  # fmt: skip
 
 
+SHOWN = ("alone", "batched", "chunked", "all at once")
+"""Ways that are run in any case."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in SHOWN else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
 def test_greedy_tokens_equal_transformers(way, prompts, judge):
     """benchmarks/agreement.py is the large version: 200 prompts of up to 900 tokens."""
     args = {"kv_cache_memory_bytes": 256 * 2**20, "max_model_len": 256} | WAYS[way]

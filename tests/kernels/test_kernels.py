@@ -114,7 +114,7 @@ def test_numbers_of_16_bits_are_understood_by_numba():
 
 @pytest.mark.slow
 @both
-@pytest.mark.parametrize("length", [1, 4095, 32768])
+@pytest.mark.parametrize("length", [1, 4095, pytest.param(32768, marks=pytest.mark.long)])
 def test_long_contexts(kernels, device, length):
     """Of one KV head, because the interpreter runs one program after another."""
     case = make_attention_case([length, 5], [1, 1], (64, 1, 3), device=device)

@@ -292,6 +292,7 @@ def test_one_replica_with_two_api_servers(tmp_path):
         assert served.end() == 0
 
 
+@pytest.mark.long
 def test_all_end_when_the_first_api_server_is_killed(tmp_path):
     own = ServeProcess(*OPTIONS, log=tmp_path / "log")
     everybody = psutil.Process(own.process.pid).children(recursive=True)

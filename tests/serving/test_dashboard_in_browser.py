@@ -343,7 +343,7 @@ def test_it_keeps_up_with_64_that_run(open_page, server):
 
 
 @pytest.mark.parametrize("viewport,name", [(NARROW, "narrow"), (WIDE, "wide")])
-@pytest.mark.parametrize("color_scheme", ["light", "dark"])
+@pytest.mark.parametrize("color_scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_it_is_light_or_dark_and_fits_the_window(open_page, viewport, name, color_scheme):
     page = open_page(viewport, color_scheme)
     send(

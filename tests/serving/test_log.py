@@ -177,7 +177,8 @@ def test_a_server_whose_log_nobody_reads_serves_and_ends(smollm2_path):
         end(server)
 
 
-@pytest.mark.parametrize("kind", ["a full disk", pytest.param("a file that is removed", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["a full disk", "a file that is removed"])
+@pytest.mark.long
 def test_a_server_whose_log_is_lost_starts_serves_and_ends(smollm2_path, tmp_path, kind):
     log = tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -188,6 +188,7 @@ def test_one_that_stays_stopped_is_replaced(served, expected):
     assert not psutil.pid_exists(process_id)
 
 
+@pytest.mark.long
 def test_one_that_dies_again_and_again_is_given_up(served, expected):
     becomes(lambda: all(item["state"] == "ready" for item in replicas(served)))
     with streams(served, expected):

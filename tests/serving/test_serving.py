@@ -323,6 +323,7 @@ def wait_until_healthy(served):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_another_engine_is_started_where_that_was_asked_for(tmp_path):
     served = ServeProcess("--restart-engine", log=tmp_path / "log")
     streams_go_on_after(served, lambda: engine_process(served), "Another engine is being started")

@@ -238,7 +238,7 @@ def test_an_unknown_scheduler_must_be_given(crowded_trace):
 @pytest.mark.parametrize("options", [
     {},
     pytest.param({"enable_chunked_prefill": True, "max_num_batched_tokens": 32}, marks=pytest.mark.long),
-    {"enable_prefix_caching": True, "num_speculative_tokens": 3},
+    pytest.param({"enable_prefix_caching": True, "num_speculative_tokens": 3}, marks=pytest.mark.long),
     pytest.param({"preemption_mode": "swap", "swap_space": 0.1}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_run_of_the_real_model_is_replayed(smollm2_path, options):
