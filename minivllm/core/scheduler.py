@@ -308,7 +308,7 @@ class Scheduler:
     def _finish(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:
         self.block_manager.free(seq)
         if self.speculation is not None:
-            self.speculation.forget(seq)
+            self.speculation.proposer.forget(seq)
         seq.num_unforked_siblings = 0
         seq.status = status
         seq.stop_reason = stop_reason

@@ -3,135 +3,280 @@
     add_request ─► Router ─► ROUTER ─► the replica's DEALER
     on_message  ◄─ PULL ◄─ outputs of all replicas           loads ─► SUB ─► Router
 
-    DPLBAsyncMPClient    for `AsyncLLMEngine`: messages arrive by themselves
-    DPLBSyncMPClient     for `LLMEngine`: waits for each output
-
 The client keeps each request in flight with its output so far. When a replica is lost, the client sends its requests to another, and the
 frontend notices nothing but a pause. Mirrors `DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`, which does not outlive a replica.
 """
 
 from __future__ import annotations
 
-import queue
+import logging
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from weakref import WeakMethod
 
-from minivllm.data_parallel.launcher import FrontendPlace, OtherFrontends, ReplicaLauncher
-from minivllm.data_parallel.replicas import Replicas
-from minivllm.engine.core_client import AsyncMPClient, MPClient, OnMessage
+from minivllm.data_parallel.frontend_sockets import FrontendSockets
+from minivllm.data_parallel.launcher import POLL_MS, FrontendPlace, OtherFrontends, ReplicaLauncher
+from minivllm.data_parallel.messages import Loads, Published, ReplicaDied
+from minivllm.data_parallel.replica_group import ReplicaGroup
+from minivllm.data_parallel.routing import LoadPublisher
+from minivllm.engine.core_client import AsyncMPClient, MPClient, OnMessage, ReplicaStatus
 from minivllm.engine.core_handle import CoreProcess
 from minivllm.engine.core_messages import (
+    CoreFailed,
+    CoreLog,
     CoreLost,
-    EngineCoreOutput,
     EngineCoreOutputs,
-    RequestsFailed,
-    SchedulerStats,
+    FromCore,
+    Shutdown,
     StoppedSequence,
     ToCore,
     ToFrontend,
 )
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.outputs import RequestMetrics
+from minivllm.executor.processes import GRACE_SECONDS
 from minivllm.request import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 2.0
+"""A thread that has not come round for this long was stopped."""
 
 
 class DPLBAsyncMPClient(MPClient):
-    """For a frontend that is called with each message, in the client's thread. Messages are those of `AsyncMPClient`.
+    """A `ReplicaGroup` with its sockets, and a thread that reads them and calls the frontend. Messages are those of `AsyncMPClient`.
+
+    The thread holds this client, but the frontend only by a weak reference: when nobody uses that any more, the replicas end.
 
     Args:
         config: The engine's.
-        place, launcher: As for `Replicas`.
+        place: Which frontend this is.
+        launcher: What has started the processes, which belong to the first frontend; None in the others.
 
     Attributes:
-        replicas: Which there are, and how to restart one.
+        lock: Held while the group is used.
+        group: The replicas, and the requests that they have.
 
     Raises:
         ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
     """
 
     def __init__(self, config: EngineConfig, place: FrontendPlace, launcher: ReplicaLauncher | None = None) -> None:
-        self.replicas = Replicas(config, place, launcher)
-        self._lock, self._group = self.replicas.lock, self.replicas.group
+        self._launcher = launcher
         self.client_index, self.client_count = place.client_index, place.client_count
-        self.num_engines = config.parallel_config.data_parallel_size
-        self._finalizer = weakref.finalize(self, self.replicas.let_go)
+        self.num_engines, self._local_ranks = config.parallel_config.data_parallel_size, config.parallel_config.local_ranks
+        self.lock = threading.RLock()
+        self._on_message: Callable[[], OnMessage | None] = lambda: None
+        self._stopped, self._closed = threading.Event(), threading.Event()
+        self._is_let_go = False
+        self._thread: threading.Thread | None = None
+        self._coordinator_heard, self._has_coordinator = time.monotonic(), True
+        self._latest_check = time.monotonic()
+        self._sockets = FrontendSockets(place, launcher)
+        self.group = ReplicaGroup(config, place, self._sockets.send, is_first=launcher is not None)
+        try:
+            self._sockets.open(config.parallel_config)
+            self._wait_until_ready()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        """Until the replicas of this machine are, which load the model at the same time; or one elsewhere, if there are none here."""
+        if not self._local_ranks and self._launcher is not None:
+            logger.warning("Waiting for a replica on another machine.")
+        while not (self.group.table.open and set(self._local_ranks) <= set(self.group.table.open)):
+            self._next_messages()
+            if self._launcher is not None:
+                self._launcher.check_others()
+
+    def _check_start(self, rank: int, failure: CoreFailed) -> None:
+        """A replica has failed. If it was being started, raise its error, or in other frontends end the process: the first one says why."""
+        if self._thread is not None or rank not in self._local_ranks:
+            return
+        if self._launcher is None:
+            raise SystemExit(1)
+        raise failure.start_error(self.group.name(rank))
+
+    # -- to the replicas -----------------------------------------------------------------------------------------
 
     @property
     def num_gpu_blocks(self) -> int:  # type: ignore[override]
-        return self._group.num_gpu_blocks
-
-    def start(self, on_message: OnMessage) -> None:
-        """From now on, call a method with each message."""
-        self.replicas.start(WeakMethod(on_message))
+        return self.group.num_gpu_blocks
 
     def send(self, message: ToCore) -> None:
-        with self._lock:
-            self._group.send(message)
+        with self.lock:
+            self.group.send(message)
 
     def add_request(self, request: EngineCoreRequest) -> int:
-        with self._lock:
-            return self._group.add_request(request)
+        with self.lock:
+            return self.group.add_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        with self._lock:
-            self._group.abort_requests(request_ids)
+        with self.lock:
+            self.group.abort_requests(request_ids)
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
-        with self._lock:
-            self._group.stop_sequences(sequences)
+        with self.lock:
+            self.group.stop_sequences(sequences)
+
+    def statuses(self) -> list[ReplicaStatus]:
+        with self.lock:
+            return self.group.statuses()
+
+    def restart(self, rank: int) -> bool:
+        with self.lock:
+            return self.group.restart(rank)
+
+    def kill(self, rank: int) -> bool:
+        with self.lock:
+            return self.group.kill(rank)
+
+    def drop_client(self, client_index: int) -> None:
+        with self.lock:
+            self.group.drop_client(client_index)
 
     def check_health(self) -> None:
         """Raise an EngineDeadError if no replica is there, or none is responding."""
-        self._group.check_health()
+        self.group.check_health()
 
     def check_takes_requests(self) -> None:
         """As `check_health`; but while a replica is being started, requests wait for it, up to a limit."""
-        self._group.check_takes_requests()
+        self.group.check_takes_requests()
 
-    def shutdown(self) -> None:
-        self._finalizer.detach()
-        self.replicas.stop()
+    # -- the thread ----------------------------------------------------------------------------------------------
 
+    def start(self, on_message: OnMessage) -> None:
+        """From now on, call a method of the frontend with each message, until the frontend is garbage."""
+        self._on_message = WeakMethod(on_message)
+        weakref.finalize(on_message.__self__, self._let_go)  # type: ignore[attr-defined]  # it is a method
+        self._thread = threading.Thread(target=self._run, name="minivllm outputs", daemon=True)
+        self._thread.start()
 
-class DPLBSyncMPClient(DPLBAsyncMPClient):
-    """For a frontend that waits for each output.
-
-    Args:
-        config: The engine's.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        launcher = ReplicaLauncher(config)
-        super().__init__(config, launcher.place, launcher)
-        self._messages: queue.SimpleQueue[ToFrontend] = queue.SimpleQueue()
-        self.start(self._put)
-
-    def _put(self, message: ToFrontend) -> None:
-        self._messages.put(message)
-
-    def get_output(self) -> EngineCoreOutputs:
-        """Wait for the result of a step of any replica.
-
-        Raises:
-            EngineDeadError: No replica is left, or all were shut down.
-        """
-        while True:
-            message = self._messages.get()
-            if isinstance(message, EngineCoreOutputs):
-                return message
-            if isinstance(message, RequestsFailed):
-                now, error = time.perf_counter(), str(message.error)
-                failed = [EngineCoreOutput(*request, [], True, RequestMetrics(now), error=error) for request in message.requests]
-                return EngineCoreOutputs(failed, now, SchedulerStats())
-            if isinstance(message, CoreLost):
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                for message in self._next_messages():
+                    if self._stopped.is_set() or not self._tell(message):
+                        return
+        except Exception as error:
+            logger.exception("The messages of the replicas cannot be read any more.")
+            self._tell(CoreLost(f"{type(error).__name__}: {error}"))
+        finally:
+            self._closed.set()
+            if self._is_let_go:
                 self.shutdown()
-                raise message.error
+
+    def _tell(self, message: ToFrontend) -> bool:
+        """Tell the frontend. False if nobody wants messages any more."""
+        on_message = self._on_message()
+        if on_message is not None:
+            on_message(message)
+        return on_message is not None
+
+    def _next_messages(self) -> list[ToFrontend]:
+        """Wait for news, for a moment. Returns what the frontend is to be told."""
+        told = self._check(now) if (now := time.monotonic()) >= self._latest_check + POLL_MS / 1000 else []
+        published, heard = self._sockets.receive()
+        if published is not None:
+            told += self._take_published(published)
+        if heard is not None:
+            told += self._take_message(*heard)
+        with self.lock:
+            return told + self.group.retry_pending()
+
+    def _take_message(self, incarnation: int, number: int, message: FromCore) -> list[ToFrontend]:
+        """Handle a message of a replica."""
+        rank = message.engine_index
+        if not 0 <= rank < self.num_engines:
+            return []
+        if isinstance(message, CoreLog) and self._launcher is not None and (rank == 0 or message.level >= logging.WARNING):
+            # All of them say the same things when they start: once is enough.
+            text = message.text if rank == 0 else f"Replica {rank}: {message.text}"
+            logging.getLogger(message.logger).log(message.level, "%s", text)
+        if isinstance(message, CoreFailed):
+            self._check_start(rank, message)
+        with self.lock:
+            told = [] if isinstance(message, EngineCoreOutputs) else self.group.connect(self._sockets.take_hellos())
+            return told + self.group.hear(incarnation, number, message)
+
+    def _take_published(self, message: Published) -> list[ToFrontend]:
+        """Handle what the coordinator says."""
+        self._coordinator_heard = time.monotonic()
+        if self._launcher is None:
+            self._has_coordinator = True  # it was only silent
+        if isinstance(message, ReplicaDied):
+            return self._take_death(message)
+        if isinstance(message, Loads):
+            with self.lock:
+                self.group.table.update_loads(message.loads)
+        elif self._launcher is not None:  # once is enough
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        return []
+
+    def _take_death(self, died: ReplicaDied) -> list[ToFrontend]:
+        """Handle the end of a replica's process."""
+        if not 0 <= died.engine_index < self.num_engines:
+            return []
+        self._check_start(died.engine_index, CoreFailed("", died.end))
+        with self.lock:
+            return self.group.note_death(died)
+
+    def _check(self, now: float) -> list[ToFrontend]:
+        """Look after the replicas, their processes, and the coordinator."""
+        liveness, told = self.group.liveness, list[ToFrontend]()
+        if now - self._latest_check > _PAUSE_SECONDS:  # this process was stopped for a while, and listened to nobody
+            self._coordinator_heard = now
+            with self.lock:
+                liveness.excuse_silence(now)
+        self._latest_check = now
+        self._check_coordinator(now)
+        if self._launcher is not None:
+            for rank, incarnation in liveness.find_hopeless(now):
+                self._launcher.local.kill(rank, incarnation)
+            for died in self._launcher.local.find_ended():
+                told += self._take_death(died)
+        with self.lock:
+            return told + self.group.connect(self._sockets.take_hellos()) + self.group.find_silent()
+
+    def _check_coordinator(self, now: float) -> None:
+        """Do without the coordinator if it is gone, until it is back."""
+        end = None
+        if self._launcher is not None:
+            end = self._launcher.tend_coordinator()
+        elif self._has_coordinator and now - self._coordinator_heard > 3 * LoadPublisher.IDLE_SECONDS:
+            end = "is not responding"
+            self._has_coordinator = False
+        if end is not None:
+            with self.lock:
+                self.group.table.stop_reports()
+            logger.error("The coordinator of the replicas %s: until it is back, requests are routed by what is in flight.", end)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Tell the replicas to end, without waiting for it: called by the garbage collector, in any thread."""
+        self._is_let_go = True
+        self._tell_to_end()
+        self._stopped.set()
 
     def shutdown(self) -> None:
-        super().shutdown()
-        self._messages.put(CoreLost("it was shut down"))
+        """Close the sockets, and end the processes that belong to this frontend. Safe to call again, from any thread."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._closed.wait(GRACE_SECONDS)
+        if self._launcher is not None:
+            self._tell_to_end()
+            self._launcher.stop(told=self.group.table.open)
+        with self.lock:
+            self._sockets.close()
+
+    def _tell_to_end(self) -> None:
+        if self._launcher is not None:
+            with self.lock:
+                self.group.send(Shutdown())
 
 
 def make_async_mp_client(

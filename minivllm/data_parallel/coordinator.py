@@ -51,11 +51,8 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         handshake_address, report_address, publish_address: Where it listens; port 0 is any free one.
-        key: For the sockets.
-        client_count: How many API servers there are.
-        size: How many replicas there may be.
-        config_hash: Of the configuration that they must have.
-        log_level: As in `logging`.
+        client_count, size: How many API servers there are, and how many replicas there may be.
+        config_hash: Of the configuration that replicas must have.
         known: If it is started in place of one that has died: the addresses of all API servers, and of the one before.
     """
 
@@ -106,11 +103,7 @@ class RankHolders:
 
 
 class DPCoordinatorProc:
-    """The process.
-
-    Args:
-        setup: What the API server that starts it wrote.
-    """
+    """The process."""
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
@@ -132,10 +125,8 @@ class DPCoordinatorProc:
     def run(self) -> None:
         """Serve until the process ends."""
         poller = zmq.Poller()
-        poller.register(self._handshake, zmq.POLLIN)
-        poller.register(self._reports, zmq.POLLIN)
-        poller.register(self._refusals.monitor, zmq.POLLIN)
-        poller.register(self._publish, zmq.POLLIN)
+        for socket in (self._handshake, self._reports, self._refusals.monitor, self._publish):
+            poller.register(socket, zmq.POLLIN)
         while True:
             wait = max(0.0, self._publisher.due - time.monotonic())
             if self._applicants:

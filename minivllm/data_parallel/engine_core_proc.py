@@ -35,10 +35,7 @@ class ReplicaSetup(ProcessSetup, kw_only=True):
     """For a replica.
 
     Attributes:
-        engine_index: Its rank.
         incarnation: As in `ReplicaProcess`.
-        addresses: Where it connects to.
-        key: For the sockets.
         ready_descriptor: A pipe, into which it writes when it is ready.
         clock_offset: By how many seconds this machine's clock is ahead of the API servers', in which times are told.
     """
@@ -52,11 +49,7 @@ class ReplicaSetup(ProcessSetup, kw_only=True):
 
 
 class DPEngineCoreProc(EngineCoreProc):
-    """The process.
-
-    Args:
-        setup: What the command that started it wrote.
-    """
+    """The process."""
 
     def __init__(self, setup: ReplicaSetup) -> None:
         sockets = Sockets(setup.key)
@@ -72,7 +65,6 @@ class DPEngineCoreProc(EngineCoreProc):
             self._poller.register(socket, zmq.POLLIN)
         self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=MAX_UNREAD) for address in setup.addresses.output_addresses]
         self._num_sent = [0] * len(self._outputs)
-        """Messages to each API server."""
         self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
         self._load = ReplicaLoad()
         self._loop: EngineCoreLoop | None = None

@@ -39,16 +39,7 @@ class Blame:
         """Replicas that were killed by SIGKILL, by a request or from outside: when, and the requests that they had."""
 
     def note_death(self, requests: list[InFlightRequest], *, was_killed: bool, now: float) -> list[InFlightRequest]:
-        """A replica has died.
-
-        Args:
-            requests: Those that it had.
-            was_killed: By SIGKILL, so perhaps from outside.
-            now: The time, in seconds.
-
-        Returns:
-            The requests to be given up. The others are suspects.
-        """
+        """A replica has died, perhaps killed by SIGKILL, so from outside. Returns those of its requests to be given up; the others are suspects."""
         if was_killed:
             self._kills.append((now, frozenset(in_flight.request_id for in_flight in requests)))
         guilty = []
@@ -73,7 +64,7 @@ class Failover:
     Args:
         table: Has every request in flight.
         send: Sends a request to a replica; returns False if that is out of reach.
-        timeout: Seconds that requests wait for a replica, until they fail.
+        timeout: Seconds that a request may wait for a replica.
     """
 
     def __init__(self, table: RequestTable, send: Callable[[int, EngineCoreRequest], bool], timeout: float) -> None:
@@ -92,16 +83,13 @@ class Failover:
     def lose(
         self, rank: int, *, has_died: bool, was_killed: bool = False, name: str = "", cause: str = ""
     ) -> RequestsFailed | None:
-        """A replica is lost. The requests that it had wait for another.
+        """A replica is lost. The requests that it had wait for another. Returns those to be given up.
 
         Args:
             rank: Which one.
             has_died: Whether one of its requests may have killed it. If not, it has left, or is out of reach.
             was_killed: Whether it was killed by SIGKILL, so perhaps from outside.
             name, cause: What it is called, and how it ended, in words.
-
-        Returns:
-            The requests to be given up.
         """
         lost = self._table.lose(rank)
         if not has_died or not (guilty := self._blame.note_death(lost, was_killed=was_killed, now=time.monotonic())):

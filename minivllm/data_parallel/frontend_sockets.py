@@ -30,13 +30,9 @@ logger = logging.getLogger(__name__)
 class FrontendSockets:
     """Introduces a frontend to the coordinator, and talks with replicas, which are started then if that is this frontend's task.
 
-        requests ─► ROUTER ─► the replica's DEALER
-        outputs  ◄─ PULL   ◄─ all replicas
-        loads    ◄─ SUB    ◄─ the coordinator
-
-    Args:
-        place: Which frontend this is.
-        launcher: As for `Replicas`.
+    requests ─► ROUTER ─► the replica's DEALER
+    outputs  ◄─ PULL   ◄─ all replicas
+    loads    ◄─ SUB    ◄─ the coordinator
     """
 
     def __init__(self, place: FrontendPlace, launcher: ReplicaLauncher | None) -> None:

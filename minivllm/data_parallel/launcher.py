@@ -24,12 +24,12 @@ from minivllm.data_parallel.messages import (
     Refused,
     hash_config,
 )
-from minivllm.data_parallel.processes import ChildProcess, LocalReplicas
-from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
 from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
 from minivllm.engine.core_handle import make_socket_folder
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.executor.processes import ChildProcess
 
 POLL_MS = 20
 """How often to look whether processes have ended."""
@@ -43,8 +43,6 @@ class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         handshake_address: Where the coordinator takes introductions.
         listen_address: Where this frontend listens; None for files in the folder.
         restarts: Whether a replica that dies is replaced.
-        folder: For sockets.
-        key: For the sockets.
     """
 
     client_index: int
@@ -84,9 +82,6 @@ class ReplicaLauncher:
         restart: Start another replica of this machine when one dies.
         others: The other frontends, which are started, too.
         num_threads: As for `LocalReplicas`.
-
-    Attributes:
-        place: The first frontend's.
 
     Raises:
         ConfigError: The sockets cannot be made with this configuration.
@@ -136,15 +131,7 @@ class ReplicaLauncher:
         return self._local
 
     def start_replicas(self, sockets: Sockets, handshake: zmq.Socket[bytes]) -> None:
-        """Start the replicas of this machine, when all frontends are there.
-
-        Args:
-            sockets: The first frontend's.
-            handshake: Its socket to the coordinator.
-
-        Raises:
-            ConfigError, EngineDeadError: A process that they need has ended.
-        """
+        """Start the replicas of this machine, when all frontends are there. Raises the errors of `FrontendSockets.open`."""
         ranks = list(self._config.parallel_config.local_ranks)
         addresses = self.ask(handshake, HelloNode(VERSION, self._hash, ranks, self.node_id))
         if isinstance(addresses, Refused):
@@ -187,11 +174,7 @@ class ReplicaLauncher:
             raise EngineDeadError(f"An API server {end}.")
 
     def stop(self, told: list[int]) -> None:
-        """End all processes. Safe to call again.
-
-        Args:
-            told: The replicas that have been told to end.
-        """
+        """End all processes; some replicas have been told to. Safe to call again."""
         if self._local is not None:
             self._local.shutdown(told)
         self.coordinator.shutdown()

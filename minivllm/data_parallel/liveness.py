@@ -45,10 +45,8 @@ class Join:
 class Withdraw:
     """A draining replica gets no more requests, and must be told so: again and again, since that message may be lost, too.
 
-    Attributes:
-        rank: Which one.
-        previous: What it was before. If it was ready, it finishes what it has. If it was draining, it has been told before. Otherwise it must
-            abort what this frontend has sent it earlier.
+    If it was ready before, it finishes what it has. If it was draining, it has been told before. Otherwise it must abort what this
+    frontend has sent it earlier.
     """
 
     rank: int
@@ -57,14 +55,7 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Lose:
-    """The requests of a replica go on elsewhere.
-
-    Attributes:
-        rank: Which one.
-        cause: Why, in words.
-        has_died: Whether its process has ended, perhaps because of a request.
-        was_killed: Whether it was killed by SIGKILL.
-    """
+    """The requests of a replica go on elsewhere. It `has_died` if its process has ended, perhaps because of a request, or by SIGKILL."""
 
     rank: int
     cause: str
@@ -81,15 +72,12 @@ class Peer:
 
     Attributes:
         incarnation: Which process; 0 if none was heard yet.
-        state: What may be done with it.
         connected: The latest process to which messages can be sent; 0 if there is none yet.
         is_ready: Whether it has said that it has loaded the model.
         ready: What it said of itself then; until then, what the process before it said.
-        is_draining: Whether it takes no new requests.
         last_heard: When it said something, in seconds.
         next_number: That of its next message.
         outlook: While none is there: "starting" (another will come), "given up" (it died too often), or "gone".
-        num_deaths: How often processes of this rank have died.
     """
 
     outlook: str
@@ -148,14 +136,7 @@ class ReplicaLiveness:
         return self._admit(rank)
 
     def hear(self, rank: int, incarnation: int, number: int, message: FromCore, now: float) -> list[Decision]:
-        """A message has come.
-
-        Args:
-            rank, incarnation: Of the process that sent it.
-            number: Its messages are numbered from 0 on.
-            message: What it says.
-            now: The time, in seconds.
-        """
+        """A process has sent a message. It numbers them from 0 on."""
         peer, decisions = self.peers[rank], list[Decision]()
         if not self._is_believed(peer, incarnation):
             return []
@@ -190,14 +171,7 @@ class ReplicaLiveness:
     def note_death(
         self, rank: int, incarnation: int, cause: str, *, has_died: bool = True, was_killed: bool = False, outlook: str = ""
     ) -> list[Decision]:
-        """A process has ended, says who started it.
-
-        Args:
-            rank, incarnation: Which one.
-            cause: How, in words.
-            has_died, was_killed: As for `Lose`.
-            outlook: As in `Peer`; "" if it is not known.
-        """
+        """A process has ended, says who started it. The outlook is as in `Peer`; "" if it is not known."""
         peer = self.peers[rank]
         if incarnation < peer.incarnation:
             peer.dead.append(incarnation)

@@ -20,14 +20,14 @@ from pathlib import Path
 import msgspec
 
 from minivllm import __version__
-from minivllm.engine.core_messages import ReplicaLoad
+from minivllm.engine.core_messages import Message, ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
 
 VERSION = __version__
 """Replicas and API servers must have the same."""
 
 
-class HelloFrontend(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class HelloFrontend(Message):
     """An API server, and where it listens: for replicas to take requests from, and to send outputs to."""
 
     client_index: int
@@ -35,13 +35,13 @@ class HelloFrontend(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     output_address: str
 
 
-class FrontendWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class FrontendWelcome(Message):
     """Where an API server gets the loads."""
 
     publish_address: str
 
 
-class HelloNode(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class HelloNode(Message):
     """A node wants to start replicas of these ranks, which are made with a configuration of this hash.
 
     From then on it must say `NodeAlive` under the same id, every second.
@@ -53,12 +53,11 @@ class HelloNode(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     node_id: str
 
 
-class NodeWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class NodeWelcome(Message):
     """Where replicas connect to.
 
     Attributes:
         input_addresses, output_addresses: Sockets of each API server, in their order.
-        report_address: A socket of the coordinator.
         clock: The time on the API servers' machine, in seconds of `time.perf_counter`.
     """
 
@@ -68,27 +67,27 @@ class NodeWelcome(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     clock: float
 
 
-class Refused(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Refused(Message):
     """Why a node or an API server cannot take part."""
 
     message: str
 
 
-class LoadReport(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class LoadReport(Message):
     """How busy a replica is; None when it ends."""
 
     engine_index: int
     load: ReplicaLoad | None
 
 
-class NodeAlive(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class NodeAlive(Message):
     """A node has these ranks, whether their replicas run or not: nobody else can have them."""
 
     node_id: str
     ranks: list[int]
 
 
-class ReplicaDied(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class ReplicaDied(Message):
     """A replica's process has ended: said by the node that started it, and passed on to all API servers.
 
     Attributes:
@@ -109,13 +108,13 @@ class ReplicaDied(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     outlook: str
 
 
-class Loads(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Loads(Message):
     """How busy all replicas are, by rank."""
 
     loads: dict[int, ReplicaLoad]
 
 
-class CoordinatorLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class CoordinatorLog(Message):
     """A log record for the API servers' log."""
 
     level: int

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -18,12 +18,10 @@ import zmq
 
 from minivllm.data_parallel.engine_core_proc import ReplicaSetup
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
-from minivllm.data_parallel.restart_policy import RestartPolicy
 from minivllm.data_parallel.sockets import Sockets
-from minivllm.engine.core_handle import GRACE_SECONDS, end_process
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.executor.processes import describe_exit, start_python
+from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
 
 logger = logging.getLogger(__name__)
 
@@ -33,71 +31,16 @@ NODE_SECONDS = 1.0
 """How often a node tells the coordinator that it has its ranks."""
 
 
-class ChildProcess:
-    """A process that ends with this one, at the latest.
-
-    Args:
-        module: What it runs.
-        num_threads: Threads that it computes with.
-        setup: What it reads at its start.
-        descriptors, gpus: As for `start_python`.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        num_threads: int,
-        setup: msgspec.Struct,
-        descriptors: tuple[int, ...] = (),
-        gpus: str | None = None,
-    ) -> None:
-        self._process = start_python(module, num_threads, descriptors, gpus)
-        self._end = weakref.finalize(self, end_process, self._process)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            self._process.stdin.flush()
-
-    @property
-    def process_id(self) -> int:
-        """The process."""
-        return self._process.pid
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it is still running."""
-        self._process.send_signal(number)
-
-    def hang_up(self) -> None:
-        """Close its standard input: it exits."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-
-    @property
-    def exit_status(self) -> int | None:
-        """As in `subprocess`; None while it runs."""
-        return self._process.poll()
-
-    def poll(self) -> str | None:
-        """How it ended, in words that follow its name; None while it runs."""
-        status = self._process.poll()
-        return None if status is None else describe_exit(status)
-
-    def shutdown(self) -> None:
-        """End it."""
-        self._end()
-
-
 class ReplicaProcess(ChildProcess):
     """A replica of the model in a process.
 
     Args:
         setup: What it is told, without what is made here: its incarnation and its pipe.
-        num_threads: Threads that it computes with.
-        gpus: As for `start_python`.
+        num_threads, gpus: As for `start_python`.
 
     Attributes:
         incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
+        ready_since: When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before.
     """
 
     def __init__(self, setup: ReplicaSetup, num_threads: int, gpus: str | None = None) -> None:
@@ -110,13 +53,8 @@ class ReplicaProcess(ChildProcess):
         finally:
             os.close(theirs)
         os.set_blocking(self._ready_pipe, False)
-        self._ready_since: float | None = None
+        self.ready_since: float | None = None
         self._is_killed_here = False
-
-    @property
-    def ready_since(self) -> float | None:
-        """When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before."""
-        return self._ready_since
 
     @property
     def was_killed(self) -> bool:
@@ -125,10 +63,10 @@ class ReplicaProcess(ChildProcess):
 
     def poll(self) -> str | None:
         """As for `ChildProcess`; notices when it is ready, too."""
-        if self._ready_since is None:
+        if self.ready_since is None:
             with contextlib.suppress(BlockingIOError):
                 if os.read(self._ready_pipe, 1):
-                    self._ready_since = time.monotonic()
+                    self.ready_since = time.monotonic()
         return super().poll()
 
     def drain(self) -> None:
@@ -143,30 +81,45 @@ class ReplicaProcess(ChildProcess):
     def shutdown(self, grace: float = 0.0) -> None:
         """Wait some seconds until it has ended, as it was told to; then kill it."""
         if self._end.alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace)
+            self.wait(grace)
             self._process.kill()
             self._end()
         self._close()
 
 
+class RestartPolicy:
+    """When to start a process again that has died: at once after a long life; after a short one, following a pause that doubles each time;
+    never after too many short lives in a row."""
+
+    SHORT_LIFE_SECONDS = 10.0
+    FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 32.0
+
+    def __init__(self, max_short_lives: int) -> None:
+        self.max_short_lives = max_short_lives
+        self.num_short_lives = 0
+
+    def next_pause(self, lived: float | None) -> float | None:
+        """Seconds until the next may start, if a process has died this long after it was ready (None: it never was); None if none should."""
+        if lived is not None and lived >= self.SHORT_LIFE_SECONDS:
+            self.num_short_lives = 0
+            return 0.0
+        self.num_short_lives += 1
+        if self.num_short_lives >= self.max_short_lives:
+            return None
+        return min(self.FIRST_PAUSE_SECONDS * 2.0 ** min(self.num_short_lives - 1, 10), self.MAX_PAUSE_SECONDS)
+
+
+@dataclass
 class _Place:
-    """A rank on this machine: the process that has it, and how those before it have fared.
+    """A rank on this machine: the process that has it, and how those before it have fared."""
 
-    Attributes:
-        process: The one that runs, if one does.
-        due: When to start another, in seconds of `time.monotonic`; None if none is to be started.
-        num_deaths: How often a process of this rank has died.
-        policy: When to start another.
-        ended_since: When the process was first seen to have ended.
-    """
-
-    def __init__(self, max_deaths: int) -> None:
-        self.process: ReplicaProcess | None = None
-        self.due: float | None = None
-        self.num_deaths = 0
-        self.policy = RestartPolicy(max_deaths)
-        self.ended_since: float | None = None
+    policy: RestartPolicy
+    process: ReplicaProcess | None = None
+    due: float | None = None
+    """When to start another, in seconds of `time.monotonic`; None if none is to be started."""
+    num_deaths: int = 0
+    ended_since: float | None = None
+    """When the process was first seen to have ended."""
 
 
 class LocalReplicas:
@@ -208,7 +161,7 @@ class LocalReplicas:
         self._node_id, self._restart, self._is_ending = node_id, restart, False
         self._size = config.parallel_config.data_parallel_size
         self._next_sign = 0.0
-        self._places = {rank: _Place(config.parallel_config.max_replica_deaths) for rank in ranks}
+        self._places = {rank: _Place(RestartPolicy(config.parallel_config.max_replica_deaths)) for rank in ranks}
         for rank in ranks:
             self._start_one(rank)
 
@@ -319,14 +272,8 @@ class LocalReplicas:
 
 
 def divide_gpus(ranks: range, tensor_parallel_size: int, visible: list[str]) -> dict[int, str]:
-    """Which GPUs each replica of this machine sees, as in CUDA_VISIBLE_DEVICES: as many as it has workers, and others than those before it.
-    If there are too few, replicas share them.
-
-    Args:
-        ranks: The replicas.
-        tensor_parallel_size: Workers of each.
-        visible: The GPUs that this process sees.
-    """
+    """Which of the `visible` GPUs each replica of this machine sees, as in CUDA_VISIBLE_DEVICES: one for each of its workers, and others than
+    the replicas before it. If there are too few, replicas share them."""
     size = min(tensor_parallel_size, len(visible))
     return {rank: ",".join(visible[(place * size + i) % len(visible)] for i in range(size)) for place, rank in enumerate(ranks)}
 

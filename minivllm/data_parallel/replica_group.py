@@ -52,13 +52,11 @@ class ReplicaGroup:
     """Used by one thread at a time. What a method returns is for the frontend.
 
     Args:
-        config: The engine's.
-        place: Which frontend this is.
+        config, place: The engine's, and which frontend this is.
         send: To replicas.
         is_first: Whether this is the first frontend, which logs what all of them see.
 
     Attributes:
-        table: The requests in flight.
         num_gpu_blocks: Blocks of the smallest KV cache among the open replicas, as of when one joined last.
     """
 

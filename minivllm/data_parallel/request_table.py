@@ -22,10 +22,8 @@ class InFlightRequest:
     """A request that has not finished.
 
     Attributes:
-        request: As the frontend sent it.
-        unfinished: Its unfinished sequences, by index.
+        unfinished: The indices of its unfinished sequences.
         token_ids: The output so far of the unfinished sequences, by index; empty before the first token.
-        metrics: As of the latest output.
         replica: The rank of the replica that has it; None while it waits for one.
         number: Identifies the latest sending. Outputs of an earlier one may still arrive, and are ignored.
         was_sent: Whether a replica has it, or had it before.
@@ -42,11 +40,6 @@ class InFlightRequest:
     was_sent: bool = False
     num_deaths: int = 0
     waiting_since: float | None = None
-
-    @classmethod
-    def begin(cls, request: EngineCoreRequest) -> InFlightRequest:
-        """A request that no replica has seen."""
-        return cls(request, set(range(request.sampling_params.n)), RequestMetrics(request.arrival_time))
 
     @property
     def request_id(self) -> str:
@@ -160,18 +153,14 @@ class RequestTable:
 
     def add(self, request: EngineCoreRequest) -> InFlightRequest:
         """A new request. It waits for a replica."""
-        in_flight = self.requests[request.request_id] = self._pending[request.request_id] = InFlightRequest.begin(request)
+        unfinished, metrics = set(range(request.sampling_params.n)), RequestMetrics(request.arrival_time)
+        in_flight = InFlightRequest(request, unfinished, metrics)
+        self.requests[request.request_id] = self._pending[request.request_id] = in_flight
         return in_flight
 
     def place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> tuple[int, EngineCoreRequest]:
-        """Choose a replica for a request: the one that it asks for if that is open, else the router's choice.
-
-        Args:
-            in_flight: Waits.
-            avoid: Replicas that it must not go to.
-
-        Returns:
-            The replica's rank, and what to send there.
+        """Choose a replica for a request that waits: the one that it asks for if that is open, else the router's choice; but none to `avoid`.
+        Returns its rank, and what to send there.
 
         Raises:
             EngineDeadError: No other replica is open, or none of them has a cache that is large enough.
@@ -217,11 +206,8 @@ class RequestTable:
         return None if rank is None else (rank, msgspec.structs.replace(stopped, number=number))
 
     def take_output(self, rank: int, output: EngineCoreOutput) -> bool:
-        """A replica has sent an output: note it, and give it the number by which the frontend knows the request.
-
-        Returns:
-            Whether the request is there. It may have been aborted, or sent elsewhere, meanwhile.
-        """
+        """A replica has sent an output: note it, and give it the number by which the frontend knows the request. False if the request is not
+        there: it may have been aborted, or sent elsewhere, meanwhile."""
         in_flight = self.requests.get(output.request_id)
         if in_flight is None or (in_flight.number, in_flight.replica) != (output.number, rank):
             return False

@@ -24,12 +24,7 @@ def load_score(load: ReplicaLoad, num_in_flight: int, client_count: int = 1) -> 
     """How busy a replica is, as one number.
 
     What it reported is a little old. What this client has sent and not got back is exact, but there are `client_count` such clients: the
-    greater of the two counts. Where the cache is more than half full, a queue drains slowly, and those who wait count up to four times.
-
-    Args:
-        load: As it was last reported.
-        num_in_flight: This client's unfinished requests at the replica.
-        client_count: API servers that send requests.
+    greater of the two counts. Where the cache is more than half full, a queue drains slowly, and waiting requests count up to four times.
     """
     score = float(max(client_count * num_in_flight, load.waiting + load.running))
     if load.waiting:
@@ -60,12 +55,7 @@ class Router(ABC):
         """Whether replicas report how busy they are. If not, only what is in flight counts."""
 
     def open(self, replica: int, cache_tokens: int = 2**20) -> None:
-        """From now on, a replica takes requests. Nothing is in flight there.
-
-        Args:
-            replica: Its rank.
-            cache_tokens: Tokens that its KV cache holds.
-        """
+        """From now on, a replica takes requests. Nothing is in flight there. Its KV cache holds `cache_tokens` tokens."""
         while len(self._scores) <= replica:
             self._loads.append(ReplicaLoad())
             self._scores.append(math.inf)
@@ -279,15 +269,7 @@ def hash_prefixes(token_ids: Sequence[int], chunk_size: int, cache_salt: str | N
 
 
 class LoadPublisher:
-    """When the coordinator tells routers the loads: soon after a change, but not more often than ten times a second.
-
-    Args:
-        now: The time, in seconds.
-
-    Attributes:
-        loads: The latest of each replica.
-        due: When to publish next.
-    """
+    """When the coordinator tells routers the loads: soon after a change, but not more often than ten times a second. Next when it is `due`."""
 
     PAUSE_SECONDS = 0.1
     """After publishing, until a change is published."""
@@ -319,14 +301,6 @@ ROUTERS: dict[str, type[Router]] = dict(zip(ROUTINGS, (LeastLoadedRouter, Prefix
 
 
 def make_router(routing: str, client_count: int = 1, client_index: int = 0) -> Router:
-    """The router of this name.
-
-    Args:
-        routing: One of `ROUTINGS`.
-        client_count, client_index: As for `Router`.
-
-    Raises:
-        ConfigError: There is no such router.
-    """
+    """The router of this name, with the arguments of `Router`. Raises ConfigError if there is none."""
     check_choice("data_parallel_routing", routing, ROUTINGS)
     return ROUTERS[routing](client_count, client_index)

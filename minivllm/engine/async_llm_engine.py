@@ -76,7 +76,7 @@ class AsyncLLMEngine:
     ) -> None:
         self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
         self.tokenizer, self._client = tokenizer, client
-        self.replicas, self.num_engines = client.replicas, client.num_engines
+        self.replicas, self.num_engines = client, client.num_engines
         cache_tokens = self.num_gpu_blocks * cache_config.block_size
         self.input_processor = input_processor or InputProcessor(model_config, scheduler_config, tokenizer, cache_tokens, seed)
         self.input_processor.num_engines = self.num_engines

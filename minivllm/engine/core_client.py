@@ -1,15 +1,16 @@
 """The frontend's way to the engine core, wherever it runs.
 
     InprocClient    the core is called directly: `LLM`, notebooks
-    SyncMPClient    a process of its own, and a frontend that waits for each output
     AsyncMPClient   a process (or thread) of its own, and outputs that arrive by themselves
+    SyncMPClient    the same, for a frontend that waits for each output
 
-The clients of several cores, and of one that is restarted when it dies, are in `minivllm/data_parallel/client.py`. Mirrors `vllm/v1/engine/core_client.py`.
+The client of several cores, and of one that is restarted when it dies, is in `minivllm/data_parallel/client.py`. Mirrors `vllm/v1/engine/core_client.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 import weakref
@@ -23,8 +24,11 @@ from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
     CoreLost,
+    EngineCoreOutput,
     EngineCoreOutputs,
     ReplicaChanged,
+    RequestsFailed,
+    SchedulerStats,
     Shutdown,
     StoppedSequence,
     StopSequences,
@@ -33,6 +37,7 @@ from minivllm.engine.core_messages import (
 )
 from minivllm.engine.engine_core import EngineCore
 from minivllm.errors import EngineDeadError
+from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
 logger = logging.getLogger(__name__)
@@ -48,7 +53,6 @@ class ReplicaStatus:
     """What is known of a replica.
 
     Attributes:
-        rank: Which one.
         state: "ready", "draining" (it finishes what it has), "unreachable", "starting", "given up" (it died too often), or "gone".
         process_id: Its process, on its machine, or the one before it; 0 if there was none.
         num_gpu_blocks: Of its KV cache; 0 if there was none.
@@ -93,11 +97,7 @@ class EngineCoreClient(ABC):
 
 
 class InprocClient(EngineCoreClient):
-    """Calls an engine core in this process.
-
-    Args:
-        core: The engine core.
-    """
+    """Calls an engine core in this process."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -125,6 +125,10 @@ class MPClient(EngineCoreClient):
     """Sends messages to an engine core in a process or thread of its own."""
 
     @abstractmethod
+    def start(self, on_message: OnMessage) -> None:
+        """From now on, call a method with each message, in the client's thread, as long as its object is used."""
+
+    @abstractmethod
     def send(self, message: ToCore) -> None:
         """Hand over a message, from any thread. It is lost if the core is gone."""
 
@@ -140,43 +144,11 @@ class MPClient(EngineCoreClient):
             self.send(StopSequences(sequences))
 
 
-class SyncMPClient(MPClient):
-    """For a frontend that waits for each output.
-
-    Args:
-        core: A running core.
-    """
-
-    def __init__(self, core: CoreHandle) -> None:
-        self._core = core
-        self.num_gpu_blocks = core.ready.num_gpu_blocks
-
-    def send(self, message: ToCore) -> None:
-        self._core.send(message)
-
-    def get_output(self) -> EngineCoreOutputs:
-        """Wait for the result of a step.
-
-        Raises:
-            EngineDeadError: The core has failed or was shut down.
-        """
-        message = self._core.receive()
-        if isinstance(message, EngineCoreOutputs):
-            return message
-        raise (message if isinstance(message, CoreLost) else CoreLost("it was shut down")).error
-
-    def shutdown(self) -> None:
-        self._core.shutdown()
-
-
 class AsyncMPClient(MPClient):
     """For a frontend that is called with each message, in the client's thread.
 
     The messages are an `EngineCoreOutputs` after each step, a `ReplicaChanged` when the core dies, and a `CoreLost`, which is the last one.
     With replicas, there are more.
-
-    Args:
-        core: A running core.
     """
 
     def __init__(self, core: CoreHandle) -> None:
@@ -184,11 +156,6 @@ class AsyncMPClient(MPClient):
         self._finalizer = weakref.finalize(self, core.send, Shutdown())
         self._lost = threading.Event()
         self.num_gpu_blocks = core.ready.num_gpu_blocks
-
-    @property
-    def replicas(self) -> AsyncMPClient:
-        """The only core, which nobody restarts."""
-        return self
 
     def statuses(self) -> list[ReplicaStatus]:
         state = "gone" if self._lost.is_set() else "ready"
@@ -204,7 +171,6 @@ class AsyncMPClient(MPClient):
         pass
 
     def start(self, on_message: OnMessage) -> None:
-        """From now on, call a method with each message."""
         method = WeakMethod(on_message)  # the thread keeps neither the frontend nor this client alive
         threading.Thread(target=_forward, args=(self._core, method, self._lost), name="minivllm outputs", daemon=True).start()
 
@@ -224,6 +190,49 @@ class AsyncMPClient(MPClient):
     def shutdown(self) -> None:
         self._finalizer.detach()
         self._core.shutdown()
+
+
+class SyncMPClient(EngineCoreClient):
+    """For a frontend that waits for each output: queues the messages of another client."""
+
+    def __init__(self, client: MPClient) -> None:
+        self.client, self.num_gpu_blocks = client, client.num_gpu_blocks
+        self._messages: queue.SimpleQueue[ToFrontend] = queue.SimpleQueue()
+        client.start(self._put)
+
+    def _put(self, message: ToFrontend) -> None:
+        self._messages.put(message)
+
+    def add_request(self, request: EngineCoreRequest) -> int:
+        return self.client.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.client.abort_requests(request_ids)
+
+    def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
+        self.client.stop_sequences(sequences)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Wait for the result of a step, of any replica if there are several.
+
+        Raises:
+            EngineDeadError: No core is left, or it was shut down.
+        """
+        while True:
+            message = self._messages.get()
+            if isinstance(message, EngineCoreOutputs):
+                return message
+            if isinstance(message, RequestsFailed):
+                now, error = time.perf_counter(), str(message.error)
+                failed = [EngineCoreOutput(*request, [], True, RequestMetrics(now), error=error) for request in message.requests]
+                return EngineCoreOutputs(failed, now, SchedulerStats())
+            if isinstance(message, CoreLost):
+                self.shutdown()
+                raise message.error
+
+    def shutdown(self) -> None:
+        self.client.shutdown()
+        self._messages.put(CoreLost("it was shut down"))
 
 
 def _forward(core: CoreHandle, on_message: Callable[[], OnMessage | None], lost: threading.Event) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,12 +37,10 @@ from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import CoreSetup
 from minivllm.errors import EngineDeadError
-from minivllm.executor.processes import describe_exit, start_python
+from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
 
 _POLL_MS = 100
 """How long a process may be gone before it is noticed."""
-GRACE_SECONDS = 5.0
-"""How long the core may take to finish its last step when told to stop."""
 
 
 class CoreHandle(Protocol):
@@ -139,26 +136,22 @@ class CoreProcess:
         """A socket may be used by one thread at a time."""
         self._receiving = threading.Lock()
         """Held while a thread uses the output socket."""
+        self.last_heard: float | None = time.monotonic() if heartbeats else None
+        self._shut_down = threading.Event()
+        setup = CoreSetup(
+            config=packed, heartbeats=heartbeats, socket_folder=folder, input_address=input_address, output_address=output_address,
+            sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
+        )  # fmt: skip
         try:
-            self._process = start_python("minivllm.engine.engine_core_proc", num_threads)
+            self._process = ChildProcess("minivllm.engine.engine_core_proc", num_threads, setup)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        self.process_id = self._process.pid
-        self.last_heard: float | None = time.monotonic() if heartbeats else None
-        self._shut_down = threading.Event()
+        self.process_id = self._process.process_id
         self._end = weakref.finalize(self, _end_core, self._process, self._shut_down, folder)
         """Also called when this object is garbage, or Python exits."""
-        log_level = logging.getLogger().getEffectiveLevel()
-        setup = CoreSetup(
-            config=packed, heartbeats=heartbeats, socket_folder=folder, input_address=input_address, output_address=output_address,
-            sys_path=sys.path, log_level=log_level,
-        )  # fmt: skip
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            self._process.stdin.flush()
             self.ready = self._wait_until_ready()
         except BaseException:
             self._end()
@@ -204,17 +197,16 @@ class CoreProcess:
                     elif isinstance(message, CoreReady | EngineCoreOutputs | CoreFailed):
                         return message
                     continue
-                status = self._process.poll()
-                if status is not None and not self._output.poll(0):
-                    return CoreLost(f"its process {describe_exit(status)}")
+                end = self._process.poll()
+                if end is not None and not self._output.poll(0):
+                    return CoreLost(f"its process {end}")
         return None
 
     def shutdown(self) -> None:
         self._shut_down.set()
         if self._end.alive:
             self.send(Shutdown())
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_SECONDS)
+            self._process.wait(GRACE_SECONDS)
             self._end()
         with self._receiving, self._lock:
             self._context.destroy(linger=0)
@@ -236,20 +228,8 @@ def make_socket_folder() -> str:
     return folder
 
 
-def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process, if it has not ended. It exits by itself when its standard input closes."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _end_core(process: subprocess.Popen[bytes], shut_down: threading.Event, folder: str) -> None:
+def _end_core(process: ChildProcess, shut_down: threading.Event, folder: str) -> None:
     """End a core's process, and remove its sockets."""
     shut_down.set()
-    end_process(process)
+    process.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -20,12 +20,7 @@ from minivllm.request import EngineCoreRequest
 
 
 class ReplicaLoad(NamedTuple):
-    """How busy a replica is.
-
-    Attributes:
-        waiting, running: Sequences.
-        kv_cache_usage: Fraction of its blocks in use, 0 to 1.
-    """
+    """How busy a replica is: sequences, and the fraction of its blocks in use, 0 to 1."""
 
     waiting: int = 0
     running: int = 0
@@ -70,16 +65,20 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ReplicaLoad(self.num_waiting + self.num_swapped, self.num_running, self.cache_usage)
 
 
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Whatever crosses a process line."""
+
+
 # -- to the core -----------------------------------------------------------------------------------------------------
 
 
-class AddRequest(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class AddRequest(Message):
     """Queue a request."""
 
     request: EngineCoreRequest
 
 
-class AbortRequests(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class AbortRequests(Message):
     """Nobody waits for these requests any more."""
 
     request_ids: list[str]
@@ -94,48 +93,48 @@ class StoppedSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_reason: str
 
 
-class StopSequences(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class StopSequences(Message):
     """Finish these sequences; the other sequences of their requests go on."""
 
     sequences: list[StoppedSequence]
 
 
-class SetTracing(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class SetTracing(Message):
     """Whether each `EngineCoreOutputs` to this API server is to carry its `StepRecord`. If so, the next record describes all requests."""
 
     on: bool
     client_index: int = 0
 
 
-class Drain(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Drain(Message):
     """To a replica: take no new requests, finish what there is, and end; if it `returns`, another is started in its place."""
 
     returns: bool = False
 
 
-class KillReplica(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class KillReplica(Message):
     """To a replica: kill yourself, for somebody who wants to see what happens then."""
 
 
-class AbortClientRequests(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class AbortClientRequests(Message):
     """To a replica that was out of reach: abort all requests of this API server. They have moved to other replicas."""
 
     client_index: int
 
 
-class DropClient(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class DropClient(Message):
     """An API server has died: nobody waits for its requests any more."""
 
     client_index: int
 
 
-class ClientDrained(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class ClientDrained(Message):
     """To a replica that leaves: this API server sends it no more requests."""
 
     client_index: int = 0
 
 
-class Shutdown(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Shutdown(Message):
     """Stop after the current step."""
 
 
@@ -153,10 +152,10 @@ ToCore = (
 )
 
 
-# -- from the core ---------------------------------------------------------------------------------------------------
+# -- from the core; `engine_index` is the rank of the replica ---------------------------------------------------------
 
 
-class CoreReady(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class CoreReady(Message):
     """The model is loaded and the KV cache is allocated."""
 
     num_gpu_blocks: int
@@ -178,10 +177,8 @@ class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
     """What a step added to one request.
 
     Attributes:
-        request_id, number: The request.
         sequences: Those with new tokens, or that finished.
         finished: Whether all of the request's sequences have finished.
-        metrics: So far.
         prompt_logprobs: The ones that this step computed, by position in the prompt.
         error: Why the request failed.
         client_index: The API server that sent it.
@@ -197,15 +194,13 @@ class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
     client_index: int = 0
 
 
-class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class EngineCoreOutputs(Message):
     """The result of a step, or of messages that left nothing to do.
 
     Attributes:
         outputs: By request, in the order of the batch.
         timestamp: When the model had computed, in seconds of the core's clock.
-        stats: The scheduler's state.
         record: The step's trace, if it is being watched.
-        engine_index: The rank of the replica.
     """
 
     outputs: list[EngineCoreOutput]
@@ -215,14 +210,8 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     engine_index: int = 0
 
 
-class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The core could not start, or cannot continue: its last message.
-
-    Attributes:
-        error_type: Name of an exception's class, or "".
-        message: Why.
-        engine_index: The rank of the replica.
-    """
+class CoreFailed(Message):
+    """The core could not start, or cannot continue: its last message. `error_type` names an exception's class, or is ""."""
 
     error_type: str
     message: str
@@ -240,11 +229,10 @@ class CoreFailed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
         return EngineDeadError(f"{name} could not start: {self.cause}")
 
 
-class CoreDraining(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class CoreDraining(Message):
     """A replica takes no new requests, finishes those it has, and ends. It ignores what is sent after the `ClientDrained`.
 
     Attributes:
-        engine_index: Its rank.
         is_drained: Whether it has finished, and ends now.
         returns: Whether another will be started in its place.
     """
@@ -254,7 +242,7 @@ class CoreDraining(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     returns: bool = False
 
 
-class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class CoreLog(Message):
     """A log record for the frontend's log: level and logger name, as in `logging`, and the text."""
 
     level: int
@@ -263,14 +251,8 @@ class CoreLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     engine_index: int = 0
 
 
-class Heartbeat(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """The core's process is alive. That of a replica also says what a frontend needs to know to use it, should that message be lost.
-
-    Attributes:
-        engine_index: The rank of the replica.
-        num_gpu_blocks, process_id: As in `CoreReady`.
-        is_draining: Whether it takes no new requests.
-    """
+class Heartbeat(Message):
+    """The core's process is alive. A replica's also repeats its `CoreReady`, should that be lost, and says whether it takes no new requests."""
 
     engine_index: int = 0
     num_gpu_blocks: int = 0
@@ -289,8 +271,6 @@ class ReplicaChanged:
     """A core takes requests from now on, or is lost. That is for metrics: the client moves requests by itself.
 
     Attributes:
-        engine_index: The rank of the replica; 0 if there is only one core.
-        is_ready: Whether it takes requests.
         num_gpu_blocks: Of its KV cache, if it is ready.
         has_died: If it is lost: whether its process has died. If not, it has drained, or is out of reach.
     """
@@ -303,12 +283,7 @@ class ReplicaChanged:
 
 @dataclass
 class RequestsResumed:
-    """Requests whose replica was lost go on at another.
-
-    Attributes:
-        engine_index: The rank of the other one.
-        count: How many there are.
-    """
+    """Requests whose replica was lost go on at another: its rank, and how many they are."""
 
     engine_index: int
     count: int
@@ -316,13 +291,7 @@ class RequestsResumed:
 
 @dataclass
 class RequestsFailed:
-    """Requests that no replica will finish.
-
-    Attributes:
-        requests: Each one's id and number.
-        error: Why.
-        engine_index: The rank of the replica that had them last, if that is what they failed of.
-    """
+    """Requests, by id and number, that no replica will finish. `engine_index` is the replica that had them last, if that is why."""
 
     requests: list[tuple[str, int]]
     error: EngineDeadError
@@ -331,11 +300,7 @@ class RequestsFailed:
 
 @dataclass
 class CoreLost:
-    """The core is gone for good, or the last of several: the last message.
-
-    Attributes:
-        cause: Why, in words.
-    """
+    """The core is gone for good, or the last of several: the last message."""
 
     cause: str
 

@@ -56,11 +56,8 @@ class EngineCore:
         block_space_manager_cls: type[BlockSpaceManager] = BlockSpaceManager,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model_config = model_config
-        self.cache_config = cache_config
-        self.scheduler_config = scheduler_config
-        self.executor = executor
-        self.clock = clock
+        self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
+        self.executor, self.clock = executor, clock
         num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
         executor.initialize_cache(num_gpu_blocks, num_cpu_blocks)
         self.block_manager = block_space_manager_cls(
@@ -113,11 +110,7 @@ class EngineCore:
             raise
 
     def use_scheduler(self, scheduler_cls: type[Scheduler], scheduler_config: SchedulerConfig | None = None) -> None:
-        """Replace the scheduler, to compare several on one loaded model.
-
-        Args:
-            scheduler_cls: The class to use.
-            scheduler_config: Other limits; None keeps them.
+        """Replace the scheduler, and perhaps its limits, to compare several on one loaded model.
 
         Raises:
             ConfigError: There are unfinished requests.

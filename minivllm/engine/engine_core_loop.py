@@ -33,9 +33,9 @@ from minivllm.engine.core_messages import (
     StopSequences,
     ToCore,
 )
-from minivllm.engine.engine_core import EngineCore
+from minivllm.engine.engine_core import EngineCore, make_output
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.outputs import RequestMetrics
+from minivllm.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,7 @@ class ExecutorFailed:
 
 
 class EngineCoreLoop:
-    """Steps an engine core while it has work, and waits for messages when it has none.
-
-    Args:
-        core: Used by nobody else while the loop runs.
+    """Steps an engine core, which nobody else may use, while it has work, and waits for messages when it has none.
 
     Attributes:
         input_queue: Messages to the core, from any thread.
@@ -149,11 +146,7 @@ class EngineCoreLoop:
             try:
                 self.core.add_request(message.request)
             except RequestError as error:  # the frontend has validated it: only a faulty frontend gets here
-                request_id, number = message.request.request_id, message.request.number
-                metrics, client = RequestMetrics(message.request.arrival_time), message.request.client_index
-                self._refused.append(
-                    EngineCoreOutput(request_id, number, [], True, metrics, error=str(error), client_index=client)
-                )
+                self._refused.append(make_output(Request(message.request), [], True, str(error)))
         elif isinstance(message, AbortRequests):
             self.core.abort_requests(message.request_ids)
         elif isinstance(message, StopSequences):
@@ -165,7 +158,7 @@ class EngineCoreLoop:
         elif isinstance(message, ClientDrained):
             self._drained_clients.add(message.client_index)
         elif isinstance(message, AbortClientRequests):
-            self._abort_all_of(message.client_index)
+            self.core.abort_requests(self.core.requests_of(message.client_index))
         elif isinstance(message, DropClient):
             self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):
@@ -177,11 +170,8 @@ class EngineCoreLoop:
             self.is_draining, self._draining_since = True, time.monotonic()
             self.output_queue.put(CoreDraining())
 
-    def _abort_all_of(self, client_index: int) -> None:
-        self.core.abort_requests(self.core.requests_of(client_index))
-
     def _drop_client(self, client_index: int) -> None:
-        self._abort_all_of(client_index)
+        self.core.abort_requests(self.core.requests_of(client_index))
         self._drained_clients.add(client_index)
         self.dropped |= {client_index}
         self._set_tracing(SetTracing(False, client_index))

@@ -40,17 +40,11 @@ RETURN_STATUS = 75
 
 
 class ProcessSetup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the process of a core is told at its start.
-
-    Attributes:
-        config: Pickled.
-        socket_folder: To be removed if the frontend has had no time to; "" if there is none.
-        sys_path: Where Python finds modules.
-        log_level: As in `logging`.
-    """
+    """What the process of a core is told at its start. The config is pickled."""
 
     config: bytes
     socket_folder: str
+    """To be removed if the frontend has had no time to; "" if there is none."""
     sys_path: list[str]
     log_level: int
 
@@ -67,11 +61,7 @@ _Setup = TypeVar("_Setup", bound=ProcessSetup)
 
 
 class EngineCoreProc:
-    """The process: a core between two sockets.
-
-    Args:
-        setup: What the frontend wrote.
-    """
+    """The process: a core between two sockets."""
 
     def __init__(self, setup: CoreSetup) -> None:
         self._context = zmq.Context()

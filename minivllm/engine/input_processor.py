@@ -28,12 +28,7 @@ Prompt = str | list[int] | dict[str, Any]
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A request that can be served.
-
-    Attributes:
-        prompt: Its text, if it was given as text.
-        core_request: What the engine core gets.
-    """
+    """A request that can be served: its text, if it was given as text, and what the engine core gets."""
 
     prompt: str | None
     core_request: EngineCoreRequest
@@ -67,11 +62,8 @@ class InputProcessor:
         in_process: bool = False,
     ) -> None:
         self.cache_tokens, self.num_engines = cache_tokens, 1
-        self._model_config = model_config
-        self._scheduler_config = scheduler_config
-        self._tokenizer = tokenizer
-        self.clock = clock
-        self._in_process = in_process
+        self._model_config, self._scheduler_config, self._tokenizer = model_config, scheduler_config, tokenizer
+        self.clock, self._in_process = clock, in_process
         self._random = random.Random(seed)
         self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
         eos = set(model_config.eos_token_ids)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.core_client import InprocClient, SyncMPClient
+from minivllm.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
@@ -27,25 +27,20 @@ from minivllm.outputs import RequestOutput
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
-if TYPE_CHECKING:
-    from minivllm.data_parallel.client import DPLBSyncMPClient
-
 
 class LLMEngine:
     """Runs requests, one step at a time. Usually made by `LLMEngine.from_engine_args`.
 
     Args:
-        engine_core: The way to the core.
-        model_config, cache_config, scheduler_config: What the core was made with.
+        engine_core: The way to the core, which was made with these configs, and has this clock.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
-        clock: The core's.
         detokenizer_cls: What makes the text of each sequence.
     """
 
     def __init__(
         self,
-        engine_core: InprocClient | SyncMPClient | DPLBSyncMPClient,
+        engine_core: InprocClient | SyncMPClient,
         model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
@@ -55,11 +50,8 @@ class LLMEngine:
         clock: Callable[[], float] = time.perf_counter,
         detokenizer_cls: type[IncrementalDetokenizer] | None = None,
     ) -> None:
-        self.engine_core = engine_core
-        self.model_config = model_config
-        self.cache_config = cache_config
-        self.scheduler_config = scheduler_config
-        self.tokenizer = tokenizer
+        self.engine_core, self.tokenizer = engine_core, tokenizer
+        self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
         self.cache_tokens = engine_core.num_gpu_blocks * cache_config.block_size
         """Tokens that the whole KV cache holds."""
         in_process = isinstance(engine_core, InprocClient) and engine_core.core.executor.in_process
@@ -83,14 +75,14 @@ class LLMEngine:
         from minivllm.engine.engine_config import EngineConfig
 
         config = EngineConfig.from_engine_args(args)
-        client: InprocClient | SyncMPClient | DPLBSyncMPClient
+        client: InprocClient | SyncMPClient
         if config.parallel_config.has_replicas:
             if args.trace:
                 raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
-            from minivllm.data_parallel.client import DPLBSyncMPClient
+            from minivllm.data_parallel.client import make_async_mp_client
 
             tokenizer = config.load_tokenizer()
-            client = DPLBSyncMPClient(config)
+            client = SyncMPClient(make_async_mp_client(config))
         elif in_process:
             executor = config.make_executor()  # first, because workers in other processes load the model meanwhile
             try:
@@ -105,7 +97,7 @@ class LLMEngine:
 
             if args.trace:
                 raise ConfigError("trace=True records in this process: leave it out, or run the engine in this process.")
-            client = SyncMPClient(CoreProcess(config, heartbeats=False))
+            client = SyncMPClient(AsyncMPClient(CoreProcess(config, heartbeats=False)))
         configs = (config.model_config, config.cache_config, config.scheduler_config)
         engine = cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
         if args.trace:
@@ -151,9 +143,8 @@ class LLMEngine:
         """
         if request_id in self.output_processor.states:
             raise RequestError(f"There is already a request {request_id!r}: choose another id, or wait until it has finished.")
-        processed = self.input_processor.process_inputs(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
-        )  # fmt: skip
+        options: dict[str, Any] = {"arrival_time": arrival_time, "priority": priority}
+        processed = self.input_processor.process_inputs(request_id, prompt, params, **options)
         state = self.output_processor.add_request(processed)
         state.engine_index = self.engine_core.add_request(state.request)
         return state.request

@@ -10,19 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -30,6 +22,29 @@ from minivllm.config import CacheConfig
 from minivllm.engine.core_messages import ReplicaChanged, RequestsResumed, SchedulerStats
 from minivllm.engine.output_processor import RequestState
 
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
+_CACHE_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization", "swap_space_bytes", "engine")
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+_COUNT_SECONDS = 1.0
+_RATE_SECONDS = 2.0
+
+_GAUGES = {
+    "num_requests_running": "Sequences in the batch.",
+    "num_requests_waiting": "Sequences that wait to be scheduled or swapped in.",
+    "kv_cache_usage_perc": "Fraction of the KV-cache blocks in use; 1 is all.",
+    "engine_ready": "1 if the engine takes requests, 0 if not.",
+}
+_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "How often a sequence lost its cache blocks.",
+    "prompt_tokens": "Prompt tokens that were computed or found in the cache.",
+    "generation_tokens": "Generated tokens.",
+    "engine_deaths": "How often the engine's process has died.",
+    "num_resumed_requests": "How often a request went on at this engine after another, or an earlier one, was lost.",
+    "num_lost_requests": "Requests that failed because their engine was lost.",
+}
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 _ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _REQUEST_S = (
@@ -37,18 +52,26 @@ _REQUEST_S = (
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_CONTINUATIONS = (1, 2, 5, 10, 20)
-_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
-
-SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""Names a folder where several processes keep their metrics, to be added up. Must be set before prometheus_client is imported."""
-_LABELS = ("model_name", "engine")
-_CACHE_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization", "swap_space_bytes")
-_FINISHED_REASONS = ("stop", "length", "abort", "error")
-_COUNT_SECONDS = 1.0
-_RATE_SECONDS = 2.0
-
-_Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
+_HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
+    "time_to_first_token_seconds": (_TTFT_S, "From arrival to the first token."),
+    "inter_token_latency_seconds": (_ITL_S, "Between two outputs of a request: of a token each, or of one for each of n."),
+    "request_time_per_output_token_seconds": (_ITL_S, "Mean time per output token after the first, of an answer."),
+    "e2e_request_latency_seconds": (_REQUEST_S, "From arrival to the last token."),
+    "request_queue_time_seconds": (_REQUEST_S, "From when the engine core received it to its first step."),
+    "request_prefill_time_seconds": (_REQUEST_S, "From the first step to the first token."),
+    "request_decode_time_seconds": (_REQUEST_S, "From the first token to the last."),
+    "request_inference_time_seconds": (_REQUEST_S, "From the first step to the last token."),
+    "iteration_tokens_total": (
+        _STEP_TOKENS,
+        "Tokens generated in a step, and those of prompts that it completed, cached ones aside; each API server counts its own part.",
+    ),
+    "request_prompt_tokens": (_TOKENS, "Prompt tokens of a request."),
+    "request_generation_tokens": (_TOKENS, "Tokens of an answer; each of n has its own."),
+    "request_max_num_generation_tokens": (_TOKENS, "Tokens of a request's longest output."),
+    "request_params_n": ((1, 2, 5, 10, 20), "The parameter n."),
+    "request_params_max_tokens": (_TOKENS, "The parameter max_tokens; without it, what the context has room for."),
+    "request_num_preemptions": ((0, 1, 2, 5, 10, 20), "How often a request lost its cache blocks."),
+}
 
 
 @dataclass
@@ -122,91 +145,25 @@ class Metrics:
         else:
             ProcessCollector(registry=self.registry)
 
-        def make(metric: type[_Metric], name: str, text: str, reasons: tuple[str, ...] = (), **options: Any) -> _Metric:
-            if metric is Gauge:
-                options["multiprocess_mode"] = "mostrecent"
-            labels = (*_LABELS, "finished_reason") if reasons else _LABELS
-            kinds: list[tuple[str, ...]] = [(reason,) for reason in reasons] or [()]
-            made = metric(f"minivllm:{name}", text, labels, registry=self.registry, **options)
-            for engine in range(num_engines):
-                for kind in kinds:
-                    made.labels(model_name, str(engine), *kind)  # is 0 from the beginning
-            return made
-
-        self._running = make(Gauge, "num_requests_running", "Sequences in the batch.")
-        self._waiting = make(Gauge, "num_requests_waiting", "Sequences that wait to be scheduled or swapped in.")
-        self._cache_usage = make(Gauge, "kv_cache_usage_perc", "Fraction of the KV-cache blocks in use; 1 is all.")
-        self._prefix_queries = make(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self._prefix_hits = make(Counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._preemptions = make(Counter, "num_preemptions", "How often a sequence lost its cache blocks.")
-        self._prompt_tokens = make(Counter, "prompt_tokens", "Prompt tokens that were computed or found in the cache.")
-        self._generation_tokens = make(Counter, "generation_tokens", "Generated tokens.")
-        self._is_ready = make(Gauge, "engine_ready", "1 if the engine takes requests, 0 if not.")
-        self._deaths = make(Counter, "engine_deaths", "How often the engine's process has died.")
-        self._resumptions = make(
-            Counter,
-            "num_resumed_requests",
-            "How often a request went on at this engine after another, or an earlier one, was lost.",
-        )
-        self._lost = make(Counter, "num_lost_requests", "Requests that failed because their engine was lost.")
-        self._ttft = make(Histogram, "time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_S)
-        self._itl = make(
-            Histogram,
-            "inter_token_latency_seconds",
-            "Between two outputs of a request: of a token each, or of one for each of n.",
-            buckets=_ITL_S,
-        )
-        self._tpot = make(
-            Histogram,
-            "request_time_per_output_token_seconds",
-            "Mean time per output token after the first, of an answer.",
-            buckets=_ITL_S,
-        )
-        self._e2e = make(Histogram, "e2e_request_latency_seconds", "From arrival to the last token.", buckets=_REQUEST_S)
-        self._queue = make(
-            Histogram,
-            "request_queue_time_seconds",
-            "From when the engine core received it to its first step.",
-            buckets=_REQUEST_S,
-        )
-        self._prefill = make(
-            Histogram, "request_prefill_time_seconds", "From the first step to the first token.", buckets=_REQUEST_S
-        )
-        self._decode = make(Histogram, "request_decode_time_seconds", "From the first token to the last.", buckets=_REQUEST_S)
-        self._inference = make(
-            Histogram, "request_inference_time_seconds", "From the first step to the last token.", buckets=_REQUEST_S
-        )
-        self._step_tokens = make(
-            Histogram,
-            "iteration_tokens_total",
-            "Tokens generated in a step, and those of prompts that it completed, cached ones aside; each API server counts its own part.",
-            buckets=_STEP_TOKENS,
-        )
-        self._cache_config = Gauge(
-            "minivllm:cache_config_info",
-            "Configuration of the KV cache, in the labels; the value is 1.",
-            [*_CACHE_LABELS, "engine"],
-            registry=self.registry,
-            multiprocess_mode="mostrecent",
-        )
-        self._request_prompt = make(Histogram, "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
-        self._request_output = make(
-            Histogram, "request_generation_tokens", "Tokens of an answer; each of n has its own.", buckets=_TOKENS
-        )
-        self._request_longest = make(
-            Histogram, "request_max_num_generation_tokens", "Tokens of a request's longest output.", buckets=_TOKENS
-        )
-        self._request_n = make(Histogram, "request_params_n", "The parameter n.", buckets=_CONTINUATIONS)
-        self._request_max_tokens = make(
-            Histogram,
-            "request_params_max_tokens",
-            "The parameter max_tokens; without it, what the context has room for.",
-            buckets=_TOKENS,
-        )
-        self._request_preemptions = make(
-            Histogram, "request_num_preemptions", "How often a request lost its cache blocks.", buckets=_PREEMPTIONS
-        )
-        self._finished = make(Counter, "request_success", "Finished requests, by reason.", reasons=_FINISHED_REASONS)
+        labels: tuple[str, ...] = ("model_name", "engine")
+        of_gauges: dict[str, Any] = {"registry": self.registry, "multiprocess_mode": "mostrecent"}
+        self._gauges = {name: Gauge(f"minivllm:{name}", text, labels, **of_gauges) for name, text in _GAUGES.items()}
+        self._counters = {
+            name: Counter(f"minivllm:{name}", text, labels, registry=self.registry) for name, text in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"minivllm:{name}", text, labels, registry=self.registry, buckets=buckets)
+            for name, (buckets, text) in _HISTOGRAMS.items()
+        }
+        labels = (*labels, "finished_reason")
+        self._finished = Counter("minivllm:request_success", "Finished requests, by reason.", labels, registry=self.registry)
+        text = "Configuration of the KV cache, in the labels; the value is 1."
+        self._cache_config = Gauge("minivllm:cache_config_info", text, _CACHE_LABELS, **of_gauges)
+        for engine in map(str, range(num_engines)):  # all are 0 from the beginning
+            for metric in (*self._gauges.values(), *self._counters.values(), *self._histograms.values()):
+                metric.labels(model_name, engine)
+            for reason in _FINISHED_REASONS:
+                self._finished.labels(model_name, engine, reason)
         self._model_name = model_name
         self._counts: dict[str, tuple[float, int]] = {}
         """What `count` has returned lately, and when."""
@@ -219,17 +176,25 @@ class Metrics:
         """All metrics, in Prometheus' text format."""
         return generate_latest(self._rendered)
 
+    def _set(self, name: str, engine: int, value: float) -> None:
+        self._gauges[name].labels(self._model_name, str(engine)).set(value)
+
+    def _count(self, name: str, engine: int, amount: float = 1) -> None:
+        self._counters[name].labels(self._model_name, str(engine)).inc(amount)
+
+    def _observe(self, name: str, engine: int, value: float) -> None:
+        self._histograms[name].labels(self._model_name, str(engine)).observe(value)
+
     def set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """The state of an engine's scheduler has changed."""
         known = self.stats_by_engine.get(engine_index, SchedulerStats())
         self.stats_by_engine[engine_index] = stats
         self._token_rates[engine_index].update(stats.num_generated_tokens, time.monotonic())
         if self._tells_of_engines:
-            labels = (self._model_name, str(engine_index))
-            self._running.labels(*labels).set(stats.num_running)
-            self._waiting.labels(*labels).set(stats.num_waiting + stats.num_swapped)
-            self._cache_usage.labels(*labels).set(stats.cache_usage)
-            self._preemptions.labels(*labels).inc(max(0, stats.num_preemptions - known.num_preemptions))
+            self._set("num_requests_running", engine_index, stats.num_running)
+            self._set("num_requests_waiting", engine_index, stats.num_waiting + stats.num_swapped)
+            self._set("kv_cache_usage_perc", engine_index, stats.cache_usage)
+            self._count("num_preemptions", engine_index, max(0, stats.num_preemptions - known.num_preemptions))
 
     def set_idle(self) -> None:
         """No engine is left, and with them what they had; their counts stay."""
@@ -247,28 +212,27 @@ class Metrics:
             known = self.stats_by_engine.get(rank, SchedulerStats(num_gpu_blocks=change.num_gpu_blocks))
             self.set_stats(rank, known.when_idle())
         if self._tells_of_engines:
-            labels = (self._model_name, str(rank))
-            self._is_ready.labels(*labels).set(change.is_ready)
-            self._deaths.labels(*labels).inc(change.has_died)
+            self._set("engine_ready", rank, change.is_ready)
+            self._count("engine_deaths", rank, change.has_died)
             if change.is_ready:
                 self._set_cache_config(rank, change.num_gpu_blocks)
 
     def _set_cache_config(self, engine_index: int, num_gpu_blocks: int) -> None:
         config = self._layout
         values = (config.block_size, num_gpu_blocks, config.enable_prefix_caching, config.gpu_memory_utilization)
-        layout = tuple(map(str, (*values, config.swap_space_bytes)))
+        layout = tuple(map(str, (*values, config.swap_space_bytes, engine_index)))
         if engine_index in self._layouts:  # labels cannot be removed where several processes share metrics
-            self._cache_config.labels(*self._layouts[engine_index], str(engine_index)).set(0)
-        self._cache_config.labels(*layout, str(engine_index)).set(1)
+            self._cache_config.labels(*self._layouts[engine_index]).set(0)
+        self._cache_config.labels(*layout).set(1)
         self._layouts[engine_index] = layout
 
     def record_resumptions(self, resumed: RequestsResumed) -> None:
         """Requests whose engine was lost have been sent to another."""
-        self._resumptions.labels(self._model_name, str(resumed.engine_index)).inc(resumed.count)
+        self._count("num_resumed_requests", resumed.engine_index, resumed.count)
 
     def record_lost_request(self, state: RequestState) -> None:
         """A request has failed because its engine was lost."""
-        self._lost.labels(*self._labels(state)).inc()
+        self._count("num_lost_requests", state.engine_index)
 
     def count(self, name: str) -> int:
         """The value of a counter, over all engines and API servers; if there are several of these, as it was at most a second ago."""
@@ -289,11 +253,11 @@ class Metrics:
             step_end: When the step ended, on the core's clock.
         """
         if num_tokens := sum(self._record_output(state, now, step_end) for state in states):
-            self._step_tokens.labels(self._model_name, str(engine_index)).observe(num_tokens)
+            self._observe("iteration_tokens_total", engine_index, num_tokens)
 
     def _record_output(self, state: RequestState, now: float, step_end: float) -> int:
         """Returns how many tokens were added; at the first one, those of the prompt that were computed, too."""
-        times, labels = self._times.setdefault(state, RequestTimes()), self._labels(state)
+        times, engine = self._times.setdefault(state, RequestTimes()), state.engine_index
         num_new = num_prompt = 0
         for index, text in state.texts.items():
             sequence = times.sequences.setdefault(index, SequenceTimes(0, now, now))
@@ -305,8 +269,8 @@ class Metrics:
                 num_prompt = len(state.request.prompt_token_ids) - state.metrics.num_cached_tokens
                 self._record_first_token(state, now)
             else:
-                self._itl.labels(*labels).observe(now - times.latest)
-            self._generation_tokens.labels(*labels).inc(num_new)
+                self._observe("inter_token_latency_seconds", engine, now - times.latest)
+            self._count("generation_tokens", engine, num_new)
             times.latest = now
         if state.finished:
             reasons = [text.output.finish_reason for text in state.texts.values()]
@@ -316,49 +280,42 @@ class Metrics:
         return num_prompt + num_new
 
     def _record_first_token(self, state: RequestState, now: float) -> None:
-        metrics, num_prompt_tokens, labels = state.metrics, len(state.request.prompt_token_ids), self._labels(state)
-        self._ttft.labels(*labels).observe(now - metrics.arrival_time)
-        self._prompt_tokens.labels(*labels).inc(num_prompt_tokens)
+        engine, num_prompt_tokens = state.engine_index, len(state.request.prompt_token_ids)
+        self._observe("time_to_first_token_seconds", engine, now - state.metrics.arrival_time)
+        self._count("prompt_tokens", engine, num_prompt_tokens)
         if self._layout.enable_prefix_caching:
-            self._prefix_queries.labels(*labels).inc(num_prompt_tokens)
-            self._prefix_hits.labels(*labels).inc(metrics.num_cached_tokens)
+            self._count("prefix_cache_queries", engine, num_prompt_tokens)
+            self._count("prefix_cache_hits", engine, state.metrics.num_cached_tokens)
 
     def record_finish(self, state: RequestState, reason: str, now: float) -> None:
         """A request has finished: "stop", "length", "abort" or "error"."""
-        labels = self._labels(state)
-        self._finished.labels(*labels, reason).inc()
+        engine, num_prompt_tokens = state.engine_index, len(state.request.prompt_token_ids)
+        self._finished.labels(self._model_name, str(engine), reason).inc()
         times = self._times.pop(state, RequestTimes())
         if reason not in ("stop", "length"):
             return
-        self._e2e.labels(*labels).observe(now - state.metrics.arrival_time)
-        self._request_prompt.labels(*labels).observe(len(state.request.prompt_token_ids))
-        self._request_n.labels(*labels).observe(state.params.n)
-        max_tokens = state.params.max_tokens or state.request.max_num_tokens - len(state.request.prompt_token_ids)
-        self._request_max_tokens.labels(*labels).observe(max_tokens)
-        self._request_preemptions.labels(*labels).observe(state.metrics.num_preemptions)
-        self._request_longest.labels(*labels).observe(
-            max((sequence.num_tokens for sequence in times.sequences.values()), default=0)
-        )
+        max_tokens = state.params.max_tokens or state.request.max_num_tokens - num_prompt_tokens
+        longest = max((sequence.num_tokens for sequence in times.sequences.values()), default=0)
+        self._observe("e2e_request_latency_seconds", engine, now - state.metrics.arrival_time)
+        self._observe("request_prompt_tokens", engine, num_prompt_tokens)
+        self._observe("request_params_n", engine, state.params.n)
+        self._observe("request_params_max_tokens", engine, max_tokens)
+        self._observe("request_num_preemptions", engine, state.metrics.num_preemptions)
+        self._observe("request_max_num_generation_tokens", engine, longest)
         for sequence in times.sequences.values():
-            self._request_output.labels(*labels).observe(sequence.num_tokens)
+            self._observe("request_generation_tokens", engine, sequence.num_tokens)
             if sequence.num_tokens > 1:
-                self._tpot.labels(*labels).observe((sequence.latest - sequence.first) / (sequence.num_tokens - 1))
+                seconds = (sequence.latest - sequence.first) / (sequence.num_tokens - 1)
+                self._observe("request_time_per_output_token_seconds", engine, seconds)
 
     def _record_phases(self, state: RequestState, step_end: float) -> None:
-        metrics, labels = state.metrics, self._labels(state)
+        metrics, engine = state.metrics, state.engine_index
         queued, scheduled, first = metrics.queued_time, metrics.first_scheduled_time, metrics.first_token_time
-        if queued is None or scheduled is None or first is None:
-            return
-        for histogram, seconds in (
-            (self._queue, scheduled - queued),
-            (self._prefill, first - scheduled),
-            (self._decode, step_end - first),
-            (self._inference, step_end - scheduled),
-        ):
-            histogram.labels(*labels).observe(seconds)
-
-    def _labels(self, state: RequestState) -> tuple[str, str]:
-        return self._model_name, str(state.engine_index)
+        if queued is not None and scheduled is not None and first is not None:
+            self._observe("request_queue_time_seconds", engine, scheduled - queued)
+            self._observe("request_prefill_time_seconds", engine, first - scheduled)
+            self._observe("request_decode_time_seconds", engine, step_end - first)
+            self._observe("request_inference_time_seconds", engine, step_end - scheduled)
 
 
 def _sum_samples(metrics: Iterable[Metric], name: str) -> int:

@@ -18,15 +18,7 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class SequenceText:
-    """The text and log-probabilities of one sequence so far.
-
-    Args:
-        prompt_token_ids: The prompt.
-        params: The request's.
-        index: The sequence's index in the request.
-        tokenizer: None where there is no text.
-        detokenizer_cls: What makes the text.
-    """
+    """The text and log-probabilities of one sequence so far. Without a tokenizer there is no text."""
 
     def __init__(
         self,
@@ -78,22 +70,14 @@ class SequenceText:
         output, num_characters, num_tokens = self.output, self._num_given_characters, self._num_given_tokens
         if len(output.token_ids) == num_tokens and not (output.finished and not self._gave_end):
             return None
-        self._num_given_characters, self._num_given_tokens, self._gave_end = (
-            len(output.text),
-            len(output.token_ids),
-            output.finished,
-        )
+        self._num_given_characters, self._num_given_tokens = len(output.text), len(output.token_ids)
+        self._gave_end = output.finished
         logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
         return replace(output, text=output.text[num_characters:], token_ids=output.token_ids[num_tokens:], logprobs=logprobs)
 
 
 class RequestState:
     """The frontend's side of an unfinished request.
-
-    Args:
-        processed: The request.
-        tokenizer: None where there is no text.
-        detokenizer_cls: What makes the text of its sequences.
 
     Attributes:
         finished: Whether it gets no more tokens. The frontend can know that before the core does.
@@ -214,12 +198,7 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Holds the state of every unfinished request, and adds to it what each step computed.
-
-    Args:
-        tokenizer: None where there is no text.
-        detokenizer_cls: What makes the text, if not `IncrementalDetokenizer`.
-    """
+    """Holds the state of every unfinished request, and adds to it what each step computed."""
 
     def __init__(self, tokenizer: Tokenizer | None, detokenizer_cls: type[IncrementalDetokenizer] | None = None) -> None:
         self.tokenizer, self.detokenizer_cls = tokenizer, detokenizer_cls or IncrementalDetokenizer

@@ -54,12 +54,9 @@ def _plain(value: Any) -> Any:
 
 
 class TraceRecorder:
-    """An observer of one engine core.
+    """An observer of one engine core, whose requests are recorded as arrived.
 
-    Args:
-        model_config, cache_config, scheduler_config: The core's.
-        scheduler: Its requests are recorded as arrived.
-        block_manager: One that does not derive from `BlockSpaceManager` is only asked for tables and the number of free blocks.
+    A block manager that does not derive from `BlockSpaceManager` is only asked for tables and the number of free blocks.
     """
 
     def __init__(
@@ -206,8 +203,7 @@ class TraceRecorder:
             requests: The requests that got tokens or finished.
             end: When the model had finished.
             ranks: How each of several workers spent it.
-            results: The model's, unless it failed.
-            error: Why it failed.
+            results: The model's, or None if there is an `error`.
         """
         begun, record = self._pending.popleft()
         while begun is not output:

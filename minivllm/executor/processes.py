@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from minivllm import OPENMP_SPINS
 from minivllm.config import ModelConfig, WorkerConfig
 from minivllm.errors import ConfigError
+
+GRACE_SECONDS = 5.0
+"""How long a process may take to finish what it does when told to stop."""
 
 
 def start_python(
@@ -51,6 +58,76 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+class ChildProcess:
+    """A process that ends with this one, at the latest.
+
+    Args:
+        module, num_threads, descriptors, gpus: As for `start_python`.
+        setup: What it reads from its standard input at its start, as a line of JSON.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        num_threads: int | None,
+        setup: msgspec.Struct,
+        descriptors: tuple[int, ...] = (),
+        gpus: str | None = None,
+    ) -> None:
+        self._process = start_python(module, num_threads, descriptors, gpus)
+        self._end = weakref.finalize(self, _end_process, self._process)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def process_id(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it is still running."""
+        self._process.send_signal(number)
+
+    def hang_up(self) -> None:
+        """Close its standard input: it exits."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    @property
+    def exit_status(self) -> int | None:
+        """As in `subprocess`; None while it runs."""
+        return self._process.poll()
+
+    def poll(self) -> str | None:
+        """How it ended, in words that follow its name; None while it runs."""
+        status = self._process.poll()
+        return None if status is None else describe_exit(status)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, but not for longer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def shutdown(self) -> None:
+        """End it."""
+        self._end()
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process, if it has not ended. It exits by itself when its standard input closes."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict[str, Any]:

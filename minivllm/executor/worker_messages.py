@@ -7,6 +7,7 @@ mirrors the workers' tables of requests. vLLM has `NewRequestData` and `CachedRe
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,14 +23,11 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         configs: Pickled: the configs of the model, the cache, the scheduler and the worker.
-        rank, world_size: The worker's rank, and the number of workers.
         parent: The executor's process.
         group_memory: A file descriptor from `create_group_memory`.
         group_port: A port of this machine for torch.distributed.
         inbox: Memory and waiting end of the queue that all workers read.
         outbox: Memory and ringing end of this worker's own queue.
-        sys_path: Where Python finds modules.
-        log_level: The lowest level of log records to send.
     """
 
     configs: bytes
@@ -44,6 +42,10 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     log_level: int
 
 
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """What goes through the queues."""
+
+
 # -- to the workers --------------------------------------------------------------------------------------------------
 
 
@@ -51,7 +53,7 @@ class StepSequence(SequencePart[int], array_like=True, forbid_unknown_fields=Tru
     """A `SequenceData` whose request is a number."""
 
 
-class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Step(Message):
     """An `ExecuteModelRequest`.
 
     Attributes:
@@ -71,7 +73,7 @@ class Step(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     blocks_to_copy: list[tuple[int, int]]
 
 
-class Call(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Call(Message):
     """Call a method of the worker with plain values."""
 
     number: int
@@ -85,7 +87,7 @@ ToWorker = Step | Call
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
-class StepResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class StepResult(Message):
     """What rank 0 sampled. In a timed step every rank answers, with its timing."""
 
     number: int
@@ -93,14 +95,14 @@ class StepResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     timing: RankTiming | None = None
 
 
-class CallResult(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class CallResult(Message):
     """What a method returned, as plain values."""
 
     number: int
     value: Any
 
 
-class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class Failed(Message):
     """A step or a call raised an error."""
 
     number: int
@@ -108,7 +110,7 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     message: str
 
 
-class WorkerLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class WorkerLog(Message):
     """A log record."""
 
     level: int
@@ -119,11 +121,9 @@ class WorkerLog(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 Answer = StepResult | CallResult | Failed
 FromWorker = Answer | WorkerLog
 
-_TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
-
 encode = msgspec.msgpack.Encoder(enc_hook=plain_number).encode
-decode_to_worker, decode_from_worker = _TO_WORKER.decode, _FROM_WORKER.decode
+decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 # -- requests by number ----------------------------------------------------------------------------------------------

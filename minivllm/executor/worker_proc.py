@@ -10,8 +10,8 @@ import time
 
 import msgspec
 
-from minivllm.distributed.join import join_group
 from minivllm.distributed.message_queue import QueueReader, QueueWriter
+from minivllm.distributed.torch_group import join_group
 from minivllm.errors import DistributedError, MinivllmError
 from minivllm.executor.processes import ForwardLog
 from minivllm.executor.worker_messages import (

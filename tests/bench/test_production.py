@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import statistics
 
 import pytest
@@ -70,7 +72,7 @@ def test_a_trace_out_of_order_is_refused():
 @pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run_for_all():
     with Workers(ARGS, num_workers=2) as workers:
-        workers._engines[0].engine_core._core._process.kill()
+        os.kill(workers._engines[0].engine_core.client._core.process_id, signal.SIGKILL)
         with pytest.raises(MinivllmError):
             workers.run([WorkloadRequest([1] * 9, 50)] * 40)
 

@@ -16,7 +16,7 @@ from shadow import check_blocks, expected_tokens, habit, shadow_engine
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
 from minivllm.core import speculation
-from minivllm.core.prompt_lookup import NgramIndex, PromptLookup, accept_drafts
+from minivllm.core.speculation import NgramIndex, PromptLookup, accept_drafts
 from minivllm.errors import ConfigError
 from minivllm.request import EngineCoreRequest, Request, Sequence
 

@@ -44,8 +44,8 @@ from minivllm.engine.core_messages import (
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import ProcessedRequest
 from minivllm.engine.metrics import Metrics
+from minivllm.engine.output_handler import RequestStream
 from minivllm.engine.output_processor import RequestState
-from minivllm.engine.request_stream import RequestStream
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError, RequestError
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest

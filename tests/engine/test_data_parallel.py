@@ -43,7 +43,7 @@ def args_for(tiny_llama, **options):
 def engine(tiny_llama):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama))
     yield engine
-    replicas = engine._client.replicas
+    replicas = engine.replicas
     processes = [psutil.Process(number) for number in (*process_ids(replicas), replicas._launcher.coordinator.process_id)]
     engine.shutdown()
     assert psutil.wait_procs(processes, timeout=5)[1] == []
@@ -96,7 +96,7 @@ def states(engine):
 
 
 def in_flight(engine):
-    return engine._client.replicas.group.table._router.num_in_flight
+    return engine.replicas.group.table._router.num_in_flight
 
 
 def test_two_replicas_generate_what_one_engine_does_and_both_work(engine, alone):
@@ -127,7 +127,7 @@ def test_offline_prompts_are_spread_over_replicas(tiny_llama, alone):
     assert tokens_of(outputs) == tokens_of(alone.generate(prompts, params, use_tqdm=False))
     with pytest.raises(ConfigError, match="in another process, out of reach"):
         llm.llm_engine.start_trace()
-    first, second = process_ids(llm.llm_engine.engine_core.replicas)
+    first, second = process_ids(llm.llm_engine.engine_core.client)
     threading.Timer(1.0, os.kill, (second, signal.SIGKILL)).start()
     expected = alone.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
     outputs = llm.generate([[5, 6 + i] for i in range(4)], LONG, use_tqdm=False)
@@ -153,7 +153,7 @@ def test_who_gives_up_frees_the_replica_that_computes_for_them(engine):
 
 def test_a_replica_whose_messages_were_lost_begins_anew_though_it_is_never_idle(engine, alone, caplog):
     """Its stream goes on at the other one; and when it is back, it has no request left."""
-    replicas = engine._client.replicas
+    replicas = engine.replicas
     params = replace(LONG, max_tokens=4000)
     expected = tokens_of(alone.generate([[5] * 4, [6] * 4], params, use_tqdm=False))
 
@@ -175,7 +175,7 @@ def test_a_replica_whose_messages_were_lost_begins_anew_though_it_is_never_idle(
 
 
 def test_a_request_that_cannot_be_sent_goes_elsewhere_and_the_replica_is_used_again_when_it_is_connected(engine, monkeypatch):
-    replicas, failed = engine._client.replicas, []
+    replicas, failed = engine.replicas, []
     group, send = replicas.group, replicas.group._send_to
 
     def fail_once(rank, incarnation, message):
@@ -213,7 +213,7 @@ def test_a_request_may_ask_for_its_replica(engine):
 
 
 def test_nobody_was_silent_while_this_process_was_stopped(engine, caplog, monkeypatch):
-    replicas = engine._client.replicas
+    replicas = engine.replicas
     next_messages, is_done = replicas._next_messages, threading.Event()
 
     def after_a_pause():
@@ -249,7 +249,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
         await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
         os.kill(third, signal.SIGKILL)
         await becomes(lambda: states(engine)[2] == "gone" and engine.stats_by_engine[2].num_running == 0)  # known to both threads
-        replicas = engine._client.replicas
+        replicas = engine.replicas
         late = EngineCoreOutputs([], 0.0, SchedulerStats(num_running=3), engine_index=2)
         for message in (late, Heartbeat(2, 300, third)):  # what it had sent, and was not read yet
             peer = replicas.group.liveness.peers[2]
@@ -278,7 +278,7 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
 @pytest.mark.slow
 def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_llama, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama), restart=True)
-    replicas = engine._client.replicas
+    replicas = engine.replicas
 
     async def run():
         before = process_ids(replicas)

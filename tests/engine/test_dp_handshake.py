@@ -25,10 +25,10 @@ from minivllm.data_parallel.messages import (
     Refused,
     ReplicaDied,
 )
-from minivllm.data_parallel.processes import ChildProcess
 from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError
+from minivllm.executor.processes import ChildProcess
 
 
 def free_port():

@@ -9,8 +9,7 @@ import zmq
 
 from minivllm.data_parallel import messages, processes
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied
-from minivllm.data_parallel.processes import LocalReplicas
-from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
 from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.engine_core_proc import RETURN_STATUS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.processes import RestartPolicy
 
 
 def test_at_once_after_a_long_life_and_after_growing_pauses_after_short_ones():

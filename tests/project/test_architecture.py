@@ -61,7 +61,6 @@ FRONTENDS = {
     "input_processor",
     "output_processor",
     "output_handler",
-    "request_stream",
     "metrics",
 }
 """Modules of engine/ that deal in text and streams: above data_parallel/, which is above the rest of engine/."""

@@ -30,7 +30,7 @@ from scripted_server import (
 from starlette.responses import StreamingResponse
 
 from minivllm.config import EngineArgs
-from minivllm.data_parallel.restart_policy import RestartPolicy
+from minivllm.data_parallel.processes import RestartPolicy
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.server.launcher import ApiServer
 from minivllm.entrypoints.server.state import ServerSettings, ServerState

@@ -122,7 +122,7 @@ def use(nursery: Nursery) -> None:
 
     global is_used
     is_used = True
-    processes.subprocess = types.SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -26,15 +26,14 @@ import msgspec
 import uvicorn
 
 from minivllm.data_parallel.launcher import FrontendPlace
-from minivllm.data_parallel.processes import ChildProcess
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.core_handle import GRACE_SECONDS
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.server.api_server import make_app
 from minivllm.entrypoints.server.connection import Connection
 from minivllm.entrypoints.server.request_log import say
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.errors import ConfigError, MinivllmError
+from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
 
 logger = logging.getLogger(__name__)
 

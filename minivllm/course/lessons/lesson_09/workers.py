@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from minivllm.bench.summary import EngineRun, RequestLatency
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import EngineArgs, check_at_least
-from minivllm.engine.core_client import SyncMPClient
+from minivllm.engine.core_client import AsyncMPClient, SyncMPClient
 from minivllm.engine.core_handle import CoreProcess
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
@@ -48,7 +48,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="worker")
         starts = [self._pool.submit(CoreProcess, config, num_threads, heartbeats=False) for _ in range(num_workers)]
         try:
-            self._engines += [LLMEngine(SyncMPClient(start.result()), *configs, None) for start in starts]
+            self._engines += [LLMEngine(SyncMPClient(AsyncMPClient(start.result())), *configs, None) for start in starts]
         except BaseException:
             for start in starts:
                 if start.exception() is None:
