@@ -23,11 +23,7 @@ from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
 
 class NgramIndex:
-    """The last occurrence of each n-gram in a growing list of tokens.
-
-    Args:
-        min_n, max_n: Tokens in the shortest and the longest n-gram.
-    """
+    """The last occurrence of each n-gram of `min_n` to `max_n` tokens in a growing list of tokens."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self.min_n = min_n

@@ -105,12 +105,7 @@ class StructuredOutputGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokens, one at a time in a thread of its own, and caches the latest.
-
-    Args:
-        folder: The model's folder, with its tokenizer.json.
-        vocab_size: The size of the logits.
-    """
+    """Compiles grammars for the tokens of a model's folder, one at a time in a thread of its own, and caches the latest."""
 
     CAPACITY = 64
     """Size of the cache."""
@@ -135,12 +130,7 @@ class GrammarCompiler:
     def compile(
         self, params: StructuredOutputsParams, eos_token_ids: tuple[int, ...], ignore_eos: bool = False
     ) -> StructuredOutputGrammar:
-        """A grammar at its beginning.
-
-        Args:
-            params: What the text must be.
-            eos_token_ids: Tokens that may end it.
-            ignore_eos: Exclude these tokens.
+        """A grammar at its beginning; `ignore_eos` excludes the tokens that may end the text.
 
         Raises:
             RequestError: It cannot be compiled.

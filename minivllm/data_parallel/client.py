@@ -48,16 +48,11 @@ _PAUSE_SECONDS = 2.0
 class DPLBAsyncMPClient(MPClient):
     """A `ReplicaGroup` with its sockets, and a thread that reads them and calls the frontend. Messages are those of `AsyncMPClient`.
 
-    The thread holds this client, but the frontend only by a weak reference: when nobody uses that any more, the replicas end.
-
-    Args:
-        config: The engine's.
-        place: Which frontend this is.
-        launcher: What has started the processes, which belong to the first frontend; None in the others.
+    The thread holds this client, but the frontend only by a weak reference: when that is gone, the replicas end. `launcher`
+    has started the processes, which belong to the first frontend; it is None in the others.
 
     Attributes:
         lock: Held while the group is used.
-        group: The replicas, and the requests that they have.
 
     Raises:
         ModelLoadError, ConfigError, EngineDeadError: A replica cannot be started.
@@ -170,7 +165,7 @@ class DPLBAsyncMPClient(MPClient):
                 self.shutdown()
 
     def _tell(self, message: ToFrontend) -> bool:
-        """Tell the frontend. False if nobody wants messages any more."""
+        """Tell the frontend. False if it is gone."""
         on_message = self._on_message()
         if on_message is not None:
             on_message(message)
@@ -188,7 +183,6 @@ class DPLBAsyncMPClient(MPClient):
             return told + self.group.retry_pending()
 
     def _take_message(self, incarnation: int, number: int, message: FromCore) -> list[ToFrontend]:
-        """Handle a message of a replica."""
         rank = message.engine_index
         if not 0 <= rank < self.num_engines:
             return []
@@ -203,7 +197,6 @@ class DPLBAsyncMPClient(MPClient):
             return told + self.group.hear(incarnation, number, message)
 
     def _take_published(self, message: Published) -> list[ToFrontend]:
-        """Handle what the coordinator says."""
         self._coordinator_heard = time.monotonic()
         if self._launcher is None:
             self._has_coordinator = True  # it was only silent
@@ -217,7 +210,6 @@ class DPLBAsyncMPClient(MPClient):
         return []
 
     def _take_death(self, died: ReplicaDied) -> list[ToFrontend]:
-        """Handle the end of a replica's process."""
         if not 0 <= died.engine_index < self.num_engines:
             return []
         self._check_start(died.engine_index, CoreFailed("", died.end))
@@ -227,7 +219,7 @@ class DPLBAsyncMPClient(MPClient):
     def _check(self, now: float) -> list[ToFrontend]:
         """Look after the replicas, their processes, and the coordinator."""
         liveness, told = self.group.liveness, list[ToFrontend]()
-        if now - self._latest_check > _PAUSE_SECONDS:  # this process was stopped for a while, and listened to nobody
+        if now - self._latest_check > _PAUSE_SECONDS:  # this process was stopped for a while, and read no messages
             self._coordinator_heard = now
             with self.lock:
                 liveness.excuse_silence(now)

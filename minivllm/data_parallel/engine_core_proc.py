@@ -68,7 +68,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
         self._load = ReplicaLoad()
         self._loop: EngineCoreLoop | None = None
-        self._start(setup.config, True, setup.log_level)
+        self._start(setup.config, setup.log_level)
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
         if offset := self._clock_offset:
@@ -116,7 +116,6 @@ class DPEngineCoreProc(EngineCoreProc):
         return [(client, socket) for client, socket in enumerate(self._outputs) if client not in dropped]
 
     def _report(self, load: ReplicaLoad) -> None:
-        """Tell the coordinator."""
         self._load = load
         self._reports.send(messages.encode(LoadReport(self._engine_index, load)))
 

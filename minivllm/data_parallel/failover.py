@@ -59,17 +59,12 @@ class Blame:
 
 
 class Failover:
-    """Sends requests to replicas, and again when their replica is lost.
-
-    Args:
-        table: Has every request in flight.
-        send: Sends a request to a replica; returns False if that is out of reach.
-        timeout: Seconds that a request may wait for a replica.
-    """
+    """Sends requests of the table to replicas, and again when their replica is lost. `send` returns False if a replica is out of reach."""
 
     def __init__(self, table: RequestTable, send: Callable[[int, EngineCoreRequest], bool], timeout: float) -> None:
         self._table, self._send = table, send
         self.timeout = timeout
+        """Seconds that a request may wait for a replica."""
         self._blame = Blame()
         self.has_timed_out = False
         """Whether requests were given up because no replica was open, and none has come since."""
@@ -97,7 +92,7 @@ class Failover:
         return self._give_up(guilty, give_up_error(name, cause), rank)
 
     def retry_pending(self) -> list[InFlightRequest]:
-        """Send the requests that wait, as far as replicas take them. Returns those that go on after a loss."""
+        """Send waiting requests to replicas that take them. Returns the ones that resume after a loss."""
         if not (self._table.open and (pending := self._table.pending)):
             return []
         resumed, busy = [], self._replicas_with_suspects()

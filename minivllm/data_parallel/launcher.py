@@ -59,11 +59,7 @@ class FrontendPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OtherFrontends(Protocol):
-    """The frontends besides the first, in processes of their own.
-
-    Attributes:
-        num_others: How many there are, without the first.
-    """
+    """The frontends besides the first, `num_others` of them, in processes of their own."""
 
     num_others: int
 
@@ -75,13 +71,8 @@ class OtherFrontends(Protocol):
 
 
 class ReplicaLauncher:
-    """The processes that belong to the first frontend, and end with it.
-
-    Args:
-        config: The engine's.
-        restart: Start another replica of this machine when one dies.
-        others: The other frontends, which are started, too.
-        num_threads: As for `LocalReplicas`.
+    """The processes that belong to the first frontend, and end with it: the coordinator, this machine's replicas, and the `others`, which it
+    starts, too. With `restart`, it replaces a replica that dies.
 
     Raises:
         ConfigError: The sockets cannot be made with this configuration.
@@ -113,10 +104,10 @@ class ReplicaLauncher:
             parallel.data_parallel_size, self._hash, log_level,
         )  # fmt: skip
         self.node_id = uuid.uuid4().hex
-        self.coordinator, self._coordinator_since = _start_coordinator(self._setup), time.monotonic()
-        self._coordinator_policy = RestartPolicy(sys.maxsize)
         self._coordinator_due: float | None = None
-        """When to start another in its place, in seconds of `time.monotonic`."""
+        """When to start another coordinator in place of one that has died, in seconds of `time.monotonic`."""
+        self._start_coordinator()
+        self._coordinator_policy = RestartPolicy(sys.maxsize)
         if others is not None:
             try:
                 others.start(config, places[1:])
@@ -150,8 +141,12 @@ class ReplicaLauncher:
             self._coordinator_due = now + (self._coordinator_policy.next_pause(now - self._coordinator_since) or 0.0)
             return end
         if self._coordinator_due is not None and now >= self._coordinator_due:
-            self.coordinator, self._coordinator_since, self._coordinator_due = _start_coordinator(self._setup), now, None
+            self._start_coordinator()
         return None
+
+    def _start_coordinator(self) -> None:
+        self.coordinator = ChildProcess("minivllm.data_parallel.coordinator", 1, self._setup)
+        self._coordinator_since, self._coordinator_due = time.monotonic(), None
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
         """The coordinator's answer, while all processes run."""
@@ -179,7 +174,3 @@ class ReplicaLauncher:
             self._local.shutdown(told)
         self.coordinator.shutdown()
         shutil.rmtree(self.place.folder, ignore_errors=True)
-
-
-def _start_coordinator(setup: CoordinatorSetup) -> ChildProcess:
-    return ChildProcess("minivllm.data_parallel.coordinator", 1, setup)

@@ -107,9 +107,8 @@ class ReplicaLiveness:
     """Decides whether each replica takes requests and is believed, from what is heard of it.
 
     Args:
-        size: How many ranks there are.
         timeout: Seconds of silence after which a replica is fenced.
-        restarts: Whether a replica that dies is started again, as far as is known before somebody says so.
+        restarts: Whether a replica that dies is started again, until its launcher says otherwise.
         expected: Ranks that are being started.
     """
 
@@ -138,7 +137,7 @@ class ReplicaLiveness:
     def hear(self, rank: int, incarnation: int, number: int, message: FromCore, now: float) -> list[Decision]:
         """A process has sent a message. It numbers them from 0 on."""
         peer, decisions = self.peers[rank], list[Decision]()
-        if not self._is_believed(peer, incarnation):
+        if incarnation in peer.dead or (peer.is_member and incarnation < peer.incarnation):  # another has taken its place
             return []
         if incarnation != peer.incarnation:
             decisions += self._lose(rank, "another process has taken its place", has_died=True)
@@ -203,10 +202,6 @@ class ReplicaLiveness:
             peer.last_heard = now
 
     # -- decisions -----------------------------------------------------------------------------------------------
-
-    def _is_believed(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a message counts: not if its process is dead, or another one has taken its place."""
-        return incarnation not in peer.dead and not (peer.is_member and incarnation < peer.incarnation)
 
     def _admit(self, rank: int) -> list[Decision]:
         """A replica that is there takes requests, as soon as messages can be sent to it. A draining one is told once more."""

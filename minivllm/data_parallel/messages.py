@@ -20,8 +20,9 @@ from pathlib import Path
 import msgspec
 
 from minivllm import __version__
-from minivllm.engine.core_messages import Message, ReplicaLoad
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
+from minivllm.executor.processes import Message
 
 VERSION = __version__
 """Replicas and API servers must have the same."""
@@ -81,7 +82,7 @@ class LoadReport(Message):
 
 
 class NodeAlive(Message):
-    """A node has these ranks, whether their replicas run or not: nobody else can have them."""
+    """A node has these ranks, whether their replicas run or not: no other node may take them."""
 
     node_id: str
     ranks: list[int]
@@ -91,10 +92,9 @@ class ReplicaDied(Message):
     """A replica's process has ended: said by the node that started it, and passed on to all API servers.
 
     Attributes:
-        engine_index, incarnation: Which process.
         end: How, in words.
         has_died: Whether it ended by itself, and not because it was to leave.
-        was_killed: Whether somebody else killed it by SIGKILL.
+        was_killed: Whether it was killed by SIGKILL, and not by its node.
         num_deaths: How often processes of this rank have died on that node.
         outlook: As in `Peer`: whether another one is started.
     """
@@ -167,11 +167,7 @@ def message_header(incarnation: int, number: int) -> bytes:
 
 
 def read_header(data: bytes) -> tuple[int, int]:
-    """Incarnation and number in a message's first frame.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Incarnation and number in a message's first frame. Raises ValueError if it is none."""
     if len(data) != _HEADER.size:
         raise ValueError(f"a header has {_HEADER.size} bytes, and this one {len(data)}")
     incarnation, number = _HEADER.unpack(data)

@@ -34,10 +34,6 @@ NODE_SECONDS = 1.0
 class ReplicaProcess(ChildProcess):
     """A replica of the model in a process.
 
-    Args:
-        setup: What it is told, without what is made here: its incarnation and its pipe.
-        num_threads, gpus: As for `start_python`.
-
     Attributes:
         incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
         ready_since: When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before.
@@ -123,14 +119,12 @@ class _Place:
 
 
 class LocalReplicas:
-    """The replicas on this machine: their processes are started here, started again when they die, and end with this one.
+    """The replicas on this machine: their processes are started here, with `restart` started again when they die, and end with this one.
 
     Args:
-        config: The engine's.
         addresses: Where they connect to.
         sockets: Of this process; theirs have the same key.
         node_id: Under which the coordinator has welcomed them.
-        restart: Start another when one dies.
         num_threads: Threads that each computes with; their share of the processors if None.
         socket_folder, clock_offset: As for `ReplicaSetup`.
     """

@@ -49,12 +49,7 @@ Send = Callable[[int, int, ToCore], bool]
 
 
 class ReplicaGroup:
-    """Used by one thread at a time. What a method returns is for the frontend.
-
-    Args:
-        config, place: The engine's, and which frontend this is.
-        send: To replicas.
-        is_first: Whether this is the first frontend, which logs what all of them see.
+    """Used by one thread at a time. What a method returns is for the frontend. The first frontend logs what all of them see.
 
     Attributes:
         num_gpu_blocks: Blocks of the smallest KV cache among the open replicas, as of when one joined last.
@@ -122,7 +117,7 @@ class ReplicaGroup:
         return self.liveness.peers[rank].is_member and self._send(rank, KillReplica())
 
     def drop_client(self, client_index: int) -> None:
-        """Another API server has died: replicas drop its requests, also those that come later."""
+        """Another API server has died: replicas drop its requests, including later ones."""
         self._dropped.add(client_index)
         self.send(DropClient(client_index))
 
@@ -208,7 +203,6 @@ class ReplicaGroup:
     # -- decisions -----------------------------------------------------------------------------------------------
 
     def _carry_out(self, decisions: list[Decision]) -> list[ToFrontend]:
-        """Do what was decided, in order."""
         told: list[ToFrontend] = []
         for decision in decisions:
             if isinstance(decision, Join):

@@ -32,14 +32,18 @@ class InFlightRequest:
     """
 
     request: EngineCoreRequest
-    unfinished: set[int]
-    metrics: RequestMetrics
+    unfinished: set[int] = field(init=False)
+    metrics: RequestMetrics = field(init=False)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     replica: int | None = None
     number: int = -1
     was_sent: bool = False
     num_deaths: int = 0
     waiting_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(range(self.request.sampling_params.n))
+        self.metrics = RequestMetrics(self.request.arrival_time)
 
     @property
     def request_id(self) -> str:
@@ -82,14 +86,9 @@ class InFlightRequest:
 class RequestTable:
     """The requests in flight, and the replicas that take requests. A request is at one replica, or waits for one.
 
-    A replica takes requests while it is open. When it is closed, it still has those that it had.
-
-    Args:
-        router: Chooses among the open replicas.
-        block_size: Tokens of a cache block.
+    A replica takes requests while it is open. When it is closed, it keeps the ones it has.
 
     Attributes:
-        requests: Those in flight, by id.
         num_gpu_blocks: Blocks of the open replica that has fewest; 0 if none is open.
     """
 
@@ -153,8 +152,7 @@ class RequestTable:
 
     def add(self, request: EngineCoreRequest) -> InFlightRequest:
         """A new request. It waits for a replica."""
-        unfinished, metrics = set(range(request.sampling_params.n)), RequestMetrics(request.arrival_time)
-        in_flight = InFlightRequest(request, unfinished, metrics)
+        in_flight = InFlightRequest(request)
         self.requests[request.request_id] = self._pending[request.request_id] = in_flight
         return in_flight
 

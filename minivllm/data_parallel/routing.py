@@ -33,14 +33,11 @@ def load_score(load: ReplicaLoad, num_in_flight: int, client_count: int = 1) -> 
 
 
 class Router(ABC):
-    """Chooses replicas, and counts what is in flight at each.
+    """Chooses replicas, and counts the unfinished requests of this client at each.
 
     Args:
         client_count: API servers, each with a router of its own, that send requests to the same replicas.
         client_index: Which of them this is.
-
-    Attributes:
-        num_in_flight: Unfinished requests by replica, those of this client.
     """
 
     def __init__(self, client_count: int = 1, client_index: int = 0) -> None:
@@ -71,11 +68,6 @@ class Router(ABC):
         self._is_open[replica] = False
         self._scores[replica] = math.inf
 
-    def reopen(self, replica: int) -> None:
-        """A replica that was closed takes requests again. What was in flight there still is."""
-        self._is_open[replica] = True
-        self.update(replica, self._loads[replica])
-
     def stop_reports(self) -> None:
         """Nobody tells how busy replicas are any more."""
         self.has_reports = False
@@ -89,12 +81,7 @@ class Router(ABC):
             self._scores[replica] = load_score(load, self.num_in_flight[replica], self.client_count)
 
     def route(self, prompt_token_ids: Sequence[int], cache_salt: str | None = None, avoid: Collection[int] = ()) -> int:
-        """Choose a replica for a request, and count it there.
-
-        Args:
-            prompt_token_ids: The prompt.
-            cache_salt: The request's; nothing cached under another salt is of use to it.
-            avoid: Replicas that it must not go to.
+        """Choose a replica for a request, but none to `avoid`, and count it there. Nothing cached under another salt is of use to it.
 
         Raises:
             EngineDeadError: No replica takes requests.
@@ -107,8 +94,9 @@ class Router(ABC):
                 raise EngineDeadError("There is no replica of the model that takes requests.")
             replica = self.choose(prompt_token_ids, cache_salt)
         finally:
-            for other in avoided:
-                self.reopen(other)
+            for other in avoided:  # what was in flight there still is
+                self._is_open[other] = True
+                self.update(other, self._loads[other])
         return self.assign(replica)
 
     def assign(self, replica: int) -> int:
@@ -156,11 +144,7 @@ class LeastLoadedRouter(Router):
 class PrefixAwareRouter(LeastLoadedRouter):
     """The replica that has most of the prompt in its prefix cache, as far as this client knows from what it has sent.
 
-    Where too little is cached, or the loads are too uneven, the least loaded one.
-
-    Args:
-        client_count, client_index: As for `Router`.
-        chunk_size: Prompts are compared in pieces of this many tokens.
+    Where too little is cached, or the loads are too uneven, the least loaded one. Prompts are compared in pieces of `chunk_size` tokens.
     """
 
     MIN_MATCH = 0.3
@@ -234,7 +218,8 @@ class PrefixTree:
 
     def find(self, prefixes: list[int], is_open: Sequence[bool]) -> tuple[int, list[int]]:
         """The longest prefix of a prompt that open replicas have, in nodes, and the replicas that have it, most recently used first."""
-        for length in range(self._count_known(prefixes), 0, -1):
+        num_known = next((i for i, node in enumerate(prefixes) if node not in self._holders), len(prefixes))
+        for length in range(num_known, 0, -1):
             holders = self._holders[prefixes[length - 1]]
             if found := list(islice((replica for replica in reversed(holders) if is_open[replica]), self.MOST_FOUND)):
                 return length, found
@@ -245,9 +230,6 @@ class PrefixTree:
         for node in self._nodes.pop(replica, ()):
             self._drop(node, replica)
         self._nodes[replica], self._capacity[replica] = OrderedDict(), capacity
-
-    def _count_known(self, prefixes: list[int]) -> int:
-        return next((i for i, node in enumerate(prefixes) if node not in self._holders), len(prefixes))
 
     def _drop(self, node: int, replica: int) -> None:
         holders = self._holders[node]

@@ -30,7 +30,7 @@ PING_SECONDS, LOST_SECONDS = 1.0, 10.0
 
 
 MAX_MESSAGE_BYTES, MAX_HANDSHAKE_BYTES = 64 * 2**20, 64 * 2**10
-"""Longer messages end their connection: somebody without a key must not fill the memory."""
+"""Longer messages end their connection: a peer without a key must not fill the memory."""
 
 
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,11 +100,7 @@ def tcp_address(host: str, port: int) -> str:
 
 
 class Sockets:
-    """Makes sockets of one ZeroMQ context.
-
-    Args:
-        key: For CURVE; None for sockets that only this user, or this machine, can reach.
-    """
+    """Makes sockets of one ZeroMQ context, encrypted with the key; without one, only this user, or this machine, must be able to reach them."""
 
     def __init__(self, key: KeyPair | None = None) -> None:
         self.context = zmq.Context()
@@ -118,7 +114,7 @@ class Sockets:
             self._start_authenticator()
             made.setsockopt(zmq.CURVE_SERVER, 1)
             made.setsockopt(zmq.ZAP_DOMAIN, b"minivllm")
-            made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the authenticator nobody gets in, rather than everybody
+            made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the authenticator all are refused, not accepted
         _watch_over_tcp(made, address)
         made.bind(address)
         endpoint = made.getsockopt(zmq.LAST_ENDPOINT)
@@ -126,7 +122,7 @@ class Sockets:
         return made, endpoint.rstrip(b"\0").decode()
 
     def connect(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
-        """A socket that connects, now or as soon as somebody listens there."""
+        """A socket that connects, now or as soon as there is a listener."""
         made = self.make(kind, **options)
         self.connect_to(made, address)
         return made
@@ -184,11 +180,7 @@ class _OnlyThisKey:
 
 
 class RefusalLog:
-    """Logs connections to a listening socket that were refused: with another key, or that speak another protocol.
-
-    Args:
-        watched: The socket.
-    """
+    """Logs connections to a listening socket that were refused: with another key, or that speak another protocol."""
 
     EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     PAUSE_SECONDS = 10.0

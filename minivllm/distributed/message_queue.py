@@ -28,11 +28,8 @@ _COUNT = struct.Struct("<Q")
 
 @dataclass
 class QueueEnds:
-    """The file descriptors of a queue, for its processes to inherit.
-
-    Attributes:
-        memory: The ring.
-        bells: A pipe for each reader: the end it waits on, and the end the writer rings.
+    """The file descriptors of a queue, for its processes to inherit: the ring's memory, and a pipe for each reader, as the end it waits on
+    and the end the writer rings.
     """
 
     memory: int
@@ -60,7 +57,7 @@ class QueueEnds:
             raise
 
     def close(self, *, but: Sequence[int] = ()) -> None:
-        """Close all of them but those that this process keeps using."""
+        """Close all of them except the ones this process keeps using."""
         for descriptor in {self.memory, *(end for bell in self.bells for end in bell)} - set(but):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -87,12 +84,7 @@ class _Ring:
 
 
 class QueueWriter(_Ring):
-    """The end that writes.
-
-    Args:
-        memory: From `QueueEnds`; may be closed afterwards.
-        bells: The ends to ring, one for each reader.
-    """
+    """The end that writes, into memory whose descriptor may be closed afterwards, and rings a bell for each reader."""
 
     def __init__(self, memory: int, bells: list[int]) -> None:
         super().__init__(memory, len(bells))
@@ -138,14 +130,7 @@ class QueueWriter(_Ring):
 
 
 class QueueReader(_Ring):
-    """An end that reads.
-
-    Args:
-        memory: From `QueueEnds`; may be closed afterwards.
-        bell: The end to wait on.
-        index: Which reader this is.
-        num_readers: How many there are.
-    """
+    """An end that reads, from memory whose descriptor may be closed afterwards, and waits on its bell."""
 
     def __init__(self, memory: int, bell: int, index: int = 0, num_readers: int = 1) -> None:
         super().__init__(memory, num_readers)

@@ -42,13 +42,7 @@ class GroupCoordinator(ABC):
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenate the tensors of all ranks along `dim`, in rank order.
-
-        Args:
-            x: This rank's part.
-            dim: The dimension to join.
-            sizes: Each rank's length along `dim`; None if they are equal.
-        """
+        """Concatenate the tensors of all ranks along `dim`, in rank order. `sizes` are their lengths along it; None if they are equal."""
         gathered = self._join(x, dim, sizes, None)
         assert gathered is not None
         return gathered

@@ -33,12 +33,7 @@ def split_units(total: int, world_size: int, rank: int) -> range:
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The heads of one rank.
-
-    Attributes:
-        query: Its query heads.
-        kv: The KV heads that they read; shared with other ranks if there are more ranks than KV heads.
-    """
+    """The query heads of one rank, and the KV heads that they read; these are shared with other ranks if there are more ranks than KV heads."""
 
     query: range
     kv: range

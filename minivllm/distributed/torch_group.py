@@ -63,8 +63,7 @@ def join_group(rank: int, world_size: int, device: torch.device, memory: int, po
     """The group of all ranks: shared memory on a CPU, NCCL if each rank has a GPU of its own, else gloo.
 
     Args:
-        rank, world_size: As for the group.
-        device: This rank's.
+        rank, world_size, device: This rank, and its device.
         memory: A file descriptor from `create_group_memory`.
         port: A free port of this machine, at which the ranks meet.
     """

@@ -41,8 +41,7 @@ class AsyncLLMEngine:
     """Runs an engine core in the background and streams what it generates. Usually made by `from_engine_args`.
 
     Args:
-        client: The way to the core, or to several.
-        model_config, cache_config, scheduler_config: What the core was made with.
+        client: The way to the core, or to several, which were made with these configs.
         tokenizer: None for token ids only.
         seed: Requests without a seed draw theirs from a stream that starts here.
         input_processor: That of an engine which this one takes over; its stream of seeds continues.
@@ -132,7 +131,7 @@ class AsyncLLMEngine:
 
         Args:
             config, place: As they were given to the others' `start`.
-            seed: Requests without a seed draw theirs from a stream that starts here, another for each frontend.
+            seed: As in the constructor; each frontend has a stream of its own.
         """
         tokenizer, client = config.load_tokenizer(), DPLBAsyncMPClient(config, place)
         return cls(client, *_configs(config), tokenizer, seed=seed + (place.client_index << 64))

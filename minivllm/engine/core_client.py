@@ -236,7 +236,7 @@ class SyncMPClient(EngineCoreClient):
 
 
 def _forward(core: CoreHandle, on_message: Callable[[], OnMessage | None], lost: threading.Event) -> None:
-    """Forward a core's messages until it ends, or nobody wants them any more."""
+    """Forward a core's messages until it ends or the frontend is gone."""
 
     def tell(message: ToFrontend) -> bool:
         method = on_message()
@@ -246,7 +246,7 @@ def _forward(core: CoreHandle, on_message: Callable[[], OnMessage | None], lost:
 
     while (message := core.receive()) is not None:
         if isinstance(message, CoreLost):
-            if on_message() is not None:  # else it ends because nobody uses it any more
+            if on_message() is not None:  # else it ends because the frontend is gone
                 logger.error("%s", message.error)
             core.shutdown()
             lost.set()

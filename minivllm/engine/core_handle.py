@@ -67,11 +67,8 @@ class CoreHandle(Protocol):
 
 
 class CoreThread:
-    """An engine core in a thread: for notebooks, for classes defined there, and for cores made elsewhere.
-
-    Args:
-        core: Used by nobody else until `shutdown`.
-        owns_core: Whether to shut the core down, too.
+    """An engine core in a thread: for notebooks, for classes defined there, and for cores made elsewhere. Nobody else may use the core until
+    `shutdown`, which ends it if it is owned.
     """
 
     def __init__(self, core: EngineCore, *, owns_core: bool = False) -> None:
@@ -111,9 +108,7 @@ class CoreProcess:
     """An engine core in a process of its own, reached through two sockets in a folder that only this user may enter.
 
     Args:
-        config: The engine's.
         num_threads: Threads that it computes with; one for each processor if None.
-        heartbeats: Whether the process is to give signs of life when it has nothing else to say.
 
     Raises:
         ModelLoadError: The model cannot be found or used.
@@ -121,7 +116,7 @@ class CoreProcess:
         EngineDeadError: The process ended before it was ready.
     """
 
-    def __init__(self, config: EngineConfig, num_threads: int | None = None, *, heartbeats: bool = True) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
         packed = config.to_bytes()
         folder = make_socket_folder()
         input_address, output_address = f"ipc://{folder}/to_core", f"ipc://{folder}/from_core"
@@ -136,10 +131,10 @@ class CoreProcess:
         """A socket may be used by one thread at a time."""
         self._receiving = threading.Lock()
         """Held while a thread uses the output socket."""
-        self.last_heard: float | None = time.monotonic() if heartbeats else None
+        self.last_heard: float | None = time.monotonic()
         self._shut_down = threading.Event()
         setup = CoreSetup(
-            config=packed, heartbeats=heartbeats, socket_folder=folder, input_address=input_address, output_address=output_address,
+            config=packed, socket_folder=folder, input_address=input_address, output_address=output_address,
             sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
         )  # fmt: skip
         try:
@@ -157,7 +152,7 @@ class CoreProcess:
             self._end()
             self.shutdown()
             raise
-        # Both sockets are connected now, so nobody needs their names: whatever kills this process leaves nothing behind.
+        # Both sockets are connected now, so their names are no longer needed: whatever kills this process leaves nothing behind.
         self._input.poll(int(GRACE_SECONDS * 1000), zmq.POLLOUT)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -190,8 +185,7 @@ class CoreProcess:
             while not self._shut_down.is_set():
                 if self._output.poll(_POLL_MS):
                     message = self._decode(self._output.recv())
-                    if self.last_heard is not None:
-                        self.last_heard = time.monotonic()
+                    self.last_heard = time.monotonic()
                     if isinstance(message, CoreLog):
                         logging.getLogger(message.logger).log(message.level, "%s", message.text)
                     elif isinstance(message, CoreReady | EngineCoreOutputs | CoreFailed):
@@ -229,7 +223,6 @@ def make_socket_folder() -> str:
 
 
 def _end_core(process: ChildProcess, shut_down: threading.Event, folder: str) -> None:
-    """End a core's process, and remove its sockets."""
     shut_down.set()
     process.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
-from minivllm.executor.processes import plain_number
+from minivllm.executor.processes import Message, plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -65,10 +65,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ReplicaLoad(self.num_waiting + self.num_swapped, self.num_running, self.cache_usage)
 
 
-class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Whatever crosses a process line."""
-
-
 # -- to the core -----------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +109,7 @@ class Drain(Message):
 
 
 class KillReplica(Message):
-    """To a replica: kill yourself, for somebody who wants to see what happens then."""
+    """To a replica: kill yourself, to demonstrate failover."""
 
 
 class AbortClientRequests(Message):
@@ -123,7 +119,7 @@ class AbortClientRequests(Message):
 
 
 class DropClient(Message):
-    """An API server has died: nobody waits for its requests any more."""
+    """An API server has died: drop its requests."""
 
     client_index: int
 

@@ -11,12 +11,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence, token by token, up to the first stop string.
-
-    Args:
-        tokenizer: The model's.
-        prompt_token_ids: The prompt; the first token's text depends on its end.
-        params: The request's.
+    """The text of one sequence, token by token, up to the first stop string. The first token's text depends on the end of the prompt.
 
     Attributes:
         text: What may be shown: a growing text. Its end is held back while it may be the beginning of a stop string.
@@ -68,12 +63,7 @@ class DecodeStream:
     A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before the first word that
     they decode. So a short window is decoded that starts with tokens already returned; the text after theirs is new. Trailing bytes
     that do not yet make a character are held back, and the window grows until they do. This is the method of Hugging Face's TGI and
-    vLLM (`detokenize_incrementally`).
-
-    Args:
-        tokenizer: The model's.
-        prompt_token_ids: Its last tokens open the first window.
-        skip_special_tokens: Leave special tokens out.
+    vLLM (`detokenize_incrementally`). The last tokens of the prompt open the first window.
     """
 
     PROMPT_WINDOW = 5

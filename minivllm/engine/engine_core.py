@@ -36,13 +36,7 @@ PendingStep = Callable[[], list[SequenceOutput]]
 class EngineCore:
     """Advances requests, one step at a time.
 
-    The parts are passed in, so that each can be replaced: by a learner's scheduler, a simulated executor, a virtual clock.
-
-    Args:
-        model_config, cache_config, scheduler_config: Limits and policies.
-        executor: Runs the model.
-        scheduler_cls, block_space_manager_cls: The classes to use.
-        clock: Returns the time in seconds.
+    The parts are passed in, so that each can be replaced: by a learner's scheduler, a simulated executor, a virtual clock (in seconds).
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class EngineCore:
 
     @classmethod
     def from_config(cls, config: EngineConfig, executor: Executor | None = None) -> EngineCore:
-        """Load the model, size and allocate the KV cache.
-
-        Args:
-            config: Resolved.
-            executor: From `config.make_executor()`, if that was called before; shut down if this fails.
+        """Load the model, unless the `executor` from `config.make_executor()` is doing so, size and allocate the KV cache.
 
         Raises:
             ModelLoadError: The model cannot be used.
@@ -146,7 +136,6 @@ class EngineCore:
             self.structured_outputs.add_request(added)
 
     def _schedule_request(self, request: Request) -> None:
-        """Hand a request to the scheduler."""
         if request.data.resumption is None:
             self.scheduler.add_request(request)
         else:

@@ -52,7 +52,6 @@ class ProcessSetup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CoreSetup(ProcessSetup, kw_only=True):
     """For a core with a frontend of its own."""
 
-    heartbeats: bool
     input_address: str
     output_address: str
 
@@ -70,11 +69,10 @@ class EngineCoreProc:
         self._output = self._context.socket(zmq.PUSH)
         self._output.setsockopt(zmq.SNDHWM, 0)
         self._output.connect(setup.output_address)
-        self._start(setup.config, setup.heartbeats, setup.log_level)
+        self._start(setup.config, setup.log_level)
 
-    def _start(self, config: bytes, heartbeats: bool, log_level: int) -> None:
+    def _start(self, config: bytes, log_level: int) -> None:
         self._config = config
-        self._heartbeat_seconds = HEARTBEAT_SECONDS if heartbeats else None
         self._log = ForwardLog(lambda *record: self._send(CoreLog(*record)))
         logging.basicConfig(level=log_level, format="%(message)s", handlers=[self._log])
 
@@ -106,7 +104,6 @@ class EngineCoreProc:
         return EngineCoreLoop(core)
 
     def _run_input(self, loop: EngineCoreLoop) -> None:
-        """The input thread."""
         try:
             while True:
                 for data in self._receive():
@@ -128,15 +125,14 @@ class EngineCoreProc:
         try:
             while True:
                 try:
-                    wait = None if self._heartbeat_seconds is None else max(0.0, next_heartbeat - time.monotonic())
-                    message = loop.output_queue.get(timeout=wait)
+                    message = loop.output_queue.get(timeout=max(0.0, next_heartbeat - time.monotonic()))
                     if message is None:
                         break
                     self._send(message)
                 except queue.Empty:
                     pass
-                if self._heartbeat_seconds is not None and time.monotonic() >= next_heartbeat:
-                    next_heartbeat = time.monotonic() + self._heartbeat_seconds
+                if time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
                     if not loop.is_stuck:
                         self._send(Heartbeat(0, loop.core.num_gpu_blocks, os.getpid(), loop.is_draining))
             self._close_output()

@@ -1,6 +1,6 @@
 """Validates requests and turns prompts into token ids, once, before the engine core sees them.
 
-A request that passes can be served; one that does not has cost nobody a block. Mirrors `vllm/v1/engine/input_processor.py`.
+A request that passes can be served; one that does not has taken no block. Mirrors `vllm/v1/engine/input_processor.py`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,12 @@ class InputProcessor:
     """Checks requests against an engine's limits.
 
     Args:
-        model_config: Limits of the model.
-        scheduler_config: How many sequences run at once.
+        model_config, scheduler_config: The limits.
         tokenizer: None for token ids only.
         cache_tokens: Tokens that the whole KV cache holds.
         seed: Requests without a seed draw theirs from a stream that starts here.
         clock: Gives the arrival time, in seconds.
         in_process: Whether the model runs in this process, so that it can call functions of a request.
-
-    Attributes:
-        num_engines: How many replicas there are.
     """
 
     def __init__(
@@ -248,7 +244,6 @@ class InputProcessor:
 
 
 def _read_salt(prompt: Prompt) -> str | None:
-    """The cache salt of a prompt, if it has one."""
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise RequestError(f"cache_salt must be a non-empty string, not {salt!r}.")

@@ -14,7 +14,7 @@ from typing import Any
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.core_client import AsyncMPClient, InprocClient, SyncMPClient
+from minivllm.engine.core_client import InprocClient, SyncMPClient
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, Prompt
@@ -76,14 +76,7 @@ class LLMEngine:
 
         config = EngineConfig.from_engine_args(args)
         client: InprocClient | SyncMPClient
-        if config.parallel_config.has_replicas:
-            if args.trace:
-                raise ConfigError("trace=True records one engine core in this process: leave it out, or data_parallel_size.")
-            from minivllm.data_parallel.client import make_async_mp_client
-
-            tokenizer = config.load_tokenizer()
-            client = SyncMPClient(make_async_mp_client(config))
-        elif in_process:
+        if in_process and not config.parallel_config.has_replicas:
             executor = config.make_executor()  # first, because workers in other processes load the model meanwhile
             try:
                 tokenizer = config.load_tokenizer()
@@ -92,12 +85,14 @@ class LLMEngine:
                 raise
             client = InprocClient(EngineCore.from_config(config, executor))
         else:
-            tokenizer = config.load_tokenizer()
-            from minivllm.engine.core_handle import CoreProcess
-
             if args.trace:
-                raise ConfigError("trace=True records in this process: leave it out, or run the engine in this process.")
-            client = SyncMPClient(AsyncMPClient(CoreProcess(config, heartbeats=False)))
+                raise ConfigError(
+                    "trace=True records one engine core in this process: leave it out, or run one core in this process."
+                )
+            from minivllm.data_parallel.client import make_async_mp_client
+
+            tokenizer = config.load_tokenizer()
+            client = SyncMPClient(make_async_mp_client(config))
         configs = (config.model_config, config.cache_config, config.scheduler_config)
         engine = cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
         if args.trace:

@@ -244,14 +244,7 @@ class Metrics:
         return self._counts[name][1]
 
     def record_outputs(self, engine_index: int, states: list[RequestState], now: float, step_end: float) -> None:
-        """A step added something to these requests.
-
-        Args:
-            engine_index: Where the step was.
-            states: The requests, after the step.
-            now: Seconds of `time.perf_counter`.
-            step_end: When the step ended, on the core's clock.
-        """
+        """A step added something to these requests, at `now` on this process's clock (`time.perf_counter`); it ended at `step_end` on the core's."""
         if num_tokens := sum(self._record_output(state, now, step_end) for state in states):
             self._observe("iteration_tokens_total", engine_index, num_tokens)
 

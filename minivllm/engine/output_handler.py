@@ -143,7 +143,6 @@ class OutputHandler:
 
     Attributes:
         streams: The unfinished ones, by request id.
-        watchers: The readers of the core's steps.
         dead_error: Why the engine has failed for good; None while it has not.
     """
 
@@ -276,7 +275,7 @@ class OutputHandler:
         stream.fail(error)
 
     def _end(self, error: EngineDeadError) -> None:
-        """No core is left, and none will come: tell everybody who waits."""
+        """No core is left, and none will come: fail all streams."""
         self._metrics.set_idle()
         for stream in list(self.streams.values()):
             self._fail(stream, error)

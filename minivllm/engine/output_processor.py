@@ -186,11 +186,8 @@ def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None
 
 @dataclass
 class ProcessedOutputs:
-    """What a step changed for the frontend.
-
-    Attributes:
-        updated: Requests with new tokens, or that finished.
-        stopped: Sequences to finish in the core, because a stop string was found.
+    """What a step changed for the frontend: the requests with new tokens, or that finished; and the sequences to finish in the core, because a
+    stop string was found.
     """
 
     updated: list[RequestState]

@@ -233,7 +233,6 @@ class TraceRecorder:
         self.trace.steps.append(record)
 
     def _cached_blocks(self) -> frozenset[int]:
-        """The blocks in the prefix cache."""
         return self._block_manager.get_cached_blocks() if self._knows_pools else frozenset()
 
     def _snapshot(self, request: Request) -> RequestSnapshot:
@@ -258,7 +257,6 @@ class TraceRecorder:
         return SequenceStep(*self._key(seq), action, item.num_tokens, seq.num_computed_tokens + item.num_tokens)
 
     def _update_request(self, request: Request) -> None:
-        """Record a request's progress."""
         record, metrics = self.trace.requests[self._names.get(request.request_id, request.request_id)], request.metrics
         for field in ("first_scheduled_time", "first_token_time", "num_preemptions", "num_cached_tokens"):
             setattr(record, field, getattr(metrics, field))
@@ -269,7 +267,6 @@ class TraceRecorder:
             tokens += seq.token_ids[seq.num_prompt_tokens + len(tokens) :]
 
     def _finish_request(self, request: Request) -> None:
-        """Record a finished request."""
         self._update_request(request)
         name = self._names.pop(request.request_id, request.request_id)
         record = self.trace.requests[name]

@@ -142,12 +142,8 @@ def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict
 def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
     """Pickle a configuration for a process that we start ourselves.
 
-    Args:
-        config: What to pickle.
-        plugins: Classes in it, by their names in `EngineArgs`; other values are ignored.
-
     Raises:
-        ConfigError: A class is defined where another process cannot import it.
+        ConfigError: One of the `plugins`, classes in it by their names in `EngineArgs`, is defined where another process cannot import it.
     """
     for name, plugin in plugins.items():
         if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
@@ -159,11 +155,7 @@ def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
 
 
 class ForwardLog(logging.Handler):
-    """Forwards log records, to be logged by another process.
-
-    Args:
-        put: Called with the level, the logger's name, and the text, traceback included.
-    """
+    """Forwards log records, to be logged by another process: `put` gets the level, the logger's name, and the text, traceback included."""
 
     def __init__(self, put: Callable[[int, str, str], object]) -> None:
         super().__init__()
@@ -172,6 +164,10 @@ class ForwardLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Forward a record."""
         self.put(record.levelno, record.name, self.format(record))
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """What one process says to another, as strict MessagePack: it has the name of its type, and no other fields."""
 
 
 def plain_number(value: Any) -> Any:

@@ -55,11 +55,7 @@ class StepWork(NamedTuple):
 
 
 def count_work(parts: Iterable[tuple[bool, int, int]]) -> StepWork:
-    """Sum up a step.
-
-    Args:
-        parts: For each sequence: whether it decodes, the tokens computed, and its context length after the step.
-    """
+    """Sum up a step. Of each sequence it gets: whether it decodes, the tokens computed, and its context length after the step."""
     prefill_tokens = prefill_pairs = decode_seqs = context_tokens = 0
     for is_decode, num_tokens, context_len in parts:
         if is_decode:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from minivllm.executor.processes import plain_number
+from minivllm.executor.processes import Message, plain_number
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput, SequencePart
 
@@ -40,10 +40,6 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     outbox: tuple[int, int]
     sys_path: list[str]
     log_level: int
-
-
-class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """What goes through the queues."""
 
 
 # -- to the workers --------------------------------------------------------------------------------------------------
@@ -130,11 +126,7 @@ decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(From
 
 
 class RequestLedger:
-    """The requests that the workers know.
-
-    Args:
-        capacity: How many the workers keep, the most recently used; others are sent again when needed.
-    """
+    """The requests that the workers know: the `capacity` most recently used. Others are sent again when needed."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -43,7 +43,6 @@ class WorkerProcesses:
 
     Attributes:
         processes: By rank.
-        are_ready: Whether they have loaded the model.
         inbox: The queue that all workers read.
         failure: Why they were ended, if they were.
         on_failure: Called when a worker is found dead.
@@ -167,7 +166,6 @@ class WorkerProcesses:
             self._ended.set()
 
     def _run(self, configs: bytes, started: threading.Event) -> None:
-        """The thread."""
         try:
             self._start(configs)
         except Exception as error:  # too many open files, or processes

@@ -30,13 +30,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for the inputs of a decode step.
-
-    Args:
-        max_num_seqs: Rows.
-        max_blocks: Width of the block tables.
-        device: Where the model lies.
-    """
+    """Buffers at fixed addresses for the inputs of a decode step: rows, and the width of the block tables."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
         self.input_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -73,15 +67,7 @@ class StaticInputs:
 
 
 class DecodeGraphs:
-    """Captures a model's decode steps over one cache, and replays them.
-
-    Args:
-        model: The model.
-        kv_caches: The cache that all steps use.
-        max_num_seqs: The most sequences in a step.
-        max_blocks: The most blocks of a sequence.
-        device: A CUDA device.
-    """
+    """Captures a model's decode steps over one cache, and replays them."""
 
     def __init__(
         self, model: CausalLM, kv_caches: list[KVCache], max_num_seqs: int, max_blocks: int, device: torch.device
@@ -96,10 +82,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None) -> None:
-        """Capture one graph for each size, from the largest down, so that smaller ones reuse its memory.
-
-        Args:
-            sizes: Only these of `self.sizes`; all if None.
+        """Capture one graph for each of these sizes (None: all), from the largest down, so that smaller ones reuse its memory.
 
         Raises:
             ConfigError: The GPU has too little memory left.

@@ -27,15 +27,7 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 class ModelRunner:
-    """Turns scheduled sequences into new tokens.
-
-    Args:
-        model: A model of `minivllm.models`, with its weights.
-        block_size: Tokens in a cache block.
-        max_model_len: Tokens that a sequence may have.
-        device: The model's.
-        sampler: Chooses the tokens.
-    """
+    """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights."""
 
     def __init__(
         self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, sampler: Sampler | None = None

@@ -173,7 +173,7 @@ def run_logits_processor(process: Callable[..., Tensor], row: SamplingRow, logit
 
 
 def banned_tokens(row: SamplingRow) -> list[list[int]]:
-    """Tokens that must not come next: before `min_tokens`, those that end the text; the last token of a bad word whose other tokens were
+    """Tokens that must not come next: before `min_tokens`, the ones that end the text; the last token of a bad word whose other tokens were
     just generated."""
     request, output = row.seq.request, row.seq.output_token_ids
     stops = list(request.stop_reasons) if row.position < row.params.min_tokens else []

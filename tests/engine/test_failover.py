@@ -67,7 +67,7 @@ def start(engine, number, params):
 def run_alone(engine, params):
     """Run a request. Returns its outputs; and before each token, its frontend's state and the client's."""
     processor, state = start(engine, "alone", params)
-    in_flight = InFlightRequest.begin(state.request)
+    in_flight = InFlightRequest(state.request)
     engine.core.add_request(state.request)
     outputs, states = [], []
     while True:

@@ -46,7 +46,7 @@ class Workers:
         num_threads = max(1, (os.cpu_count() or 1) // num_workers)
         self._engines: list[LLMEngine] = []
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="worker")
-        starts = [self._pool.submit(CoreProcess, config, num_threads, heartbeats=False) for _ in range(num_workers)]
+        starts = [self._pool.submit(CoreProcess, config, num_threads) for _ in range(num_workers)]
         try:
             self._engines += [LLMEngine(SyncMPClient(AsyncMPClient(start.result())), *configs, None) for start in starts]
         except BaseException:
