@@ -1,27 +1,27 @@
-"""The real engine on a virtual clock, with `SimulatedExecutor` in place of the model: fast, and the same every time."""
+"""The real engine on a virtual clock, with `SimulatedExecutor` in place of the model: fast, and the same every time. One of them
+(`simulate`), or several behind the router of the server (`simulate_replicas`).
+"""
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.bench.report import format_table, quantity
-from minivllm.bench.summary import Distribution, EngineRun, time_per_output_token
+from minivllm.bench.summary import EngineRun, Goals, LatencyHistogram, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, check_at_least, check_choice
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.data_parallel.routing import make_router
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError
 from minivllm.executor.simulated import SimulatedExecutor, StepWork, VirtualClock
-from minivllm.outputs import RequestOutput
 from minivllm.simulation.costs import DEFAULT_COSTS
+from minivllm.simulation.events import ExactTimes, SimulatedReplica, Tally, run_requests, start_of
 
 
 def make_simulated_engine(
@@ -99,7 +99,7 @@ def simulate(
     progress_total: int | None = None,
     **engine_options: Any,
 ) -> EngineRun:
-    """Run requests to completion, in order of arrival.
+    """Run requests to completion on one engine, in order of arrival.
 
     Without a trace, a finished request takes 24 bytes: simulate a million.
 
@@ -116,98 +116,90 @@ def simulate(
         check_at_least("max_concurrency", max_concurrency, 1)
     if "clock" in engine_options:
         raise ConfigError("A simulation has its own clock, which starts with the first arrival: leave out clock.")
-    queue = in_order(requests)
-    upcoming = next(queue, None)
-    if upcoming is None:
-        raise ConfigError("There are no requests to simulate.")
-    start = upcoming.arrival_time
-    clock = VirtualClock(start)
-    engine = make_simulated_engine(clock=clock, **engine_options)
-    tally = _Tally(engine)
-    num_added = 0
-    room = math.inf if max_concurrency is None else max_concurrency
-    with tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True) as bar:
-        while True:
-            while upcoming is not None and upcoming.arrival_time <= clock.now and tally.run.num_requests + room > num_added:
-                _add(engine, num_added, upcoming, upcoming.arrival_time if max_concurrency is None else clock.now)
-                num_added += 1
-                upcoming = next(queue, None)
-            if engine.has_unfinished_requests():
-                for output in engine.step():
-                    tally.add_request(output)
-                    bar.update()
-            elif upcoming is None:
-                break
-            else:
-                clock.advance_to(upcoming.arrival_time)
+    start, queue = start_of(requests)
+    engine = make_simulated_engine(clock=VirtualClock(start), **engine_options)
     scheduler = engine_options.get("scheduler", "continuous")
-    run = tally.finish(clock.now - start)
-    run.scheduler = scheduler if isinstance(scheduler, str) else scheduler.__name__
-    run.trace = engine.trace
+    run = EngineRun(scheduler=scheduler if isinstance(scheduler, str) else scheduler.__name__, trace=engine.trace)
+
+    def watch(seconds: float) -> None:
+        cache_use = 1 - engine.block_manager.get_num_free_gpu_blocks() / engine.block_manager.num_gpu_blocks
+        run.add_step(seconds, len(engine.scheduler.running), cache_use, engine.num_preemptions - run.num_preemptions)
+
+    engine.executor.watch = watch
+    tally = Tally(run, ExactTimes)
+    run_requests(queue, [SimulatedReplica(engine)], make_router("round-robin"), tally, max_concurrency, progress_total)
     return run
 
 
-def in_order(requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-    """The same requests, checked to have finite, ascending arrival times."""
-    last = -math.inf
-    for number, request in enumerate(requests):
-        if not math.isfinite(request.arrival_time):
-            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s: arrival times must be finite.")
-        if request.arrival_time < last:
-            raise ConfigError(f"Request {number} arrives at {request.arrival_time} s, before its predecessor: sort them.")
-        last = request.arrival_time
-        yield request
+@dataclass(kw_only=True)
+class ReplicaRun(RunSummary):
+    """The results of a run of several replicas. Percentiles are exact to 1 percent.
+
+    Attributes:
+        routing: The name of the router.
+        num_replicas: How many there were.
+        prefix_hit_rate: The fraction of prompt tokens found in a prefix cache.
+        requests: Each replica's number of requests.
+        mean_in_flight: Each replica's unfinished requests, averaged over the run.
+        busy: The fraction of the run in which each replica computed.
+        num_preemptions: How often a sequence lost its blocks.
+    """
+
+    routing: str = ""
+    num_replicas: int = 0
+    prefix_hit_rate: float = 0.0
+    requests: list[int] = field(default_factory=list)
+    mean_in_flight: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """The load of the busiest replica, in requests in flight, over the mean load; 1 is even."""
+        mean = sum(self.mean_in_flight) / len(self.mean_in_flight)
+        return max(self.mean_in_flight) / mean if mean else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return super().to_json() | {"imbalance": self.imbalance}
 
 
-def _add(engine: LLMEngine, number: int, request: WorkloadRequest, arrival_time: float) -> None:
-    num_tokens = len(request.prompt_token_ids) + request.output_len
-    if num_tokens > engine.cache_tokens + 1:  # the last token is not cached
-        raise ConfigError(
-            f"Request {number} grows to {num_tokens} tokens, but the whole cache holds only {engine.cache_tokens}: raise "
-            f"num_gpu_blocks, or make requests shorter."
-        )
-    try:
-        params = request.sampling_params()
-        engine.add_request(str(number), request.prompt_token_ids, params, arrival_time=arrival_time)
-    except RequestError as error:
-        raise ConfigError(f"Request {number} cannot be served. {error}") from None
+def simulate_replicas(
+    requests: Iterable[WorkloadRequest],
+    num_replicas: int,
+    *,
+    routing: str = "least-loaded",
+    goals: Goals | None = None,
+    progress_total: int | None = None,
+    **engine_options: Any,
+) -> ReplicaRun:
+    """Route requests to replicas and run them to completion. A finished request takes no memory.
 
+    Args:
+        requests: In the order of arrival.
+        num_replicas: How many replicas.
+        routing: One of `minivllm.data_parallel.routing.ROUTERS`.
+        goals: What a request must meet to count for goodput.
+        progress_total: Show progress towards this many requests.
+        **engine_options: Of each replica, see `make_simulated_engine`.
 
-class _Tally:
-    """Counts a simulation in its `EngineRun`, without ITLs. A finished request takes 24 bytes."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self.run = EngineRun()
-        self._ttft, self._latency, self._tpot = array("d"), array("d"), array("d")
-        scheduler, manager = engine.scheduler, engine.block_manager
-
-        def watch(seconds: float) -> None:
-            cache_use = 1 - manager.get_num_free_gpu_blocks() / manager.num_gpu_blocks
-            self.run.add_step(seconds, len(scheduler.running), cache_use, engine.num_preemptions - self.run.num_preemptions)
-
-        assert isinstance(engine.executor, SimulatedExecutor)
-        engine.executor.watch = watch
-
-    def add_request(self, output: RequestOutput) -> None:
-        """Count a finished request."""
-        if output.error is not None:
-            raise ConfigError(f"Request {output.request_id} failed. {output.error}")
-        metrics, num_tokens = output.metrics, len(output.outputs[0].token_ids)
-        assert metrics is not None and metrics.time_to_first_token is not None and metrics.latency is not None
-        self.run.num_requests += 1
-        self.run.prompt_tokens += len(output.prompt_token_ids)
-        self.run.output_tokens += num_tokens
-        self._ttft.append(metrics.time_to_first_token)
-        self._latency.append(metrics.latency)
-        tpot = time_per_output_token(metrics.time_to_first_token, metrics.latency, num_tokens)
-        if tpot is not None:
-            self._tpot.append(tpot)
-
-    def finish(self, seconds: float) -> EngineRun:
-        """The run, which took this long."""
-        self.run.completed, self.run.seconds = self.run.num_requests, seconds
-        self.run.ttft, self.run.latency, self.run.tpot = map(Distribution.of, (self._ttft, self._latency, self._tpot))
-        return self.run
+    Raises:
+        ConfigError: There are no requests, they are not in order, one does not fit, or an option is out of range.
+    """
+    check_at_least("num_replicas", num_replicas, 1)
+    start, queue = start_of(requests)
+    engines = [make_simulated_engine(clock=VirtualClock(start), trace=False, **engine_options) for _ in range(num_replicas)]
+    replicas = [SimulatedReplica(engine) for engine in engines]
+    run = ReplicaRun(routing=routing, num_replicas=num_replicas)
+    tally = Tally(run, LatencyHistogram, goals, num_replicas)
+    run_requests(queue, replicas, make_router(routing), tally, progress_total=progress_total)
+    run.itl = tally.itl.distribution()
+    run.requests = tally.requests
+    run.prefix_hit_rate = tally.num_cached_tokens / run.prompt_tokens
+    run.mean_in_flight = [run.per_second(seconds) for seconds in tally.request_seconds]
+    run.busy = [run.per_second(replica.busy_seconds) for replica in replicas]
+    run.num_preemptions = sum(replica.core.num_preemptions for replica in replicas)
+    return run
 
 
 def format_simulations(results: list[EngineRun]) -> str:
@@ -231,5 +223,26 @@ def format_simulations(results: list[EngineRun]) -> str:
             result.num_preemptions,
         )
         for result in results
+    ]
+    return format_table(headers, rows)
+
+
+def format_replicas(results: list[ReplicaRun]) -> str:
+    """A text table of runs."""
+    headers = (
+        "routing", "requests/s", "goodput", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99", "prefix hits", "imbalance", "preempted",
+    )  # fmt: skip
+    rows = [
+        (
+            run.routing,
+            f"{run.requests_per_second:.2f}",
+            "-" if run.goodput is None else f"{run.goodput:.2f}",
+            *(f"{seconds:.2f}s" for seconds in run.ttft[1:]),
+            *(quantity(seconds * 1e3, ".0f", "ms") for seconds in run.itl[1:]),
+            f"{run.prefix_hit_rate:.0%}",
+            f"{run.imbalance:.2f}",
+            run.num_preemptions,
+        )
+        for run in results
     ]
     return format_table(headers, rows)

@@ -11,7 +11,7 @@ from minivllm.viz.drawing import WIDTH
 from minivllm.viz.palette import INK, REQUEST_COLORS
 
 if TYPE_CHECKING:
-    from minivllm.simulation.replicas import ReplicaRun
+    from minivllm.simulation.engine import ReplicaRun
 
 _PERCENTILES = ("p50", "p95", "p99")
 

@@ -12,8 +12,7 @@ from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.data_parallel.routing import ROUTERS
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
-from minivllm.simulation.engine import simulate
-from minivllm.simulation.replicas import format_replicas, simulate_replicas
+from minivllm.simulation.engine import format_replicas, simulate, simulate_replicas
 
 ENGINE = {"max_num_seqs": 4, "num_gpu_blocks": 64, "max_model_len": 512}
 

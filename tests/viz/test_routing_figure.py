@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from minivllm.bench.workloads import generate_requests
-from minivllm.simulation.replicas import simulate_replicas
+from minivllm.simulation.engine import simulate_replicas
 from minivllm.viz.routing import draw_routing
 
 

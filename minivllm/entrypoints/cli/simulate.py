@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.bench.summary import EngineRun
-    from minivllm.simulation.replicas import ReplicaRun
+    from minivllm.simulation.engine import ReplicaRun
 
 MOST_TRACED = 2_000
 """Most requests whose trace can still be drawn."""
@@ -125,7 +125,7 @@ def _run_schedulers(arguments: argparse.Namespace, num_requests: int, options: d
 def _run_replicas(arguments: argparse.Namespace, num_requests: int, options: dict[str, Any]) -> list[ReplicaRun]:
     """Replicas, with each router."""
     from minivllm.bench.summary import Goals
-    from minivllm.simulation.replicas import format_replicas, simulate_replicas
+    from minivllm.simulation.engine import format_replicas, simulate_replicas
 
     if arguments.save_trace or arguments.max_concurrency is not None:
         raise ConfigError("--save-trace and --max-concurrency are for one engine: leave out --replicas.")
