@@ -179,10 +179,8 @@ class CompiledAttention:
         """The previous layer's output and the residual stream (None at the first layer) to attention's output and the stream, to
         which the former was added.
         """
-        out, total = self.kernels.attention_block(
-            self.weights, x, x.new_zeros(x.shape) if residual is None else residual, positions, *kv_cache, metadata.slot_mapping,
-            metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode), *self.settings,
-        )  # fmt: skip
+        residual = x.new_zeros(x.shape) if residual is None else residual
+        out, total = self.kernels.attention_block(self.weights, x, residual, positions, kv_cache, metadata, *self.settings)
         return self.all_reduce(out), total
 
 
@@ -211,15 +209,14 @@ class CompiledLayers:
     """All layers, and the norm after them, in one call.
 
     Attributes:
-        weights: `LayerWeights` of the first layer.
-        addresses: Where those of each layer are, `[num_layers, arrays]`, int64.
+        layers: `LayerWeights` of each layer.
+        addresses: Where they are, `[num_layers, arrays]`, int64.
         settings: As for the halves.
     """
 
     def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm, settings: tuple[int, float, float, float]) -> None:
         self.kernels, self.layers, self.norm, self.settings = kernels, layers, norm, settings
-        self.weights = layers[0]
-        self.addresses = np.array([layer.addresses() for layer in layers], np.int64)
+        self.addresses = np.array([[array.ctypes.data for array in layer.arrays()] for layer in layers], np.int64)
         self._checked: list[tuple[int, int]] = []
 
     @classmethod
@@ -229,8 +226,13 @@ class CompiledLayers:
         if not pairs or len(pairs) < len(halves):
             return None
         layers = [kernels.LayerWeights(attention.weights, mlp.weights) for attention, mlp in pairs]
-        kinds = {(attention.settings, mlp.eps, layer.describe()) for (attention, mlp), layer in zip(pairs, layers, strict=True)}
-        if len(kinds) > 1 or not norm.weight.is_contiguous() or not all(layer.is_contiguous() for layer in layers):
+        arrays = [layer.arrays() for layer in layers]
+        kinds = {
+            (attention.settings, mlp.eps, *((array.dtype.str, array.shape) for array in of_layer))
+            for (attention, mlp), of_layer in zip(pairs, arrays, strict=True)
+        }
+        are_contiguous = all(array.flags.c_contiguous for array in (norm.weight.numpy(), *chain.from_iterable(arrays)))
+        if len(kinds) > 1 or not are_contiguous:
             return None
         return cls(kernels, layers, norm, (*pairs[0][0].settings, pairs[0][1].eps))
 
@@ -240,11 +242,13 @@ class CompiledLayers:
             raise KernelError(f"There are {len(self.layers)} layers, but {len(kv_caches)} caches.")
         caches = [(key.data_ptr(), value.data_ptr()) for key, value in kv_caches]
         if caches != self._checked:  # mostly, they are those of the step before
-            self.kernels.check_caches(kv_caches)
+            first = kv_caches[0][0]
+            for cache in chain.from_iterable(kv_caches):
+                if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
+                    raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
             self._checked = caches
         return self.kernels.decoder_layers(  # type: ignore[no-any-return]
-            self.weights, self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64),
-            metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, bool(metadata.is_decode),
+            self.layers[0], self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64), metadata,
             *self.settings, self.norm.eps,
         )  # fmt: skip
 

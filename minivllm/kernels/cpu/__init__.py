@@ -29,14 +29,12 @@ _cache_dir_before = numba.config.CACHE_DIR
 numba.config.CACHE_DIR = str(Path(_cache_dir_before or _folder / "__pycache__") / hashlib.sha256(_sources).hexdigest()[:16])
 
 from minivllm.kernels.cpu import collectives
-from minivllm.kernels.cpu.cache import reshape_and_cache
 from minivllm.kernels.cpu.decode_attention import paged_decode_attention
 from minivllm.kernels.cpu.decoder_layer import (
     AttentionWeights,
     LayerWeights,
     MLPWeights,
     attention_block,
-    check_caches,
     decoder_layers,
     mlp_block,
 )
@@ -50,6 +48,7 @@ from minivllm.kernels.cpu.rows import (
     add_rms_norm,
     hadamard_transform,
     random_uniform,
+    reshape_and_cache,
     rms_norm,
     rotary_embedding,
     silu_and_mul,

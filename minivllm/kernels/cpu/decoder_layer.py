@@ -9,17 +9,13 @@ ends where tensor parallelism sums the partial results of all ranks; a single ra
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import overload
 from torch import Tensor
 
-from minivllm.errors import KernelError
-from minivllm.kernels.cpu.cache import _write
 from minivllm.kernels.cpu.decode_attention import _decode
 from minivllm.kernels.cpu.launch import as_numpy, constant, use_threads_of_torch
 from minivllm.kernels.cpu.linear import multiply_float32, padded_rows
@@ -27,7 +23,7 @@ from minivllm.kernels.cpu.linear_bfloat16 import multiply_bfloat16
 from minivllm.kernels.cpu.linear_int8 import multiply_int8
 from minivllm.kernels.cpu.native.memory import address, keep, pointer_to
 from minivllm.kernels.cpu.prefill_attention import _prefill
-from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate
+from minivllm.kernels.cpu.rows import PARALLEL_ROWS, _gate, _norm, _rotate, _write_to_cache
 
 TOKENS_AT_A_TIME = 504
 """Tokens that go through an MLP together: a multiple of `SMALL_TILE` and of `LARGE_TILE`."""
@@ -66,31 +62,14 @@ class LayerWeights(NamedTuple):
             attention.norm, *attention.qkv, *attention.output, attention.cos, attention.sin, mlp.norm, *mlp.gate_up, *mlp.down,
         ]  # fmt: skip
 
-    def describe(self) -> tuple:
-        """A key that is equal for layers that the same compiled code can run."""
-        return tuple((array.dtype.str, array.shape) for array in self.arrays())
-
-    def is_contiguous(self) -> bool:
-        """Whether shapes and addresses say all about the arrays."""
-        return all(array.flags.c_contiguous for array in self.arrays())
-
-    def addresses(self) -> list[int]:
-        """Where the arrays are."""
-        return [array.ctypes.data for array in self.arrays()]
-
 
 def attention_block(
     weights: AttentionWeights,
     x: Tensor,
     residual: Tensor,
     positions: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
-    is_decode: bool,
+    kv_cache: tuple[Tensor, Tensor],
+    metadata: Any,
     group: int,
     scale: float,
     eps: float,
@@ -100,57 +79,33 @@ def attention_block(
     Args:
         weights: The layer's.
         x, residual: `[num_tokens, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
-        positions, slot_mapping, block_tables, context_lens, query_start_loc: As for attention; not checked.
-        is_decode: Whether every sequence has one new token.
-        key_cache, value_cache: The layer's.
+        positions: `[num_tokens]`.
+        kv_cache: The layer's.
+        metadata: The `layers.attention.AttentionMetadata` of the batch; not checked.
         group: Query heads that share a KV head.
         scale, eps: Of attention and of the norm.
 
     Returns:
         What attention adds to the residual stream, and the stream, `x` added.
     """
-    num_tokens, num_threads = len(x), use_threads_of_torch()
+    num_tokens = len(x)
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
-        x.contiguous().numpy(), residual.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache),
-        as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), is_decode, *weights, np.float32(scale), np.float32(eps),
-        out.numpy(), total.numpy(), num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
-        constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+        x.contiguous().numpy(), residual.contiguous().numpy(), *_as_arrays(positions, kv_cache, metadata), *weights, np.float32(scale),
+        np.float32(eps), out.numpy(), total.numpy(), *_num_threads(num_tokens), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out[:num_tokens], total
 
 
 def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm, SwiGLU and down projection.
-
-    Args:
-        weights: The layer's.
-        x, residual: `[num_tokens, hidden_size]`, float32: what attention adds to the residual stream, and the stream; not
-            checked.
-        eps: Of the norm.
-
-    Returns:
-        What the MLP adds to the residual stream, and the stream, `x` added.
-    """
-    num_tokens, num_threads = len(x), use_threads_of_torch()
+    """Norm, SwiGLU and down projection: as `attention_block`, for what attention adds to the residual stream, and the stream."""
+    num_tokens = len(x)
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _mlp_block(
         x.contiguous().numpy(), residual.contiguous().numpy(), *weights, np.float32(eps), out.numpy(), total.numpy(),
-        num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads,
+        *_num_threads(num_tokens),
     )  # fmt: skip
     return out[:num_tokens], total
-
-
-def check_caches(kv_caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Make sure that `decoder_layers` can use the caches of all layers.
-
-    Raises:
-        KernelError: They are not alike.
-    """
-    first = kv_caches[0][0]
-    for cache in itertools.chain.from_iterable(kv_caches):
-        if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
-            raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
 
 
 def decoder_layers(
@@ -161,11 +116,7 @@ def decoder_layers(
     positions: Tensor,
     kv_cache: tuple[Tensor, Tensor],
     caches: np.ndarray,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_start_loc: Tensor,
-    is_decode: bool,
+    metadata: Any,
     group: int,
     scale: float,
     attention_eps: float,
@@ -176,28 +127,45 @@ def decoder_layers(
 
     Args:
         weights: The first layer's. Those of all layers have the same shapes and dtypes.
-        addresses: `[num_layers, arrays]`, int64: `LayerWeights.addresses` of each layer.
+        addresses: `[num_layers, arrays]`, int64: where the `LayerWeights.arrays` of each layer are.
         last_norm: The weight of the norm after the layers, contiguous.
         x: `[num_tokens, hidden_size]`, float32: the embeddings.
-        kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64; see `check_caches`.
-        positions, slot_mapping, block_tables, context_lens, query_start_loc: As for attention; not checked.
-        is_decode: Whether every sequence has one new token.
-        group, scale, attention_eps, mlp_eps: As for the halves.
+        kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64. All are contiguous, and of one shape and
+            dtype.
+        positions, metadata, group, scale, attention_eps, mlp_eps: As for the halves.
         last_eps: Of the norm after the layers.
 
     Returns:
         The hidden states, `[num_tokens, hidden_size]`.
     """
-    num_threads, out = use_threads_of_torch(), x.new_empty(x.shape)
-    key_cache, value_cache = kv_cache
+    out = x.new_empty(x.shape)
     attention, mlp = weights
     _decoder_layers(
-        x.contiguous().numpy(), positions.long().contiguous().numpy(), as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(), block_tables.numpy(),
-        context_lens.numpy(), query_start_loc.numpy(), is_decode, addresses, caches, last_norm, *attention, *mlp, np.float32(scale),
-        np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)), num_threads,
-        1 if len(x) < PARALLEL_ROWS else num_threads, constant(key_cache.shape[3]), constant(key_cache.shape[3] // 2), constant(group),
+        x.contiguous().numpy(), *_as_arrays(positions, kv_cache, metadata), addresses, caches, last_norm, *attention, *mlp,
+        np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)),
+        *_num_threads(len(x)), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out
+
+
+def _as_arrays(positions: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: Any) -> tuple:
+    """A batch and the cache as compiled code takes them."""
+    tables = (metadata.slot_mapping, metadata.block_tables, metadata.context_lens, metadata.query_start_loc)
+    return (
+        positions.long().contiguous().numpy(), *map(as_numpy, kv_cache), *(x.numpy() for x in tables), bool(metadata.is_decode),
+    )  # fmt: skip
+
+
+def _num_threads(num_tokens: int) -> tuple[int, int]:
+    """The threads for products and attention, and those for rows."""
+    num_threads = use_threads_of_torch()
+    return num_threads, 1 if num_tokens < PARALLEL_ROWS else num_threads
+
+
+def _sizes(kv_cache: tuple[Tensor, Tensor], group: int) -> tuple[tuple, ...]:
+    """What compiled code knows as constants: the channels of a head, half of them, and the heads of a group."""
+    head_dim = kv_cache[0].shape[3]
+    return constant(head_dim), constant(head_dim // 2), constant(group)
 
 
 def multiply(x, weight, out, num_threads):
@@ -237,7 +205,7 @@ def _attention_block(
         address(qkv), stride, num_heads, address(query), address(qkv) + 4 * q_size, stride, num_kv_heads, address(key),
     )  # fmt: skip
     values = address(qkv) + 4 * (q_size + kv_size)
-    _write(num_tokens, key, address(key), kv_size, values, stride, key_cache, value_cache, slot_mapping)
+    _write_to_cache(num_tokens, key, address(key), kv_size, values, stride, key_cache, value_cache, slot_mapping)
     keep(qkv)
     attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
     if is_decode:

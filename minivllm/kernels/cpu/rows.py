@@ -1,4 +1,5 @@
-"""The operations around attention and the linear layers: small loops over rows, in one pass and without copies.
+"""The operations around attention and the linear layers, writing to the cache included: small loops over rows, in one pass and without
+copies.
 
 A decode step calls each of them once or twice a layer with a few rows. The work takes microseconds, so the overhead of a
 call matters: they take addresses and row lengths, as kernels on a GPU do.
@@ -10,10 +11,21 @@ import numba
 import numpy as np
 import torch
 from numba import njit, types
+from numba.extending import overload
 from torch import Tensor
 
 from minivllm.kernels import checks, reference
-from minivllm.kernels.cpu.launch import FASTMATH, LOG2_E, MAX_HEAD_DIM, constant, exp2, use_threads_of_torch
+from minivllm.kernels.cpu.launch import (
+    FASTMATH,
+    LOG2_E,
+    MAX_HEAD_DIM,
+    as_numpy,
+    check_launch,
+    constant,
+    exp2,
+    store,
+    use_threads_of_torch,
+)
 from minivllm.kernels.cpu.native.hadamard import transform
 from minivllm.kernels.cpu.native.memory import pointer_to
 from minivllm.kernels.cpu.native.thread_pool import parallel_for
@@ -25,6 +37,17 @@ ROWS_PER_PART = 4
 """Rows that a thread takes at a time."""
 INPUT_ZERO = 128
 """Added to rounded inputs of 8-bit weights, as the instructions take them unsigned."""
+
+
+@checks.RESHAPE_AND_CACHE
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write new keys and values to their slots: see `reference.reshape_and_cache`."""
+    check_launch(key_cache)
+    key, value = (x if has_whole_rows(x) else x.contiguous() for x in (key, value))
+    _write_to_cache(
+        len(key), as_numpy(key[:0].contiguous()), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        as_numpy(key_cache), as_numpy(value_cache), slot_mapping.numpy(),
+    )  # fmt: skip
 
 
 @checks.RMS_NORM
@@ -283,3 +306,37 @@ def _hash_part(part, num_rows, size, first, keys_address, out_address):
 @njit(error_model="numpy", cache=True)
 def _hash(num_threads, num_rows, *arguments):
     parallel_for(num_threads, _num_parts(num_rows), _hash_part, (num_rows, *arguments))
+
+
+def row_like(x, address, row, stride, size):
+    """A row of numbers of the same type as those of `x`; rows are `stride` numbers apart."""
+    raise NotImplementedError("only within compiled functions")
+
+
+@overload(row_like)
+def _compile_row_like(x, address, row, stride, size):
+    pointer, num_bytes = pointer_to(x.dtype), x.dtype.bitwidth // 8
+    return lambda x, address, row, stride, size: numba.carray(pointer(address + num_bytes * row * stride), (size,))
+
+
+@njit(cache=True)
+def _write_to_cache(num_tokens, like, key_address, key_stride, value_address, value_stride, key_cache, value_cache, slot_mapping):
+    """Rows come by their addresses, because those of values lie between queries and keys: copies of them would take longer than the rest.
+
+    Args:
+        like: An array of the dtype of keys and values.
+    """
+    block_size, size = key_cache.shape[1], key_cache.shape[2] * key_cache.shape[3]
+    for token in range(num_tokens):
+        slot = slot_mapping[token]
+        if slot >= 0:
+            block, offset = slot // block_size, slot % block_size
+            _write_row(row_like(like, key_address, token, key_stride, size), key_cache, block, offset)
+            _write_row(row_like(like, value_address, token, value_stride, size), value_cache, block, offset)
+
+
+@njit
+def _write_row(row, cache, block, offset):
+    for head in range(cache.shape[2]):
+        for d in range(cache.shape[3]):
+            cache[block, offset, head, d] = store(row[head * cache.shape[3] + d], cache[0, 0, 0, 0])

@@ -6,7 +6,7 @@ their docstrings, and in the loops that call them.
 - `transpose`, `hadamard`: rows to columns, and the Hadamard transform, within vector registers.
 - `cache_lock`: processes that compile at once take turns at the cache on disk.
 - `thread_pool`, `atomics`: `parallel_for`, and the words of memory that its threads share.
-- `memory`: addresses, pointers and prefetching.
+- `memory`: addresses, pointers, prefetching, and calls of LLVM's own functions.
 - `features`: which instructions this processor has.
 
 A function here is an *intrinsic*: Numba calls it while it compiles the caller, and it writes the instructions with llvmlite. The language

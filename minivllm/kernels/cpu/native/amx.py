@@ -19,6 +19,8 @@ from numba.core import cgutils, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from minivllm.kernels.cpu.native.memory import call_llvm
+
 TILE_ROWS = 16
 """Rows of a tile."""
 TILE_WORDS = 16
@@ -38,16 +40,11 @@ def tile_rows(num_rows, tiles_at_a_time):
     return -(-num_rows // (tiles_at_a_time * num_steps))
 
 
-def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
-    function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), arguments)
-
-
 @intrinsic
-def configure_tiles(typing_context: Any, num_rows: Any) -> Any:
+def configure_tiles(typing_context, num_rows):
     """Make tiles ready on this thread: those of `x` and of sums with `num_rows` rows, those of weights with all 16. All become zero."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         # Byte 0 is the palette, 16-bit numbers from byte 16 on are the bytes of a row, and bytes from 48 on are the rows.
         rows = builder.trunc(context.cast(builder, arguments[0], signature.args[0], types.int64), _INT8)
         config = cgutils.alloca_once(builder, ir.ArrayType(_INT8, 64))
@@ -57,18 +54,18 @@ def configure_tiles(typing_context: Any, num_rows: Any) -> Any:
         for tile in range(8):
             builder.store(_INT8(_BYTES), builder.gep(start, [_INT64(16 + 2 * tile)]))
             builder.store(rows if tile < _WEIGHTS else _INT8(TILE_ROWS), builder.gep(start, [_INT64(48 + tile)]))
-        _call(builder, "ldtilecfg", start)
+        call_llvm(builder, "x86.ldtilecfg", start)
         return context.get_dummy_value()
 
     return types.void(num_rows), generate
 
 
 @intrinsic
-def release_tiles(typing_context: Any) -> Any:
+def release_tiles(typing_context):
     """Give the tiles back: as long as they hold something, each switch of threads saves 8 KiB more."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
-        _call(builder, "tilerelease")
+    def generate(context, builder, signature, arguments):
+        call_llvm(builder, "x86.tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -76,19 +73,8 @@ def release_tiles(typing_context: Any) -> Any:
 
 @intrinsic
 def multiply_tiles(
-    typing_context: Any,
-    x: Any,
-    first_row: Any,
-    second_row: Any,
-    panels: Any,
-    first_panel: Any,
-    bias: Any,
-    out: Any,
-    first_out: Any,
-    second_out: Any,
-    num_tiles: Any,
-    num_panels: Any,
-) -> Any:
+    typing_context, x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels
+):
     """One or two tiles of rows by one or two panels: `out` = bias + `x` times the panels. The types say what the numbers are:
 
     ======= ======= ======================================================================
@@ -113,7 +99,7 @@ def multiply_tiles(
     if any(array.layout != "C" for array in (x, panels, bias, out)):
         raise TypingError("multiply_tiles takes contiguous arrays.")
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         def array(i: int) -> Any:
             return context.make_array(signature.args[i])(context, builder, arguments[i])
 
@@ -126,7 +112,7 @@ def multiply_tiles(
         def memory(i: int) -> Any:
             return builder.bitcast(array(i).data, _INT8.as_pointer())
 
-        product = "tdpbf16ps" if signature.args[3].dtype == types.uint32 else "tdpbusd"
+        product = "x86.tdpbf16ps" if signature.args[3].dtype == types.uint32 else "x86.tdpbusd"
         num_words, out_width = (cgutils.unpack_tuple(builder, array(i).shape)[1] for i in (0, 6))
         panel_size, first_output = builder.mul(num_words, _INT64(TILE_WORDS)), builder.mul(index(4), _INT64(TILE_WORDS))
         rows = [at(memory(0), builder.mul(index(i), num_words)) for i in (1, 2)]
@@ -142,19 +128,19 @@ def multiply_tiles(
                     start, stride = at(starts[tile], _INT64(panel * TILE_WORDS)), out_stride
                 else:  # the same row again and again, as it is no distance to the next
                     start, stride = at(memory(5), builder.add(first_output, _INT64(panel * TILE_WORDS))), _INT64(0)
-                _call(builder, "tileloadd64", number, start, stride)
+                call_llvm(builder, "x86.tileloadd64", number, start, stride)
             with cgutils.for_range(builder, builder.udiv(num_words, _INT64(TILE_WORDS))) as loop:
                 for tile in tiles:
                     start = at(rows[tile], builder.mul(loop.index, _INT64(TILE_WORDS)))
-                    _call(builder, "tileloadd64", _INT8(_X + tile), start, x_stride)
+                    call_llvm(builder, "x86.tileloadd64", _INT8(_X + tile), start, x_stride)
                 for panel in panels:
                     offset = builder.mul(loop.index, _INT64(TILE_WORDS * TILE_WORDS))
                     start = at(weights, builder.add(builder.mul(panel_size, _INT64(panel)), offset))
-                    _call(builder, "tileloadd64", _INT8(_WEIGHTS + panel), start, _INT64(_BYTES))
+                    call_llvm(builder, "x86.tileloadd64", _INT8(_WEIGHTS + panel), start, _INT64(_BYTES))
                     for tile in tiles:
-                        _call(builder, product, sums[tile, panel], _INT8(_X + tile), _INT8(_WEIGHTS + panel))
+                        call_llvm(builder, product, sums[tile, panel], _INT8(_X + tile), _INT8(_WEIGHTS + panel))
             for (tile, panel), number in sums.items():
-                _call(builder, "tilestored64", number, at(corners[tile], _INT64(panel * TILE_WORDS)), out_stride)
+                call_llvm(builder, "x86.tilestored64", number, at(corners[tile], _INT64(panel * TILE_WORDS)), out_stride)
 
         is_pair, has_two_panels = (builder.icmp_signed("==", index(i), _INT64(2)) for i in (9, 10))
         with builder.if_else(is_pair) as (pair, single):

@@ -9,8 +9,10 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
+
+from minivllm.kernels.cpu.native.memory import call_llvm
 
 LINE = 16
 """Words between those that different threads write, so that they do not share a cache line: 128 bytes."""
@@ -22,20 +24,20 @@ def _pointer(builder: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
-def read(typing_context: Any, state: Any, index: Any) -> Any:
+def read(typing_context, state, index):
     """A word. What its writer wrote before it can be read afterwards."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         return builder.load_atomic(_pointer(builder, *arguments), "seq_cst", 8)
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
-def write(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
+def write(typing_context, state, index, value):
     """Set a word."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         builder.store_atomic(arguments[2], _pointer(builder, *arguments[:2]), "seq_cst", 8)
         return context.get_dummy_value()
 
@@ -43,20 +45,20 @@ def write(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def add(typing_context: Any, state: Any, index: Any, value: Any) -> Any:
+def add(typing_context, state, index, value):
     """Add to a word. Returns what it was before."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         return builder.atomic_rmw("add", _pointer(builder, *arguments[:2]), arguments[2], "seq_cst")
 
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
-def replace(typing_context: Any, state: Any, index: Any, old: Any, new: Any) -> Any:
+def replace(typing_context, state, index, old, new):
     """Compare and swap: whether the word was `old`."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         result = builder.cmpxchg(_pointer(builder, *arguments[:2]), arguments[2], arguments[3], "seq_cst", "seq_cst")
         return builder.extract_value(result, 1)
 
@@ -64,28 +66,24 @@ def replace(typing_context: Any, state: Any, index: Any, old: Any, new: Any) -> 
 
 
 @intrinsic
-def pause(typing_context: Any) -> Any:
+def pause(typing_context):
     """Tell the processor that this is a loop that waits."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
-        int32 = ir.IntType(32)
+    def generate(context, builder, signature, arguments):
         if _MACHINE in ("x86_64", "amd64"):
-            builder.call(
-                cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), []
-            )
+            call_llvm(builder, "x86.sse2.pause")
         elif _MACHINE in ("aarch64", "arm64"):
-            hint = ir.FunctionType(ir.VoidType(), [int32])
-            builder.call(cgutils.get_or_insert_function(builder.module, hint, "llvm.aarch64.hint"), [int32(1)])
+            call_llvm(builder, "aarch64.hint", ir.IntType(32)(1))
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
 @intrinsic
-def call(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
+def call(typing_context, address, first, second):
     """Call the C function at an address with two words."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         word = ir.IntType(64)
         function = ir.FunctionType(ir.VoidType(), [word, word]).as_pointer()
         builder.call(builder.inttoptr(arguments[0], function), arguments[1:])

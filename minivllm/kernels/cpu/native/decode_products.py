@@ -18,6 +18,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.native.features import HAS_AVX512
+from minivllm.kernels.cpu.native.memory import call_llvm
 
 TOKENS = 4
 """Tokens whose scores are computed at a time."""
@@ -68,13 +69,6 @@ def _load_numbers(builder: ir.IRBuilder, row: Any, start: int, width: int, dtype
     return builder.bitcast(builder.or_(magnitude, sign), _floats(width))
 
 
-def _multiply_add(builder: ir.IRBuilder, x: Any, y: Any, before: Any) -> Any:
-    function_type = ir.FunctionType(x.type, [x.type] * 3)
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fma.v{x.type.count}f32"), [x, y, before]
-    )
-
-
 def _shuffle(builder: ir.IRBuilder, first: Any, second: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT32, len(lanes)), list(lanes)))
 
@@ -107,19 +101,7 @@ def _row_of(context: Any, builder: ir.IRBuilder, kind: Any, value: Any, *indices
 
 
 @intrinsic
-def score_tokens(
-    typing_context: Any,
-    query: Any,
-    kv_head: Any,
-    key_cache: Any,
-    block: Any,
-    offset: Any,
-    end: Any,
-    scores: Any,
-    column: Any,
-    channels: Any,
-    group: Any,
-) -> Any:
+def score_tokens(typing_context, query, kv_head, key_cache, block, offset, end, scores, column, channels, group):
     """The scores of `TOKENS` cached tokens for the query heads that share a KV head.
 
     Args:
@@ -134,7 +116,7 @@ def score_tokens(
     """
     _check(query, scores)
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         kinds, (head_dim, group_size) = signature.args, (len(kind) for kind in signature.args[-2:])
         kv_head, block, offset, end, column = (context.cast(builder, arguments[i], kinds[i], types.intp) for i in (1, 3, 4, 5, 7))
         last = builder.sub(end, _INT64(1))
@@ -155,7 +137,7 @@ def score_tokens(
                 ):
                     for i, of_token in enumerate(of_tokens):
                         if width == LANES:
-                            row[i] = _multiply_add(builder, of_head, of_token, row[i])
+                            row[i] = call_llvm(builder, f"fma.v{width}f32", of_head, of_token, row[i], returns=_floats(width))
                         else:
                             products = builder.fmul(of_head, of_token)
                             zeros = _repeat(_FLOAT, 0.0, width)
@@ -171,18 +153,7 @@ def score_tokens(
 
 def _make_add_values(num_tokens: int) -> Any:
     @intrinsic
-    def add_values(
-        typing_context: Any,
-        weights: Any,
-        column: Any,
-        value_cache: Any,
-        block: Any,
-        offset: Any,
-        kv_head: Any,
-        output: Any,
-        channels: Any,
-        group: Any,
-    ) -> Any:
+    def add_values(typing_context, weights, column, value_cache, block, offset, kv_head, output, channels, group):
         """Add the weighted values of some cached tokens to the output of the query heads that share a KV head.
 
         Args:
@@ -194,7 +165,7 @@ def _make_add_values(num_tokens: int) -> Any:
         """
         _check(weights, output)
 
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+        def generate(context, builder, signature, arguments):
             kinds, (head_dim, group_size) = signature.args, (len(kind) for kind in signature.args[-2:])
             column, block, offset, kv_head = (context.cast(builder, arguments[i], kinds[i], types.intp) for i in (1, 3, 4, 5))
             values = [
@@ -214,7 +185,7 @@ def _make_add_values(num_tokens: int) -> Any:
                     for i, of_token in enumerate(of_tokens):
                         weight = builder.load(builder.gep(factor, [_INT64(i)]))
                         weight = _shuffle(builder, builder.insert_element(undefined, weight, _INT32(0)), undefined, [0] * width)
-                        total = _multiply_add(builder, weight, of_token, total)
+                        total = call_llvm(builder, f"fma.v{width}f32", weight, of_token, total, returns=_floats(width))
                     builder.store(total, place, align=4)
             return context.get_dummy_value()
 

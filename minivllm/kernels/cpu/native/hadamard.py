@@ -6,14 +6,13 @@ steps within a register. The others add and subtract whole stretches of a row.
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 from numba import njit
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from minivllm.kernels.cpu.native.memory import call_llvm
 from minivllm.kernels.reference import HADAMARD_BLOCK
 
 _LANES = 16
@@ -22,12 +21,12 @@ _FLOATS = ir.VectorType(_FLOAT, _LANES)
 
 
 @intrinsic
-def _transform_block(typing_context: Any, x: Any, start: Any) -> Any:
+def _transform_block(typing_context, x, start):
     """The first six steps for `HADAMARD_BLOCK` numbers of `x`, `[size]`, float32, contiguous, in place."""
     if x.layout != "C" or x.dtype != types.float32 or x.ndim != 1:
         raise TypingError("_transform_block takes a contiguous row of float32.")
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
         places = [
@@ -36,11 +35,15 @@ def _transform_block(typing_context: Any, x: Any, start: Any) -> Any:
         ]
         vectors = [builder.load(place, align=4) for place in places]
 
-        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fma.v{_LANES}f32")
         for half in (1, 2, 4, 8):  # within each register: the partner plus or minus the number
             partners = ir.Constant(ir.VectorType(_INT32, _LANES), [lane ^ half for lane in range(_LANES)])
             signs = ir.Constant(_FLOATS, [-1.0 if lane & half else 1.0 for lane in range(_LANES)])
-            vectors = [builder.call(fma, [vector, signs, builder.shuffle_vector(vector, vector, partners)]) for vector in vectors]
+            vectors = [
+                call_llvm(
+                    builder, f"fma.v{_LANES}f32", each, signs, builder.shuffle_vector(each, each, partners), returns=_FLOATS
+                )
+                for each in vectors
+            ]
         for half in (1, 2):  # between registers
             for i in range(len(vectors)):
                 if i & half == 0:
@@ -55,10 +58,10 @@ def _transform_block(typing_context: Any, x: Any, start: Any) -> Any:
 
 
 @intrinsic
-def _combine(typing_context: Any, x: Any, start: Any, half: Any) -> Any:
+def _combine(typing_context, x, start, half):
     """One step for 16 numbers from `start` on and 16 from `start + half` on: their sums and their differences, in place."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         start, half = (context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 2))
         places = [builder.bitcast(builder.gep(first, [i]), _FLOATS.as_pointer()) for i in (start, builder.add(start, half))]

@@ -18,6 +18,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.native.features import HAS_AVX512, HAS_INT8_DOT
+from minivllm.kernels.cpu.native.memory import call_llvm, prefetch_line
 
 PANEL = 16
 """Output features of a panel: the words of one AVX-512 register."""
@@ -59,19 +60,7 @@ class _BFloat16(ir.Type):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_panels(
-    typing_context: Any,
-    x: Any,
-    panels: Any,
-    first_panel: Any,
-    bias: Any,
-    out: Any,
-    first_row: Any,
-    num_rows: Any,
-    num_panels: Any,
-    place: Any,
-    pace: Any,
-) -> Any:
+def multiply_panels(typing_context, x, panels, first_panel, bias, out, first_row, num_rows, num_panels, place, pace):
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`, for 16 outputs each.
 
     The types say what the numbers are:
@@ -97,7 +86,7 @@ def multiply_panels(
             in units of 2**-PLACE_BITS bytes. With fewer rows than `SMALL_TILE` they do not count: what is read soon is prefetched.
     """
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         def array(i: int) -> Any:
             return context.make_array(signature.args[i])(context, builder, arguments[i])
 
@@ -140,12 +129,12 @@ def multiply_panels(
                     offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
                     words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
                     if num_rows < SMALL_TILE:
-                        _prefetch(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))))
+                        prefetch_line(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))), level=3)
                     else:
                         vector = builder.add(builder.mul(num_words, _INT64(panel)), loop.index)
                         place = builder.add(index(8), builder.mul(vector, index(9)))
                         place = builder.ashr(place, _INT64(PLACE_BITS))
-                        _prefetch(builder, at(as_pointer_to(ir.IntType(8), array(1).data), place))
+                        prefetch_line(builder, at(as_pointer_to(ir.IntType(8), array(1).data), place), level=3)
                 stride = num_rows + ROW_PADDING
                 column = at(array(0).data, builder.mul(loop.index, _INT64(stride * numbers_per_word)))
                 for i in range(numbers_per_word):
@@ -170,7 +159,7 @@ def multiply_panels(
         end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
         switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), unknown)
         with builder.goto_block(unknown):  # rather than return a product that was never computed
-            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.trap"), [])
+            call_llvm(builder, "trap")
             builder.unreachable()
         known = [num_rows.literal_value] if isinstance(num_rows, types.IntegerLiteral) else list(WIDTHS)
         for rows, width in sorted({(number, width) for number in known for width in (1, WIDTHS[number])}):
@@ -191,23 +180,20 @@ def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable
     if kinds == (types.int32, types.int32) and not HAS_INT8_DOT:
         return functools.partial(_multiply_add_int8, builder)
     if kinds[0] == types.float32:
-        name, total, factors = f"llvm.fma.v{PANEL}f32", floats, floats
+        name, total, factors = f"fma.v{PANEL}f32", floats, floats
     elif kinds == (types.uint32, types.uint32):
         # LLVM has given the inputs of both instructions a type of their own, one after the other.
-        name, total = "llvm.x86.avx512bf16.dpbf16ps.512", floats
+        name, total = "x86.avx512bf16.dpbf16ps.512", floats
         factors = ir.VectorType(_BFloat16(), 2 * PANEL) if _LLVM >= 16 else words
     else:
-        name, total = "llvm.x86.avx512.vpdpbusd.512", words
+        name, total = "x86.avx512.vpdpbusd.512", words
         factors = ir.VectorType(ir.IntType(8), 4 * PANEL) if _LLVM >= 21 else words
-    sum_comes_last = kinds[0] == types.float32
-    order = [factors, factors, total] if sum_comes_last else [total, factors, factors]
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(total, order), name)
 
     def multiply_add(numbers: Any, weight: Any, before: Any) -> Any:
         pair = [builder.bitcast(numbers, factors), builder.bitcast(weight, factors)]
         if kinds == (types.uint32, types.uint32):
             pair.reverse()  # this instruction repeats only its last operand, if it comes from memory
-        return builder.call(function, [*pair, before] if sum_comes_last else [before, *pair])
+        return call_llvm(builder, name, *([*pair, before] if kinds[0] == types.float32 else [before, *pair]), returns=total)
 
     return multiply_add
 
@@ -229,14 +215,6 @@ def _multiply_add_int8(builder: ir.IRBuilder, numbers: Any, weight: Any, before:
         )
         before = builder.add(before, builder.add(first, second))
     return before
-
-
-def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
-    pointer = ir.IntType(8).as_pointer()
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32]), "llvm.prefetch.p0"
-    )
-    builder.call(function, [builder.bitcast(address, pointer), _INT32(0), _INT32(3), _INT32(1)])  # to read, to keep, data
 
 
 @njit(error_model="numpy")

@@ -23,6 +23,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.launch import POWERS_OF_TWO
+from minivllm.kernels.cpu.native.memory import call_llvm
 from minivllm.kernels.cpu.native.panels import PANEL
 from minivllm.kernels.cpu.native.transpose import transpose
 
@@ -40,17 +41,12 @@ def _integers(value: int) -> ir.Constant:
 
 def _exp2(builder: ir.IRBuilder, x: Any) -> Any:
     """`launch.exp2` of a vector."""
-
-    def call(name: str, *arguments: Any) -> Any:
-        function_type = ir.FunctionType(_NUMBERS, [_NUMBERS] * len(arguments))
-        return builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{PANEL}f32"), arguments)
-
     x = builder.select(builder.fcmp_ordered("<", x, _numbers(-127.0)), _numbers(-127.0), x)
-    whole = call("floor", builder.fadd(x, _numbers(0.5)))
+    whole = call_llvm(builder, f"floor.v{PANEL}f32", builder.fadd(x, _numbers(0.5)), returns=_NUMBERS)
     rest = builder.fsub(x, whole)
     power = _numbers(POWERS_OF_TWO[0])
     for coefficient in POWERS_OF_TWO[1:]:
-        power = call("fma", power, rest, _numbers(coefficient))
+        power = call_llvm(builder, f"fma.v{PANEL}f32", power, rest, _numbers(coefficient), returns=_NUMBERS)
     exponent = builder.add(builder.fptosi(whole, _INTEGERS), _integers(127))
     return builder.fmul(power, builder.bitcast(builder.shl(exponent, _integers(23)), _NUMBERS))
 
@@ -62,7 +58,7 @@ def _pair(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
 
 
 @intrinsic
-def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: Any, sums: Any, output: Any, weights: Any) -> Any:
+def weigh(typing_context, scores, panel, last_seen, maxima, sums, output, weights):
     """The scores of a tile of tokens become weights, for the 16 columns of a panel.
 
     Where a score is larger than all before, the sum of the weights so far and the output so far shrink.
@@ -79,7 +75,7 @@ def weigh(typing_context: Any, scores: Any, panel: Any, last_seen: Any, maxima: 
     if last_seen.dtype != types.int32 or any(array.layout != "C" for array in (scores, last_seen, maxima, sums, output, weights)):
         raise TypingError("weigh takes contiguous arrays, and last_seen of int32.")
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 4, 5, 6)]
         (num_tokens, width), *_ = shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
         num_channels, number = shapes[4][0], context.cast(builder, arguments[1], signature.args[1], types.intp)

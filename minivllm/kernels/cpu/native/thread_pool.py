@@ -22,7 +22,6 @@ import ctypes
 import sys
 import threading
 import time
-from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -54,10 +53,10 @@ llvmlite.binding.add_symbol(_SYMBOL, _state.ctypes.data)  # compiled code, kept 
 
 
 @intrinsic
-def _shared(typing_context: Any) -> Any:
+def _shared(typing_context):
     """The address of `_state`."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         return builder.ptrtoint(context.get_c_value(builder, ir.IntType(64), _SYMBOL), ir.IntType(64))
 
     return types.int64(), generate
@@ -161,7 +160,7 @@ def _run(num_threads, num_parts, code, data):
 
 
 @intrinsic
-def _task(typing_context: Any, function: Any, arguments: Any) -> Any:
+def _task(typing_context, function, arguments):
     """The addresses of a C function that calls `function(part, *arguments)`, and of what it takes `arguments` from.
 
     They are valid until the caller returns.
@@ -169,7 +168,7 @@ def _task(typing_context: Any, function: Any, arguments: Any) -> Any:
     types_of_part = (types.int64, *arguments.types)
     function_signature = function.get_call_type(typing_context, types_of_part, {})
 
-    def generate(context: Any, builder: Any, signature: Any, values: list) -> Any:
+    def generate(context, builder, signature, values):
         word = ir.IntType(64)
         data = cgutils.alloca_once_value(builder, values[1])
         compiled = function.dispatcher.get_compile_result(function_signature)

@@ -14,13 +14,14 @@ from numba.core import cgutils, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from minivllm.kernels.cpu.native.memory import call_llvm
 from minivllm.kernels.cpu.native.panels import PANEL
 
 MIN_ROWS = 8
 """Fewer rows go word by word."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-_WORDS, _MASK = ir.VectorType(_INT32, PANEL), ir.VectorType(ir.IntType(1), PANEL)
+_WORDS = ir.VectorType(_INT32, PANEL)
 
 
 def _swap_blocks(builder: ir.IRBuilder, rows: list[Any], size: int) -> list[Any]:
@@ -39,9 +40,7 @@ def _swap_blocks(builder: ir.IRBuilder, rows: list[Any], size: int) -> list[Any]
 
 
 @intrinsic
-def transpose_block(
-    typing_context: Any, x: Any, first_row: Any, first_word: Any, columns: Any, tile: Any, first_column: Any, count: Any
-) -> Any:
+def transpose_block(typing_context, x, first_row, first_word, columns, tile, first_column, count):
     """16 words of up to 16 rows: `columns[tile, first_word + j, first_column + i] = x[first_row + i, first_word + j]`.
 
     Args:
@@ -54,7 +53,7 @@ def transpose_block(
     if any(array.layout != "C" or array.dtype.bitwidth != 32 for array in (x, columns)):
         raise TypingError("transpose_block takes contiguous arrays of 4-byte numbers.")
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: list) -> Any:
+    def generate(context, builder, signature, arguments):
         source, target = (context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 3))
         first_row, first_word, tile, first_column, count = (
             context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 2, 4, 5, 6)
@@ -78,12 +77,11 @@ def transpose_block(
         limit = builder.insert_element(undefined, builder.trunc(count, _INT32), _INT32(0))
         limit = builder.shuffle_vector(limit, undefined, ir.Constant(_WORDS, [0] * PANEL))
         mask = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(PANEL))), limit)
-        function_type = ir.FunctionType(ir.VoidType(), [_WORDS, _WORDS.as_pointer(), _INT32, _MASK])
-        store = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.masked.store.v{PANEL}i32.p0")
         first = builder.mul(tile, num_target_words)
         for j, column in enumerate(rows):
             place = builder.add(first, builder.add(first_word, _INT64(j)))
-            builder.call(store, [column, vector(target, builder.add(builder.mul(place, width), first_column)), _INT32(4), mask])
+            address = vector(target, builder.add(builder.mul(place, width), first_column))
+            call_llvm(builder, f"masked.store.v{PANEL}i32.p0", column, address, _INT32(4), mask)
         return context.get_dummy_value()
 
     return types.void(x, first_row, first_word, columns, tile, first_column, count), generate
