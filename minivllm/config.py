@@ -268,10 +268,7 @@ class EngineArgs:
         False,
         "Run the model's code as it is written: no CUDA graphs on a GPU, no compiled layers on a CPU. Slower, with the same tokens.",
     )
-    quantization: str | None = _arg(
-        None,
-        'Weight quantization: "int8", on a CPU. None leaves the weights as they are.',
-    )
+    quantization: str | None = _arg(None, 'Weight quantization: "int8", on a CPU. None leaves the weights as they are.')
     tensor_parallel_size: int = _arg(
         1, "Number of workers that the model is divided among, each in a process of its own. On a CPU they share the cores."
     )

@@ -81,10 +81,7 @@ class Linear(nn.Module):
 class MergedColumnParallelLinear(Linear):
     """Fused column-parallel layers: each rank computes a slice of every output.
 
-    A slice of the outputs is rows of the weight as it is stored, and columns of its transpose.
-
-    Args:
-        in_features, out_features, bias, platform: As for `Linear`.
+    A slice of the outputs is rows of the weight as it is stored, and columns of its transpose. The arguments are those of `Linear`.
     """
 
     def __init__(self, in_features: int, out_features: list[int], bias: bool, platform: Platform) -> None:
@@ -127,9 +124,7 @@ class QKVParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """Split by input: each rank holds a slice, and an all-reduce sums the partial outputs.
 
-    Args:
-        in_features, out_features, bias, platform: As for `Linear`.
-        columns: The inputs that this rank has; None divides them as `ColumnParallelLinear` divides its outputs.
+    The arguments are those of `Linear`; without `columns`, inputs are divided as `ColumnParallelLinear` divides its outputs.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, platform: Platform, columns: range | None = None) -> None:

@@ -39,8 +39,7 @@ class LinearMethod(ABC):
         """Copy a part of a checkpoint tensor into `weight` or `bias`, starting at `first_row`."""
         copy_rows(parameter.data[first_row : first_row + len(part.rows)], part)
 
-    @abstractmethod
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:  # noqa: B027 - there may be nothing to convert
         """Convert the loaded weights to the form that `apply` reads, and release what it does not."""
 
     @abstractmethod
@@ -55,9 +54,6 @@ class LinearMethod(ABC):
 
 class UnquantizedLinearMethod(LinearMethod):
     """The weight as it was loaded, multiplied by torch."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing to do."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
@@ -97,7 +93,8 @@ class PackedLinearMethod(LinearMethod):
             self.packed.set_rows(first_row + start, rows)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        weight, bias = take_weights(layer)
+        weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
+        layer.weight = layer.bias = None  # the layer gives them up
         if self.packed is None:  # the model has filled the parameter itself
             self.packed = self.packed_weight.of(weight, bias)
         elif bias is not None:
@@ -109,10 +106,3 @@ class PackedLinearMethod(LinearMethod):
     def get_rows(self, outputs: Tensor) -> Tensor:
         rows: Tensor = self.packed.get_rows(outputs)
         return rows
-
-
-def take_weights(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The loaded weight and bias, which the layer gives up."""
-    weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
-    layer.weight = layer.bias = None
-    return weight, bias

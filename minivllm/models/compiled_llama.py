@@ -277,6 +277,10 @@ def _compile_mlp(layer: LlamaDecoderLayer, kernels: Any) -> CompiledMLP | None:
 def _packed_arrays(*linears: Linear) -> list[Any] | None:
     """The packed weights as arrays; None if they are not packed, not all alike, or of a width that leaves a panel unfilled."""
     packed = [linear.method.packed for linear in linears]
-    if None in packed or len({type(weight) for weight in packed}) > 1 or any(not weight.fills_panels for weight in packed):
+    if (
+        None in packed
+        or len({type(weight) for weight in packed}) > 1
+        or any(len(weight.bias) > weight.out_features for weight in packed)
+    ):
         return None
     return [weight.arrays for weight in packed]

@@ -225,7 +225,7 @@ class Tally:
         self._run.output_tokens += num_tokens
 
     def finish(self, seconds: float) -> None:
-        """The run has ended, after so many seconds."""
+        """End the run, which took `seconds`."""
         run = self._run
         run.seconds = seconds
         run.ttft, run.tpot, run.latency = (times.distribution() for times in (self._ttft, self._tpot, self._latency))

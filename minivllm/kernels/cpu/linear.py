@@ -19,6 +19,7 @@ bitwise the same, alone or in a batch. Goto and van de Geijn, 2008, "Anatomy of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,6 +78,8 @@ class Packed:
     """Of the words, for the kernel."""
     words_multiple = 1
     """The words of an output are filled up with zeros to a multiple of this."""
+    multiply: Callable[..., None]
+    """The compiled product: of `x`, `arrays`, `out` and the number of threads."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
@@ -145,28 +148,9 @@ class Packed:
         return rows.to(self.number_dtype).contiguous()
 
     @property
-    def multiply(self) -> Any:
-        """The compiled product: of `x`, `arrays`, `out` and the number of threads."""
-        raise NotImplementedError
-
-    @property
-    def fills_panels(self) -> bool:
-        """Whether the outputs are whole panels, which compiled callers need."""
-        return self.out_features % PANEL == 0
-
-    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What `multiply` takes as the weight."""
         return self.panels, self.bias
-
-
-class PackedWeight(Packed):
-    """A float32 weight in the layout of `packed_linear`."""
-
-    @property
-    def multiply(self) -> Any:
-        """The compiled product."""
-        return multiply_float32
 
 
 def packed_linear(weight: Packed, x: Tensor) -> Tensor:
@@ -310,3 +294,9 @@ def multiply_float32(x, weight, out, num_threads):
     columns = transpose_tiles(x, out.shape[0] // rows, num_threads, rows)
     num_parts = count_parts(panels, num_threads)
     parallel_for(num_threads, num_parts, _multiply_part, (num_parts, columns, panels, bias, out, rows, width))
+
+
+class PackedWeight(Packed):
+    """A float32 weight in the layout of `packed_linear`."""
+
+    multiply = staticmethod(multiply_float32)

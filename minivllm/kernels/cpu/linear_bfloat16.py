@@ -8,8 +8,6 @@ is read half as much all the same. (The three differ in the last bit, and both i
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import njit
@@ -27,19 +25,6 @@ from minivllm.kernels.cpu.linear import (
 from minivllm.kernels.cpu.native.amx import TILE_WORDS, configure_tiles, multiply_row_tiles, release_tiles, tile_rows
 from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX, HAS_BFLOAT16_DOT
 from minivllm.kernels.cpu.native.thread_pool import parallel_for
-
-
-class PackedBfloat16Weight(Packed):
-    """A bfloat16 weight in panels; each word holds two input features of one output."""
-
-    number_dtype = torch.bfloat16
-    word_dtype = np.uint32
-    words_multiple = TILE_WORDS if HAS_BFLOAT16_AMX else 1
-
-    @property
-    def multiply(self) -> Any:
-        """The compiled product."""
-        return multiply_bfloat16
 
 
 @njit(error_model="numpy")
@@ -103,3 +88,12 @@ def _multiply_amx(x, weight, out, num_threads):
 
 
 multiply_bfloat16 = _multiply_amx if HAS_BFLOAT16_AMX else _multiply_vectors
+
+
+class PackedBfloat16Weight(Packed):
+    """A bfloat16 weight in panels; each word holds two input features of one output."""
+
+    number_dtype = torch.bfloat16
+    word_dtype = np.uint32
+    words_multiple = TILE_WORDS if HAS_BFLOAT16_AMX else 1
+    multiply = staticmethod(multiply_bfloat16)

@@ -14,8 +14,6 @@ than in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import njit
@@ -37,42 +35,6 @@ from minivllm.kernels.cpu.native.panels import PANEL
 from minivllm.kernels.cpu.native.thread_pool import parallel_for
 from minivllm.kernels.cpu.rows import INPUT_ZERO, PARALLEL_ROWS, _round, hadamard_transform, row_at
 from minivllm.kernels.reference import HADAMARD_BLOCK, hadamard_order, round_transformed_weight
-
-
-class PackedInt8Weight(Packed):
-    """An 8-bit weight in panels; each word holds four input features of one output, transformed and rounded by `reference.round_weight`."""
-
-    number_dtype = torch.int8
-    word_dtype = np.int32
-    words_multiple = max(HADAMARD_BLOCK // 4, TILE_WORDS)
-
-    def __init__(self, out_features: int, in_features: int) -> None:
-        super().__init__(out_features, in_features)
-        self.scales = np.zeros_like(self.bias)
-        # Inputs are stored plus `INPUT_ZERO`, which adds that times the sum of an output's weights: the sums start at minus it.
-        self.corrections = np.zeros(len(self.bias), np.int32)
-
-    def _round(self, first: int, rows: Tensor) -> Tensor:
-        rounded, scales = round_transformed_weight(hadamard_transform(rows.float()).div_(hadamard_order(self.in_features)))
-        self.scales[first : first + len(rows)] = scales.numpy()
-        self.corrections[first : first + len(rows)] = (-INPUT_ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
-        return rounded
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """What `multiply` takes as the weight."""
-        return self.panels, self.corrections, self.scales, self.bias
-
-    def get_rows(self, outputs: Tensor) -> Tensor:
-        """As they are multiplied: rounded."""
-        rows = self._copy_rows(outputs, 4 * self.words.shape[1])
-        rows.numpy()[:] *= self.scales[outputs.numpy(), None]
-        return hadamard_transform(rows)[:, : self.in_features].contiguous()
-
-    @property
-    def multiply(self) -> Any:
-        """The compiled product."""
-        return multiply_int8
 
 
 @njit(error_model="numpy")
@@ -161,3 +123,35 @@ def _multiply_amx_part(part, num_parts, words, panels, corrections, scales, bias
 
 
 multiply_int8 = _multiply_amx if HAS_INT8_AMX else _multiply_vectors
+
+
+class PackedInt8Weight(Packed):
+    """An 8-bit weight in panels; each word holds four input features of one output, transformed and rounded by `reference.round_weight`."""
+
+    number_dtype = torch.int8
+    word_dtype = np.int32
+    words_multiple = max(HADAMARD_BLOCK // 4, TILE_WORDS)
+    multiply = staticmethod(multiply_int8)
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__(out_features, in_features)
+        self.scales = np.zeros_like(self.bias)
+        # Inputs are stored plus `INPUT_ZERO`, which adds that times the sum of an output's weights: the sums start at minus it.
+        self.corrections = np.zeros(len(self.bias), np.int32)
+
+    def _round(self, first: int, rows: Tensor) -> Tensor:
+        rounded, scales = round_transformed_weight(hadamard_transform(rows.float()).div_(hadamard_order(self.in_features)))
+        self.scales[first : first + len(rows)] = scales.numpy()
+        self.corrections[first : first + len(rows)] = (-INPUT_ZERO * rounded.sum(dim=1, dtype=torch.int32)).numpy()
+        return rounded
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What `multiply` takes as the weight."""
+        return self.panels, self.corrections, self.scales, self.bias
+
+    def get_rows(self, outputs: Tensor) -> Tensor:
+        """As they are multiplied: rounded."""
+        rows = self._copy_rows(outputs, 4 * self.words.shape[1])
+        rows.numpy()[:] *= self.scales[outputs.numpy(), None]
+        return hadamard_transform(rows)[:, : self.in_features].contiguous()

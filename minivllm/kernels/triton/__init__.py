@@ -7,10 +7,8 @@ chooses when a kernel is defined, so the choice holds for the whole process.
 
 from __future__ import annotations
 
-from minivllm.kernels.triton.activation import silu_and_mul
 from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache, swap_blocks
 from minivllm.kernels.triton.decode_attention import paged_decode_attention
 from minivllm.kernels.triton.launch import INTERPRETED
-from minivllm.kernels.triton.norm import add_rms_norm, rms_norm
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
-from minivllm.kernels.triton.rotary import rotary_embedding
+from minivllm.kernels.triton.rows import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_launch, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, on_device
 
 COPY_BLOCK = 2048
 """Numbers that a program copies."""
@@ -26,7 +26,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
                 key, value, key_cache, value_cache, slot_mapping, num_kv_heads,
                 *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
                 BLOCK_SIZE=key_cache.shape[1], HEAD_DIM=head_dim,
-                HEADS=next_power_of_2(num_kv_heads), CHANNELS=next_power_of_2(head_dim),
+                HEADS=triton.next_power_of_2(num_kv_heads), CHANNELS=triton.next_power_of_2(head_dim),
             )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, needs_float32, on_device
 
 MAX_SPLITS = 64
 TOKENS_PER_SPLIT = 256
@@ -58,7 +58,7 @@ def paged_decode_attention(
         num_splits = choose_num_splits(num_seqs * num_kv_heads, max_context, _num_processors(query.device))
     if not 1 <= num_splits <= MAX_SPLITS:
         raise KernelError(f"num_splits is {num_splits}, but must be 1 to {MAX_SPLITS}.")
-    channels = max(16, next_power_of_2(head_dim))
+    channels = max(16, triton.next_power_of_2(head_dim))
     tile, num_warps, num_stages = choose_tile(channels, query.element_size())
     # A part is a weighted sum, with the largest score and the sum of weights in two more columns.
     parts = out.new_empty((num_seqs, num_heads, num_splits, channels + 2), dtype=torch.float32) if num_splits > 1 else out
@@ -67,13 +67,13 @@ def paged_decode_attention(
             out, parts, query, key_cache, value_cache, block_tables, context_lens, scale * math.log2(math.e),
             *out.stride()[:2], *parts.stride()[:3], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             block_tables.stride(0),
-            GROUP=group, ROWS=max(16, next_power_of_2(group)), HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size, TILE=tile, SPLITS=num_splits,
+            GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size, TILE=tile, SPLITS=num_splits,
             EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         if num_splits > 1:
             _combine[(num_seqs, num_heads)](
                 out, parts, *out.stride()[:2], *parts.stride()[:3],
-                HEAD_DIM=head_dim, CHANNELS=channels, SPLITS=num_splits, SPLITS_PADDED=next_power_of_2(num_splits),
+                HEAD_DIM=head_dim, CHANNELS=channels, SPLITS=num_splits, SPLITS_PADDED=triton.next_power_of_2(num_splits),
             )  # fmt: skip
     return out
 

@@ -42,8 +42,3 @@ def needs_float32(dtype: torch.dtype) -> bool:
 def on_device(x: Tensor) -> AbstractContextManager:
     """Triton launches on the current device, which must be the tensors'."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n: the sizes that `tl.arange` takes."""
-    return 1 << (n - 1).bit_length()

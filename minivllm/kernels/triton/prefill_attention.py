@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.triton.launch import check_launch, needs_float32, next_power_of_2, on_device
+from minivllm.kernels.triton.launch import check_launch, needs_float32, on_device
 
 
 @checks.PREFILL
@@ -39,9 +39,9 @@ def paged_prefill_attention(
     out = query.new_empty(query.shape).zero_()  # rows that belong to no sequence are 0
     if num_tokens == 0 or num_seqs == 0:
         return out
-    channels = max(16, next_power_of_2(head_dim))
+    channels = max(16, triton.next_power_of_2(head_dim))
     rows, tile, num_warps, num_stages = choose_tiles(channels, query.element_size())
-    rows = max(rows, next_power_of_2(group))
+    rows = max(rows, triton.next_power_of_2(group))
     tokens = rows // group
     with on_device(query):
         _prefill[(num_tokens // tokens + num_seqs, num_kv_heads)](

@@ -6,8 +6,9 @@ their docstrings, and in the loops that call them.
 - `transpose`, `hadamard`: rows to columns, and the Hadamard transform, within vector registers.
 - `cache_lock`: processes that compile at once take turns at the cache on disk.
 - `thread_pool`, `atomics`: `parallel_for`, and the words of memory that its threads share.
-- `memory`: addresses, pointers, prefetching, and calls of LLVM's own functions.
+- `memory`: addresses, pointers and prefetching.
 - `features`: which instructions this processor has.
+- `instructions`: how these functions are written.
 
 A function here is an *intrinsic*: Numba calls it while it compiles the caller, and it writes the instructions with llvmlite. The language
 is LLVM's, https://llvm.org/docs/LangRef.html.

@@ -17,9 +17,8 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import INT64, ArrayArgument, call_llvm, in_llvm
 
 TILE_ROWS = 16
 """Rows of a tile."""
@@ -28,7 +27,7 @@ TILE_WORDS = 16
 _BYTES = 4 * TILE_WORDS
 _SUMS, _X, _WEIGHTS = 0, 4, 6
 """The first tile of each kind: four for sums, two for rows of `x`, two for weights."""
-_INT8, _INT64 = ir.IntType(8), ir.IntType(64)
+_INT8 = ir.IntType(8)
 
 
 @njit
@@ -40,50 +39,33 @@ def tile_rows(num_rows, tiles_at_a_time):
     return -(-num_rows // (tiles_at_a_time * num_steps))
 
 
-@intrinsic
-def configure_tiles(typing_context, num_rows):
+@in_llvm
+def configure_tiles(builder, num_rows):
     """Make tiles ready on this thread: those of `x` and of sums with `num_rows` rows, those of weights with all 16. All become zero."""
-
-    def generate(context, builder, signature, arguments):
-        # Byte 0 is the palette, 16-bit numbers from byte 16 on are the bytes of a row, and bytes from 48 on are the rows.
-        rows = builder.trunc(context.cast(builder, arguments[0], signature.args[0], types.int64), _INT8)
-        config = cgutils.alloca_once(builder, ir.ArrayType(_INT8, 64))
-        start = builder.bitcast(config, _INT8.as_pointer())
-        builder.store(ir.Constant(config.type.pointee, None), config)
-        builder.store(_INT8(1), start)
-        for tile in range(8):
-            builder.store(_INT8(_BYTES), builder.gep(start, [_INT64(16 + 2 * tile)]))
-            builder.store(rows if tile < _WEIGHTS else _INT8(TILE_ROWS), builder.gep(start, [_INT64(48 + tile)]))
-        call_llvm(builder, "x86.ldtilecfg", start)
-        return context.get_dummy_value()
-
-    return types.void(num_rows), generate
+    # Byte 0 is the palette, 16-bit numbers from byte 16 on are the bytes of a row, and bytes from 48 on are the rows.
+    rows = builder.trunc(num_rows, _INT8)
+    config = cgutils.alloca_once(builder, ir.ArrayType(_INT8, 64))
+    start = builder.bitcast(config, _INT8.as_pointer())
+    builder.store(ir.Constant(config.type.pointee, None), config)
+    builder.store(_INT8(1), start)
+    for tile in range(8):
+        builder.store(_INT8(_BYTES), builder.gep(start, [INT64(16 + 2 * tile)]))
+        builder.store(rows if tile < _WEIGHTS else _INT8(TILE_ROWS), builder.gep(start, [INT64(48 + tile)]))
+    call_llvm(builder, "x86.ldtilecfg", start)
 
 
-@intrinsic
-def release_tiles(typing_context):
+@in_llvm
+def release_tiles(builder):
     """Give the tiles back: as long as they hold something, each switch of threads saves 8 KiB more."""
-
-    def generate(context, builder, signature, arguments):
-        call_llvm(builder, "x86.tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    call_llvm(builder, "x86.tilerelease")
 
 
-@intrinsic
+@in_llvm
 def multiply_tiles(
-    typing_context, x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels
+    builder, x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels
 ):
-    """One or two tiles of rows by one or two panels: `out` = bias + `x` times the panels. The types say what the numbers are:
-
-    ======= ======= ======================================================================
-    x       panels  what they hold
-    ======= ======= ======================================================================
-    uint32  uint32  two bfloat16 in a word, by TDPBF16PS, with float32 sums
-    int32   int32   four 8-bit integers in a word, unsigned in `x` and signed in `panels`,
-                    by TDPBUSD, with int32 sums
-    ======= ======= ======================================================================
+    """One or two tiles of rows by one or two panels: `out` = bias + `x` times the panels. The types say what the numbers are, as for
+    `panels.multiply_panels`: two bfloat16 in a word of uint32 (TDPBF16PS), or four 8-bit integers in one of int32 (TDPBUSD).
 
     Args:
         x: `[rows, words]`, contiguous; `words` is a multiple of `TILE_WORDS`. A tile has as many rows as `configure_tiles` was told.
@@ -99,61 +81,50 @@ def multiply_tiles(
     if any(array.layout != "C" for array in (x, panels, bias, out)):
         raise TypingError("multiply_tiles takes contiguous arrays.")
 
-    def generate(context, builder, signature, arguments):
-        def array(i: int) -> Any:
-            return context.make_array(signature.args[i])(context, builder, arguments[i])
+    def at(start: Any, num_words: Any) -> Any:
+        return builder.gep(start, [builder.mul(num_words, INT64(4))])
 
-        def index(i: int) -> Any:
-            return context.cast(builder, arguments[i], signature.args[i], types.intp)
+    def memory(array: ArrayArgument) -> Any:
+        return builder.bitcast(array.data, _INT8.as_pointer())
 
-        def at(start: Any, num_words: Any) -> Any:
-            return builder.gep(start, [builder.mul(num_words, _INT64(4))])
+    product = "x86.tdpbf16ps" if panels.dtype == types.uint32 else "x86.tdpbusd"
+    num_words, out_width = x.shape[1], out.shape[1]
+    panel_size, first_output = builder.mul(num_words, INT64(TILE_WORDS)), builder.mul(first_panel, INT64(TILE_WORDS))
+    rows = [at(memory(x), builder.mul(row, num_words)) for row in (first_row, second_row)]
+    weights = at(memory(panels), builder.mul(first_panel, panel_size))
+    offsets = [builder.add(builder.mul(row, out_width), first_output) for row in (first_out, second_out)]
+    starts, corners = ([at(memory(array), offset) for offset in offsets] for array in (bias, out))
+    x_stride, out_stride = (builder.mul(width, INT64(4)) for width in (num_words, out_width))
 
-        def memory(i: int) -> Any:
-            return builder.bitcast(array(i).data, _INT8.as_pointer())
-
-        product = "x86.tdpbf16ps" if signature.args[3].dtype == types.uint32 else "x86.tdpbusd"
-        num_words, out_width = (cgutils.unpack_tuple(builder, array(i).shape)[1] for i in (0, 6))
-        panel_size, first_output = builder.mul(num_words, _INT64(TILE_WORDS)), builder.mul(index(4), _INT64(TILE_WORDS))
-        rows = [at(memory(0), builder.mul(index(i), num_words)) for i in (1, 2)]
-        weights = at(memory(3), builder.mul(index(4), panel_size))
-        offsets = [builder.add(builder.mul(index(i), out_width), first_output) for i in (7, 8)]
-        starts, corners = ([at(memory(i), offset) for offset in offsets] for i in (5, 6))
-        x_stride, out_stride = (builder.mul(width, _INT64(4)) for width in (num_words, out_width))
-
-        def generate_loop(tiles: range, panels: range) -> None:
-            sums = {(tile, panel): _INT8(_SUMS + 2 * tile + panel) for tile in tiles for panel in panels}
-            for (tile, panel), number in sums.items():
-                if signature.args[5].ndim == 2:
-                    start, stride = at(starts[tile], _INT64(panel * TILE_WORDS)), out_stride
-                else:  # the same row again and again, as it is no distance to the next
-                    start, stride = at(memory(5), builder.add(first_output, _INT64(panel * TILE_WORDS))), _INT64(0)
-                call_llvm(builder, "x86.tileloadd64", number, start, stride)
-            with cgutils.for_range(builder, builder.udiv(num_words, _INT64(TILE_WORDS))) as loop:
+    def generate_loop(tiles: range, columns: range) -> None:
+        sums = {(tile, panel): _INT8(_SUMS + 2 * tile + panel) for tile in tiles for panel in columns}
+        for (tile, panel), number in sums.items():
+            if bias.ndim == 2:
+                start, stride = at(starts[tile], INT64(panel * TILE_WORDS)), out_stride
+            else:  # the same row again and again, as it is no distance to the next
+                start, stride = at(memory(bias), builder.add(first_output, INT64(panel * TILE_WORDS))), INT64(0)
+            call_llvm(builder, "x86.tileloadd64", number, start, stride)
+        with cgutils.for_range(builder, builder.udiv(num_words, INT64(TILE_WORDS))) as loop:
+            for tile in tiles:
+                start = at(rows[tile], builder.mul(loop.index, INT64(TILE_WORDS)))
+                call_llvm(builder, "x86.tileloadd64", _INT8(_X + tile), start, x_stride)
+            for panel in columns:
+                offset = builder.mul(loop.index, INT64(TILE_WORDS * TILE_WORDS))
+                start = at(weights, builder.add(builder.mul(panel_size, INT64(panel)), offset))
+                call_llvm(builder, "x86.tileloadd64", _INT8(_WEIGHTS + panel), start, INT64(_BYTES))
                 for tile in tiles:
-                    start = at(rows[tile], builder.mul(loop.index, _INT64(TILE_WORDS)))
-                    call_llvm(builder, "x86.tileloadd64", _INT8(_X + tile), start, x_stride)
-                for panel in panels:
-                    offset = builder.mul(loop.index, _INT64(TILE_WORDS * TILE_WORDS))
-                    start = at(weights, builder.add(builder.mul(panel_size, _INT64(panel)), offset))
-                    call_llvm(builder, "x86.tileloadd64", _INT8(_WEIGHTS + panel), start, _INT64(_BYTES))
-                    for tile in tiles:
-                        call_llvm(builder, product, sums[tile, panel], _INT8(_X + tile), _INT8(_WEIGHTS + panel))
-            for (tile, panel), number in sums.items():
-                call_llvm(builder, "x86.tilestored64", number, at(corners[tile], _INT64(panel * TILE_WORDS)), out_stride)
+                    call_llvm(builder, product, sums[tile, panel], _INT8(_X + tile), _INT8(_WEIGHTS + panel))
+        for (tile, panel), number in sums.items():
+            call_llvm(builder, "x86.tilestored64", number, at(corners[tile], INT64(panel * TILE_WORDS)), out_stride)
 
-        is_pair, has_two_panels = (builder.icmp_signed("==", index(i), _INT64(2)) for i in (9, 10))
-        with builder.if_else(is_pair) as (pair, single):
-            for branch, tiles in ((pair, range(2)), (single, range(1))):
-                with branch, builder.if_else(has_two_panels) as (two, one):
-                    with two:
-                        generate_loop(tiles, range(2))
-                    with one:
-                        generate_loop(tiles, range(1))
-        return context.get_dummy_value()
-
-    signature = types.void(x, first_row, second_row, panels, first_panel, bias, out, first_out, second_out, num_tiles, num_panels)
-    return signature, generate
+    is_pair, has_two_panels = (builder.icmp_signed("==", count, INT64(2)) for count in (num_tiles, num_panels))
+    with builder.if_else(is_pair) as (pair, single):
+        for branch, tiles in ((pair, range(2)), (single, range(1))):
+            with branch, builder.if_else(has_two_panels) as (two, one):
+                with two:
+                    generate_loop(tiles, range(2))
+                with one:
+                    generate_loop(tiles, range(1))
 
 
 @njit(error_model="numpy")

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import INT32, INT64, call_llvm, in_llvm
 
 LINE = 16
 """Words between those that different threads write, so that they do not share a cache line: 128 bytes."""
@@ -20,73 +20,45 @@ _MACHINE = platform.machine().lower()
 
 
 def _pointer(builder: Any, address: Any, index: Any) -> Any:
-    return builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [index])
+    return builder.gep(builder.inttoptr(address, INT64.as_pointer()), [index])
 
 
-@intrinsic
-def read(typing_context, state, index):
+@functools.partial(in_llvm, returns=types.int64)
+def read(builder, state, index):
     """A word. What its writer wrote before it can be read afterwards."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.load_atomic(_pointer(builder, *arguments), "seq_cst", 8)
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.load_atomic(_pointer(builder, state, index), "seq_cst", 8)
 
 
-@intrinsic
-def write(typing_context, state, index, value):
+@in_llvm
+def write(builder, state, index, value):
     """Set a word."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store_atomic(arguments[2], _pointer(builder, *arguments[:2]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    builder.store_atomic(value, _pointer(builder, state, index), "seq_cst", 8)
 
 
-@intrinsic
-def add(typing_context, state, index, value):
+@functools.partial(in_llvm, returns=types.int64)
+def add(builder, state, index, value):
     """Add to a word. Returns what it was before."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.atomic_rmw("add", _pointer(builder, *arguments[:2]), arguments[2], "seq_cst")
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+    return builder.atomic_rmw("add", _pointer(builder, state, index), value, "seq_cst")
 
 
-@intrinsic
-def replace(typing_context, state, index, old, new):
+@functools.partial(in_llvm, returns=types.boolean)
+def replace(builder, state, index, old, new):
     """Compare and swap: whether the word was `old`."""
-
-    def generate(context, builder, signature, arguments):
-        result = builder.cmpxchg(_pointer(builder, *arguments[:2]), arguments[2], arguments[3], "seq_cst", "seq_cst")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64, types.int64), generate
+    result = builder.cmpxchg(_pointer(builder, state, index), old, new, "seq_cst", "seq_cst")
+    return builder.extract_value(result, 1)
 
 
-@intrinsic
-def pause(typing_context):
+@in_llvm
+def pause(builder):
     """Tell the processor that this is a loop that waits."""
-
-    def generate(context, builder, signature, arguments):
-        if _MACHINE in ("x86_64", "amd64"):
-            call_llvm(builder, "x86.sse2.pause")
-        elif _MACHINE in ("aarch64", "arm64"):
-            call_llvm(builder, "aarch64.hint", ir.IntType(32)(1))
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    if _MACHINE in ("x86_64", "amd64"):
+        call_llvm(builder, "x86.sse2.pause")
+    elif _MACHINE in ("aarch64", "arm64"):
+        call_llvm(builder, "aarch64.hint", INT32(1))
 
 
-@intrinsic
-def call(typing_context, address, first, second):
+@in_llvm
+def call(builder, address, first, second):
     """Call the C function at an address with two words."""
-
-    def generate(context, builder, signature, arguments):
-        word = ir.IntType(64)
-        function = ir.FunctionType(ir.VoidType(), [word, word]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], function), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    function = ir.FunctionType(ir.VoidType(), [INT64, INT64]).as_pointer()
+    builder.call(builder.inttoptr(address, function), [first, second])

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.native.features import HAS_AVX512
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import FLOAT, INT32, INT64, ArrayArgument, call_llvm, in_llvm
 
 TOKENS = 4
 """Tokens whose scores are computed at a time."""
@@ -27,11 +26,11 @@ LANES = 16 if HAS_AVX512 else 8
 HEADS = 4 if HAS_AVX512 else 2
 """Heads whose scores are computed at a time: `TOKENS * HEADS` sums must fit the registers."""
 
-_FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_INT16 = ir.IntType(16)
 
 
 def _floats(width: int) -> ir.VectorType:
-    return ir.VectorType(_FLOAT, width)
+    return ir.VectorType(FLOAT, width)
 
 
 def _repeat(kind: ir.Type, value: float, width: int) -> ir.Constant:
@@ -51,26 +50,26 @@ def _cut(size: int) -> list[tuple[int, int]]:
 
 def _load_numbers(builder: ir.IRBuilder, row: Any, start: int, width: int, dtype: Any) -> Any:
     """`launch.load` of neighbouring numbers."""
-    kind = ir.VectorType(_FLOAT if dtype == types.float32 else _INT16, width)
-    address = builder.bitcast(builder.gep(row, [_INT64(start)]), kind.as_pointer())
+    kind = ir.VectorType(FLOAT if dtype == types.float32 else _INT16, width)
+    address = builder.bitcast(builder.gep(row, [INT64(start)]), kind.as_pointer())
     numbers = builder.load(address, align=dtype.bitwidth // 8)
     if dtype == types.float32:
         return numbers
-    words = ir.VectorType(_INT32, width)
+    words = ir.VectorType(INT32, width)
     bits = builder.zext(numbers, words)
     if dtype == types.int16:
-        return builder.bitcast(builder.shl(bits, _repeat(_INT32, 16, width)), _floats(width))
-    sign = builder.shl(builder.and_(bits, _repeat(_INT32, 0x8000, width)), _repeat(_INT32, 16, width))
-    magnitude = builder.shl(builder.and_(bits, _repeat(_INT32, 0x7FFF, width)), _repeat(_INT32, 13, width))
-    magnitude = builder.fmul(builder.bitcast(magnitude, _floats(width)), _repeat(_FLOAT, 2.0**112, width))
-    is_large = builder.fcmp_ordered(">=", magnitude, _repeat(_FLOAT, 2.0**16, width))
+        return builder.bitcast(builder.shl(bits, _repeat(INT32, 16, width)), _floats(width))
+    sign = builder.shl(builder.and_(bits, _repeat(INT32, 0x8000, width)), _repeat(INT32, 16, width))
+    magnitude = builder.shl(builder.and_(bits, _repeat(INT32, 0x7FFF, width)), _repeat(INT32, 13, width))
+    magnitude = builder.fmul(builder.bitcast(magnitude, _floats(width)), _repeat(FLOAT, 2.0**112, width))
+    is_large = builder.fcmp_ordered(">=", magnitude, _repeat(FLOAT, 2.0**16, width))
     magnitude = builder.bitcast(magnitude, words)
-    magnitude = builder.select(is_large, builder.or_(magnitude, _repeat(_INT32, 0x7F800000, width)), magnitude)
+    magnitude = builder.select(is_large, builder.or_(magnitude, _repeat(INT32, 0x7F800000, width)), magnitude)
     return builder.bitcast(builder.or_(magnitude, sign), _floats(width))
 
 
 def _shuffle(builder: ir.IRBuilder, first: Any, second: Any, lanes: Sequence[int]) -> Any:
-    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT32, len(lanes)), list(lanes)))
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
 
 
 def _sum_up(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
@@ -89,19 +88,13 @@ def _sum_up(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
     return total
 
 
-def _check(*arrays: Any) -> None:
+def _check(*arrays: ArrayArgument) -> None:
     if any(array.layout != "C" or array.dtype != types.float32 for array in arrays):
         raise TypingError("All but the cache must be contiguous float32 arrays.")
 
 
-def _row_of(context: Any, builder: ir.IRBuilder, kind: Any, value: Any, *indices: Any) -> Any:
-    """The address of an array's numbers at these indices, and 0 for the last dimension."""
-    array = context.make_array(kind)(context, builder, value)
-    return cgutils.get_item_pointer(context, builder, kind, array, [*indices, _INT64(0)], wraparound=False)
-
-
-@intrinsic
-def score_tokens(typing_context, query, kv_head, key_cache, block, offset, end, scores, column, channels, group):
+@in_llvm
+def score_tokens(builder, query, kv_head, key_cache, block, offset, end, scores, column, head_dim, group_size):
     """The scores of `TOKENS` cached tokens for the query heads that share a KV head.
 
     Args:
@@ -112,48 +105,41 @@ def score_tokens(typing_context, query, kv_head, key_cache, block, offset, end, 
             are left, the last is repeated, and its further scores mean nothing.
         scores: `[num_heads, columns]`, float32, contiguous; `TOKENS` columns are written.
         column: The first of them.
-        channels, group: `constant`s of the head's size and of the query heads that share a KV head.
+        head_dim, group_size: `constant`s: channels of a head, and query heads that share a KV head.
     """
     _check(query, scores)
-
-    def generate(context, builder, signature, arguments):
-        kinds, (head_dim, group_size) = signature.args, (len(kind) for kind in signature.args[-2:])
-        kv_head, block, offset, end, column = (context.cast(builder, arguments[i], kinds[i], types.intp) for i in (1, 3, 4, 5, 7))
-        last = builder.sub(end, _INT64(1))
-        keys = []
-        for i in range(TOKENS):
-            token = builder.add(offset, _INT64(i))
-            token = builder.select(builder.icmp_signed("<", token, last), token, last)
-            keys.append(_row_of(context, builder, kinds[2], arguments[2], block, token, kv_head))
-        first_head = builder.mul(kv_head, _INT64(group_size))
-        for start in range(0, group_size, HEADS):
-            heads = [builder.add(first_head, _INT64(head)) for head in range(start, min(start + HEADS, group_size))]
-            queries = [_row_of(context, builder, kinds[0], arguments[0], head) for head in heads]
-            sums = [[_repeat(_FLOAT, 0.0, LANES)] * TOKENS for _ in heads]
-            for first, width in _cut(head_dim):
-                of_tokens = [_load_numbers(builder, key, first, width, kinds[2].dtype) for key in keys]
-                for row, of_head in zip(
-                    sums, (_load_numbers(builder, each, first, width, types.float32) for each in queries), strict=True
-                ):
-                    for i, of_token in enumerate(of_tokens):
-                        if width == LANES:
-                            row[i] = call_llvm(builder, f"fma.v{width}f32", of_head, of_token, row[i], returns=_floats(width))
-                        else:
-                            products = builder.fmul(of_head, of_token)
-                            zeros = _repeat(_FLOAT, 0.0, width)
-                            lanes = [lane if lane < width else width for lane in range(LANES)]
-                            row[i] = builder.fadd(row[i], _shuffle(builder, products, zeros, lanes))
-            for head, row in zip(heads, sums, strict=True):
-                place = builder.gep(_row_of(context, builder, kinds[6], arguments[6], head), [column])
-                builder.store(_sum_up(builder, row), builder.bitcast(place, _floats(TOKENS).as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(query, kv_head, key_cache, block, offset, end, scores, column, channels, group), generate
+    last = builder.sub(end, INT64(1))
+    keys = []
+    for i in range(TOKENS):
+        token = builder.add(offset, INT64(i))
+        token = builder.select(builder.icmp_signed("<", token, last), token, last)
+        keys.append(key_cache.row(block, token, kv_head))
+    first_head = builder.mul(kv_head, INT64(group_size))
+    for start in range(0, group_size, HEADS):
+        heads = [builder.add(first_head, INT64(head)) for head in range(start, min(start + HEADS, group_size))]
+        queries = [query.row(head) for head in heads]
+        sums = [[_repeat(FLOAT, 0.0, LANES)] * TOKENS for _ in heads]
+        for first, width in _cut(head_dim):
+            of_tokens = [_load_numbers(builder, key, first, width, key_cache.dtype) for key in keys]
+            for row, of_head in zip(
+                sums, (_load_numbers(builder, each, first, width, types.float32) for each in queries), strict=True
+            ):
+                for i, of_token in enumerate(of_tokens):
+                    if width == LANES:
+                        row[i] = call_llvm(builder, f"fma.v{width}f32", of_head, of_token, row[i], returns=_floats(width))
+                    else:
+                        products = builder.fmul(of_head, of_token)
+                        zeros = _repeat(FLOAT, 0.0, width)
+                        lanes = [lane if lane < width else width for lane in range(LANES)]
+                        row[i] = builder.fadd(row[i], _shuffle(builder, products, zeros, lanes))
+        for head, row in zip(heads, sums, strict=True):
+            place = builder.gep(scores.row(head), [column])
+            builder.store(_sum_up(builder, row), builder.bitcast(place, _floats(TOKENS).as_pointer()), align=4)
 
 
 def _make_add_values(num_tokens: int) -> Any:
-    @intrinsic
-    def add_values(typing_context, weights, column, value_cache, block, offset, kv_head, output, channels, group):
+    @in_llvm
+    def add_values(builder, weights, column, value_cache, block, offset, kv_head, output, head_dim, group_size):
         """Add the weighted values of some cached tokens to the output of the query heads that share a KV head.
 
         Args:
@@ -161,35 +147,25 @@ def _make_add_values(num_tokens: int) -> Any:
             column: Of the first token.
             value_cache, block, offset, kv_head: As for `score_tokens`.
             output: `[num_heads, head_dim]`, float32, contiguous; changed.
-            channels, group: As for `score_tokens`.
+            head_dim, group_size: As for `score_tokens`.
         """
         _check(weights, output)
-
-        def generate(context, builder, signature, arguments):
-            kinds, (head_dim, group_size) = signature.args, (len(kind) for kind in signature.args[-2:])
-            column, block, offset, kv_head = (context.cast(builder, arguments[i], kinds[i], types.intp) for i in (1, 3, 4, 5))
-            values = [
-                _row_of(context, builder, kinds[2], arguments[2], block, builder.add(offset, _INT64(i)), kv_head)
-                for i in range(num_tokens)
-            ]
-            first_head = builder.mul(kv_head, _INT64(group_size))
-            heads = [builder.add(first_head, _INT64(head)) for head in range(group_size)]
-            factors = [builder.gep(_row_of(context, builder, kinds[0], arguments[0], head), [column]) for head in heads]
-            outputs = [_row_of(context, builder, kinds[6], arguments[6], head) for head in heads]
-            for first, width in _cut(head_dim):
-                undefined, kind = ir.Constant(_floats(width), ir.Undefined), _floats(width).as_pointer()
-                of_tokens = [_load_numbers(builder, value, first, width, kinds[2].dtype) for value in values]
-                for factor, row in zip(factors, outputs, strict=True):
-                    place = builder.bitcast(builder.gep(row, [_INT64(first)]), kind)
-                    total = builder.load(place, align=4)
-                    for i, of_token in enumerate(of_tokens):
-                        weight = builder.load(builder.gep(factor, [_INT64(i)]))
-                        weight = _shuffle(builder, builder.insert_element(undefined, weight, _INT32(0)), undefined, [0] * width)
-                        total = call_llvm(builder, f"fma.v{width}f32", weight, of_token, total, returns=_floats(width))
-                    builder.store(total, place, align=4)
-            return context.get_dummy_value()
-
-        return types.void(weights, column, value_cache, block, offset, kv_head, output, channels, group), generate
+        values = [value_cache.row(block, builder.add(offset, INT64(i)), kv_head) for i in range(num_tokens)]
+        first_head = builder.mul(kv_head, INT64(group_size))
+        heads = [builder.add(first_head, INT64(head)) for head in range(group_size)]
+        factors = [builder.gep(weights.row(head), [column]) for head in heads]
+        outputs = [output.row(head) for head in heads]
+        for first, width in _cut(head_dim):
+            undefined, kind = ir.Constant(_floats(width), ir.Undefined), _floats(width).as_pointer()
+            of_tokens = [_load_numbers(builder, value, first, width, value_cache.dtype) for value in values]
+            for factor, row in zip(factors, outputs, strict=True):
+                place = builder.bitcast(builder.gep(row, [INT64(first)]), kind)
+                total = builder.load(place, align=4)
+                for i, of_token in enumerate(of_tokens):
+                    weight = builder.load(builder.gep(factor, [INT64(i)]))
+                    weight = _shuffle(builder, builder.insert_element(undefined, weight, INT32(0)), undefined, [0] * width)
+                    total = call_llvm(builder, f"fma.v{width}f32", weight, of_token, total, returns=_floats(width))
+                builder.store(total, place, align=4)
 
     return add_values
 

@@ -10,67 +10,49 @@ from llvmlite import ir
 from numba import njit
 from numba.core import types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import FLOAT, INT32, INT64, call_llvm, in_llvm
 from minivllm.kernels.reference import HADAMARD_BLOCK
 
 _LANES = 16
-_FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS = ir.VectorType(_FLOAT, _LANES)
+_FLOATS = ir.VectorType(FLOAT, _LANES)
 
 
-@intrinsic
-def _transform_block(typing_context, x, start):
+@in_llvm
+def _transform_block(builder, x, start):
     """The first six steps for `HADAMARD_BLOCK` numbers of `x`, `[size]`, float32, contiguous, in place."""
     if x.layout != "C" or x.dtype != types.float32 or x.ndim != 1:
         raise TypingError("_transform_block takes a contiguous row of float32.")
+    places = [
+        builder.bitcast(builder.gep(x.data, [builder.add(start, INT64(i))]), _FLOATS.as_pointer())
+        for i in range(0, HADAMARD_BLOCK, _LANES)
+    ]
+    vectors = [builder.load(place, align=4) for place in places]
 
-    def generate(context, builder, signature, arguments):
-        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        offset = context.cast(builder, arguments[1], signature.args[1], types.intp)
-        places = [
-            builder.bitcast(builder.gep(first, [builder.add(offset, _INT64(i))]), _FLOATS.as_pointer())
-            for i in range(0, HADAMARD_BLOCK, _LANES)
+    for half in (1, 2, 4, 8):  # within each register: the partner plus or minus the number
+        partners = ir.Constant(ir.VectorType(INT32, _LANES), [lane ^ half for lane in range(_LANES)])
+        signs = ir.Constant(_FLOATS, [-1.0 if lane & half else 1.0 for lane in range(_LANES)])
+        vectors = [
+            call_llvm(builder, f"fma.v{_LANES}f32", each, signs, builder.shuffle_vector(each, each, partners), returns=_FLOATS)
+            for each in vectors
         ]
-        vectors = [builder.load(place, align=4) for place in places]
+    for half in (1, 2):  # between registers
+        for i in range(len(vectors)):
+            if i & half == 0:
+                one, other = vectors[i], vectors[i + half]
+                vectors[i], vectors[i + half] = builder.fadd(one, other), builder.fsub(one, other)
 
-        for half in (1, 2, 4, 8):  # within each register: the partner plus or minus the number
-            partners = ir.Constant(ir.VectorType(_INT32, _LANES), [lane ^ half for lane in range(_LANES)])
-            signs = ir.Constant(_FLOATS, [-1.0 if lane & half else 1.0 for lane in range(_LANES)])
-            vectors = [
-                call_llvm(
-                    builder, f"fma.v{_LANES}f32", each, signs, builder.shuffle_vector(each, each, partners), returns=_FLOATS
-                )
-                for each in vectors
-            ]
-        for half in (1, 2):  # between registers
-            for i in range(len(vectors)):
-                if i & half == 0:
-                    one, other = vectors[i], vectors[i + half]
-                    vectors[i], vectors[i + half] = builder.fadd(one, other), builder.fsub(one, other)
-
-        for vector, place in zip(vectors, places, strict=True):
-            builder.store(vector, place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, start), generate
+    for vector, place in zip(vectors, places, strict=True):
+        builder.store(vector, place, align=4)
 
 
-@intrinsic
-def _combine(typing_context, x, start, half):
+@in_llvm
+def _combine(builder, x, start, half):
     """One step for 16 numbers from `start` on and 16 from `start + half` on: their sums and their differences, in place."""
-
-    def generate(context, builder, signature, arguments):
-        first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        start, half = (context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 2))
-        places = [builder.bitcast(builder.gep(first, [i]), _FLOATS.as_pointer()) for i in (start, builder.add(start, half))]
-        one, other = (builder.load(place, align=4) for place in places)
-        for place, result in zip(places, (builder.fadd(one, other), builder.fsub(one, other)), strict=True):
-            builder.store(result, place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, start, half), generate
+    places = [builder.bitcast(builder.gep(x.data, [i]), _FLOATS.as_pointer()) for i in (start, builder.add(start, half))]
+    one, other = (builder.load(place, align=4) for place in places)
+    for place, result in zip(places, (builder.fadd(one, other), builder.fsub(one, other)), strict=True):
+        builder.store(result, place, align=4)
 
 
 @njit(error_model="numpy")

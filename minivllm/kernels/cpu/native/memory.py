@@ -1,4 +1,4 @@
-"""Addresses of arrays, pointers, prefetching, and calls of LLVM's own functions."""
+"""Addresses of arrays, pointers, and prefetching, for compiled callers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
+
+from minivllm.kernels.cpu.native.instructions import INT32, in_llvm, prefetch_line
 
 
 @njit
@@ -24,39 +26,15 @@ def keep(x):
     return x.size
 
 
-def call_llvm(builder: ir.IRBuilder, name: str, *arguments: Any, returns: ir.Type | None = None) -> Any:
-    """Call one of LLVM's functions, whose name is given without the leading `llvm.`."""
-    function_type = ir.FunctionType(returns or ir.VoidType(), [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}"), arguments)
-
-
-def prefetch_line(builder: ir.IRBuilder, address: Any, level: int) -> None:
-    """Ask for a cache line, to be kept in the first-level cache (`level` 3) or the second-level one (2), without waiting for it."""
-    int32, start = ir.IntType(32), builder.bitcast(address, ir.IntType(8).as_pointer())
-    call_llvm(builder, "prefetch.p0", start, int32(0), int32(level), int32(1))  # to read (0), data rather than instructions (1)
-
-
-@intrinsic
-def prefetch(typing_context, array, block, offset, head, channels):
+@in_llvm
+def prefetch(builder, array, block, offset, head, num_channels):
     """Ask for the memory of `array[block, offset, head]` without waiting for it: one instruction for each cache line.
 
-    `channels` is the `constant` of the row's length.
+    `num_channels` is the `constant` of the row's length.
     """
-
-    def generate(context, builder, signature, arguments):
-        array_type = signature.args[0]
-        struct = context.make_array(array_type)(context, builder, arguments[0])
-        pairs = zip(arguments[1:4], signature.args[1:4], strict=True)
-        indices = [context.cast(builder, value, kind, types.intp) for value, kind in pairs]
-        indices.append(context.get_constant(types.intp, 0))
-        address = cgutils.get_item_pointer(context, builder, array_type, struct, indices, wraparound=False)
-        address = builder.bitcast(address, ir.IntType(8).as_pointer())
-        num_bytes = len(signature.args[4]) * array_type.dtype.bitwidth // 8
-        for line in range(0, num_bytes, 64):
-            prefetch_line(builder, builder.gep(address, [ir.IntType(32)(line)]), level=2)
-        return context.get_dummy_value()
-
-    return types.void(array, block, offset, head, channels), generate
+    start = builder.bitcast(array.row(block, offset, head), ir.IntType(8).as_pointer())
+    for line in range(0, num_channels * array.dtype.bitwidth // 8, 64):
+        prefetch_line(builder, builder.gep(start, [INT32(line)]), level=2)
 
 
 def pointer_to(dtype: Any) -> Any:

@@ -15,10 +15,9 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.native.features import HAS_AVX512, HAS_INT8_DOT
-from minivllm.kernels.cpu.native.memory import call_llvm, prefetch_line
+from minivllm.kernels.cpu.native.instructions import FLOAT, INT32, INT64, call_llvm, in_llvm, prefetch_line
 
 PANEL = 16
 """Output features of a panel: the words of one AVX-512 register."""
@@ -40,7 +39,7 @@ PREFETCH_DISTANCE = 64
 PLACE_BITS = 16
 """Where memory is prefetched is counted in units of 2**-16 bytes."""
 
-_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_INT16 = ir.IntType(16)
 _CASE = 64
 """The cases of the switch are `rows + _CASE * panels`."""
 _LLVM = llvmlite.binding.llvm_version_info[0]
@@ -59,8 +58,8 @@ class _BFloat16(ir.Type):
         return hash(_BFloat16)
 
 
-@intrinsic(prefer_literal=True)
-def multiply_panels(typing_context, x, panels, first_panel, bias, out, first_row, num_rows, num_panels, place, pace):
+@functools.partial(in_llvm, prefer_literal=True)
+def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_rows, num_panels, place, pace):
     """Some rows by some panels: `out` = bias + the sum over k of `x[k, row]` times `panels[panel, k, :]`, for 16 outputs each.
 
     The types say what the numbers are:
@@ -86,97 +85,85 @@ def multiply_panels(typing_context, x, panels, first_panel, bias, out, first_row
             in units of 2**-PLACE_BITS bytes. With fewer rows than `SMALL_TILE` they do not count: what is read soon is prefetched.
     """
 
-    def generate(context, builder, signature, arguments):
-        def array(i: int) -> Any:
-            return context.make_array(signature.args[i])(context, builder, arguments[i])
+    def at(start: Any, offset: Any) -> Any:
+        return builder.gep(start, [offset])
 
-        def index(i: int) -> Any:
-            return context.cast(builder, arguments[i], signature.args[i], types.intp)
+    def as_pointer_to(kind: Any, address: Any) -> Any:
+        return builder.bitcast(address, kind.as_pointer())
 
-        def at(start: Any, offset: Any) -> Any:
-            return builder.gep(start, [offset])
+    kinds = x.dtype, panels.dtype
+    is_int8 = kinds[1] == types.int32
+    total, word = (ir.VectorType(kind, PANEL) for kind in (INT32 if is_int8 else FLOAT, INT32))
+    number = ir.VectorType(FLOAT if kinds[0] == types.float32 else INT32, PANEL)
+    undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(INT32, PANEL), [0] * PANEL)
+    multiply_add = _get_multiply_add(builder, kinds)
+    numbers_per_word = 2 if kinds == (types.float32, types.uint32) else 1
 
-        def as_pointer_to(kind: Any, address: Any) -> Any:
-            return builder.bitcast(address, kind.as_pointer())
+    num_words, out_width = panels.shape[1], out.shape[1]
+    first_output = builder.mul(first_panel, INT64(PANEL))
+    panel_size = builder.mul(num_words, INT64(PANEL))
+    weights = at(as_pointer_to(INT32, panels.data), builder.mul(first_panel, panel_size))
+    corner = at(out.data, builder.add(builder.mul(first_row, out_width), first_output))
 
-        kinds = signature.args[0].dtype, signature.args[1].dtype
-        is_int8 = kinds[1] == types.int32
-        total, word = (ir.VectorType(kind, PANEL) for kind in (_INT32 if is_int8 else _FLOAT, _INT32))
-        number = ir.VectorType(_FLOAT if kinds[0] == types.float32 else _INT32, PANEL)
-        undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(_INT32, PANEL), [0] * PANEL)
-        multiply_add = _get_multiply_add(builder, kinds)
-        numbers_per_word = 2 if kinds == (types.float32, types.uint32) else 1
+    def generate_loop(height: int, width: int) -> None:
+        sums = [[cgutils.alloca_once(builder, total) for _ in range(width)] for _ in range(height)]
+        for panel in range(width):
+            for row in range(height):
+                offset = builder.add(first_output, INT64(panel * PANEL))
+                if bias.ndim == 2:
+                    offset = builder.add(offset, builder.mul(builder.add(first_row, INT64(row)), out_width))
+                start = builder.load(as_pointer_to(total, at(bias.data, offset)), align=4)
+                builder.store(start, sums[row][panel])
+        with cgutils.for_range(builder, num_words) as loop:
+            words = []
+            for panel in range(width):
+                offset = builder.add(builder.mul(panel_size, INT64(panel)), builder.mul(loop.index, INT64(PANEL)))
+                words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
+                if height < SMALL_TILE:
+                    prefetch_line(builder, at(weights, builder.add(offset, INT64(PANEL * PREFETCH_DISTANCE))), level=3)
+                else:
+                    vector = builder.add(builder.mul(num_words, INT64(panel)), loop.index)
+                    distance = builder.ashr(builder.add(place, builder.mul(vector, pace)), INT64(PLACE_BITS))
+                    prefetch_line(builder, at(as_pointer_to(ir.IntType(8), panels.data), distance), level=3)
+            stride = height + ROW_PADDING
+            column = at(x.data, builder.mul(loop.index, INT64(stride * numbers_per_word)))
+            for i in range(numbers_per_word):
+                # The second of two bfloat16 numbers is the word without its lower half, the first is the lower half moved up.
+                if numbers_per_word == 1:
+                    factors = words
+                elif i == 0:
+                    factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
+                else:
+                    factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
+                for row in range(height):
+                    one = builder.load(at(column, INT64(i * stride + row)))
+                    repeated = builder.shuffle_vector(builder.insert_element(undefined, one, INT32(0)), undefined, to_all)
+                    for panel in range(width):
+                        before = builder.load(sums[row][panel])
+                        builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
+        for row in range(height):
+            for panel in range(width):
+                offset = builder.add(builder.mul(out_width, INT64(row)), INT64(panel * PANEL))
+                builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
 
-        num_words = cgutils.unpack_tuple(builder, array(1).shape)[1]
-        out_width = cgutils.unpack_tuple(builder, array(4).shape)[1]
-        first_output = builder.mul(index(2), _INT64(PANEL))
-        panel_size = builder.mul(num_words, _INT64(PANEL))
-        weights = at(as_pointer_to(_INT32, array(1).data), builder.mul(index(2), panel_size))
-        corner = at(array(4).data, builder.add(builder.mul(index(5), out_width), first_output))
-
-        def generate_loop(num_rows: int, num_panels: int) -> None:
-            sums = [[cgutils.alloca_once(builder, total) for _ in range(num_panels)] for _ in range(num_rows)]
-            for panel in range(num_panels):
-                for row in range(num_rows):
-                    offset = builder.add(first_output, _INT64(panel * PANEL))
-                    if signature.args[3].ndim == 2:
-                        offset = builder.add(offset, builder.mul(builder.add(index(5), _INT64(row)), out_width))
-                    start = builder.load(as_pointer_to(total, at(array(3).data, offset)), align=4)
-                    builder.store(start, sums[row][panel])
-            with cgutils.for_range(builder, num_words) as loop:
-                words = []
-                for panel in range(num_panels):
-                    offset = builder.add(builder.mul(panel_size, _INT64(panel)), builder.mul(loop.index, _INT64(PANEL)))
-                    words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
-                    if num_rows < SMALL_TILE:
-                        prefetch_line(builder, at(weights, builder.add(offset, _INT64(PANEL * PREFETCH_DISTANCE))), level=3)
-                    else:
-                        vector = builder.add(builder.mul(num_words, _INT64(panel)), loop.index)
-                        place = builder.add(index(8), builder.mul(vector, index(9)))
-                        place = builder.ashr(place, _INT64(PLACE_BITS))
-                        prefetch_line(builder, at(as_pointer_to(ir.IntType(8), array(1).data), place), level=3)
-                stride = num_rows + ROW_PADDING
-                column = at(array(0).data, builder.mul(loop.index, _INT64(stride * numbers_per_word)))
-                for i in range(numbers_per_word):
-                    # The second of two bfloat16 numbers is the word without its lower half, the first is the lower half moved up.
-                    if numbers_per_word == 1:
-                        factors = words
-                    elif i == 0:
-                        factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
-                    else:
-                        factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
-                    for row in range(num_rows):
-                        one = builder.load(at(column, _INT64(i * stride + row)))
-                        repeated = builder.shuffle_vector(builder.insert_element(undefined, one, _INT32(0)), undefined, to_all)
-                        for panel in range(num_panels):
-                            before = builder.load(sums[row][panel])
-                            builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
-            for row in range(num_rows):
-                for panel in range(num_panels):
-                    offset = builder.add(builder.mul(out_width, _INT64(row)), _INT64(panel * PANEL))
-                    builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
-
-        end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
-        switch = builder.switch(builder.add(index(6), builder.mul(index(7), _INT64(_CASE))), unknown)
-        with builder.goto_block(unknown):  # rather than return a product that was never computed
-            call_llvm(builder, "trap")
-            builder.unreachable()
-        known = [num_rows.literal_value] if isinstance(num_rows, types.IntegerLiteral) else list(WIDTHS)
-        for rows, width in sorted({(number, width) for number in known for width in (1, WIDTHS[number])}):
-            block = builder.append_basic_block(f"rows{rows}x{width}")
-            switch.add_case(_INT64(rows + _CASE * width), block)
-            builder.position_at_end(block)
-            generate_loop(rows, width)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    return types.void(x, panels, first_panel, bias, out, first_row, num_rows, num_panels, place, pace), generate
+    end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
+    switch = builder.switch(builder.add(num_rows, builder.mul(num_panels, INT64(_CASE))), unknown)
+    with builder.goto_block(unknown):  # rather than return a product that was never computed
+        call_llvm(builder, "trap")
+        builder.unreachable()
+    known = [num_rows.constant] if isinstance(num_rows, ir.Constant) else list(WIDTHS)
+    for rows, width in sorted({(number, width) for number in known for width in (1, WIDTHS[number])}):
+        block = builder.append_basic_block(f"rows{rows}x{width}")
+        switch.add_case(INT64(rows + _CASE * width), block)
+        builder.position_at_end(block)
+        generate_loop(rows, width)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:
     """The instruction: from 16 numbers or words of `x`, 16 of the weight and 16 sums to the new sums."""
-    floats, words = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
+    floats, words = ir.VectorType(FLOAT, PANEL), ir.VectorType(INT32, PANEL)
     if kinds == (types.int32, types.int32) and not HAS_INT8_DOT:
         return functools.partial(_multiply_add_int8, builder)
     if kinds[0] == types.float32:
@@ -201,16 +188,14 @@ def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable
 def _multiply_add_int8(builder: ir.IRBuilder, numbers: Any, weight: Any, before: Any) -> Any:
     """What VPDPBUSD does, for the even and then the odd bytes of 16-bit halves. Compilers know the sum of two neighbouring products as
     one instruction (PMADDWD)."""
-    halves, wide = ir.VectorType(_INT16, 2 * PANEL), ir.VectorType(_INT32, 2 * PANEL)
+    halves, wide = ir.VectorType(_INT16, 2 * PANEL), ir.VectorType(INT32, 2 * PANEL)
     x, w, eight = builder.bitcast(numbers, halves), builder.bitcast(weight, halves), ir.Constant(halves, [8] * 2 * PANEL)
     even = builder.and_(x, ir.Constant(halves, [255] * 2 * PANEL)), builder.ashr(builder.shl(w, eight), eight)
     odd = builder.lshr(x, eight), builder.ashr(w, eight)
     for pair in (even, odd):
         products = builder.mul(*(builder.sext(each, wide) for each in pair))
         first, second = (
-            builder.shuffle_vector(
-                products, products, ir.Constant(ir.VectorType(_INT32, PANEL), list(range(start, 2 * PANEL, 2)))
-            )
+            builder.shuffle_vector(products, products, ir.Constant(ir.VectorType(INT32, PANEL), list(range(start, 2 * PANEL, 2))))
             for start in (0, 1)
         )
         before = builder.add(before, builder.add(first, second))

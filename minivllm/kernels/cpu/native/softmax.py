@@ -20,19 +20,17 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
 from minivllm.kernels.cpu.launch import POWERS_OF_TWO
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import FLOAT, INT32, INT64, ArrayArgument, call_llvm, in_llvm
 from minivllm.kernels.cpu.native.panels import PANEL
 from minivllm.kernels.cpu.native.transpose import transpose
 
-_INT32, _INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_NUMBERS, _INTEGERS = ir.VectorType(_FLOAT, PANEL), ir.VectorType(_INT32, PANEL)
+_NUMBERS, _INTEGERS = ir.VectorType(FLOAT, PANEL), ir.VectorType(INT32, PANEL)
 
 
 def _numbers(value: float) -> ir.Constant:
-    return ir.Constant(_NUMBERS, [ir.Constant(_FLOAT, value)] * PANEL)
+    return ir.Constant(_NUMBERS, [ir.Constant(FLOAT, value)] * PANEL)
 
 
 def _integers(value: int) -> ir.Constant:
@@ -57,8 +55,8 @@ def _pair(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
     return builder.or_(builder.lshr(low, _integers(16)), builder.and_(high, _integers(-0x10000)))
 
 
-@intrinsic
-def weigh(typing_context, scores, panel, last_seen, maxima, sums, output, weights):
+@in_llvm
+def weigh(builder, scores, panel, last_seen, maxima, sums, output, weights):
     """The scores of a tile of tokens become weights, for the 16 columns of a panel.
 
     Where a score is larger than all before, the sum of the weights so far and the output so far shrink.
@@ -71,69 +69,61 @@ def weigh(typing_context, scores, panel, last_seen, maxima, sums, output, weight
         output: `[channels, columns]`, float32: what the values so far add up to; changed.
         weights: `[panels, tokens, PANEL]`, float32, or `[panels, tokens / 2, PANEL]`, uint32, of two bfloat16 numbers each; written.
     """
-
     if last_seen.dtype != types.int32 or any(array.layout != "C" for array in (scores, last_seen, maxima, sums, output, weights)):
         raise TypingError("weigh takes contiguous arrays, and last_seen of int32.")
+    num_tokens, width = scores.shape
+    start = builder.mul(panel, INT64(PANEL))
 
-    def generate(context, builder, signature, arguments):
-        arrays = [context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 2, 3, 4, 5, 6)]
-        (num_tokens, width), *_ = shapes = [cgutils.unpack_tuple(builder, array.shape) for array in arrays]
-        num_channels, number = shapes[4][0], context.cast(builder, arguments[1], signature.args[1], types.intp)
-        start = builder.mul(number, _INT64(PANEL))
+    def vector(array: ArrayArgument, offset: Any, kind: Any = _NUMBERS) -> Any:
+        return builder.bitcast(builder.gep(array.data, [offset]), kind.as_pointer())
 
-        def vector(array: int, offset: Any, kind: Any = _NUMBERS) -> Any:
-            return builder.bitcast(builder.gep(arrays[array].data, [offset]), kind.as_pointer())
+    def load(array: ArrayArgument, offset: Any, kind: Any = _NUMBERS) -> Any:
+        return builder.load(vector(array, offset, kind), align=4)
 
-        def load(array: int, offset: Any, kind: Any = _NUMBERS) -> Any:
-            return builder.load(vector(array, offset, kind), align=4)
+    def store(value: Any, array: ArrayArgument, offset: Any) -> None:
+        builder.store(value, vector(array, offset), align=4)
 
-        def store(value: Any, array: int, offset: Any) -> None:
-            builder.store(value, vector(array, offset), align=4)
+    def in_row(row: Any) -> Any:
+        return builder.add(builder.mul(row, width), start)
 
-        def in_row(row: Any) -> Any:
-            return builder.add(builder.mul(row, width), start)
+    limits, before = load(last_seen, start, _INTEGERS), load(maxima, start)
+    largest = cgutils.alloca_once_value(builder, before)
+    lowest, undefined = _numbers(float("-inf")), ir.Constant(_INTEGERS, ir.Undefined)
+    with cgutils.for_range(builder, num_tokens) as loop:
+        token = builder.insert_element(undefined, builder.trunc(loop.index, INT32), INT32(0))
+        token = builder.shuffle_vector(token, undefined, _integers(0))
+        score = builder.select(builder.icmp_signed("<=", token, limits), load(scores, in_row(loop.index)), lowest)
+        store(score, scores, in_row(loop.index))
+        so_far = builder.load(largest)
+        builder.store(builder.select(builder.fcmp_ordered(">", score, so_far), score, so_far), largest)
+    maximum = builder.load(largest)
+    shift = builder.select(builder.fcmp_ordered(">", maximum, lowest), maximum, _numbers(0.0))
+    store(maximum, maxima, start)
 
-        limits, before = load(1, start, _INTEGERS), load(2, start)
-        largest = cgutils.alloca_once_value(builder, before)
-        lowest, undefined = _numbers(float("-inf")), ir.Constant(_INTEGERS, ir.Undefined)
-        with cgutils.for_range(builder, num_tokens) as loop:
-            token = builder.insert_element(undefined, builder.trunc(loop.index, _INT32), _INT32(0))
-            token = builder.shuffle_vector(token, undefined, _integers(0))
-            score = builder.select(builder.icmp_signed("<=", token, limits), load(0, in_row(loop.index)), lowest)
-            store(score, 0, in_row(loop.index))
-            so_far = builder.load(largest)
-            builder.store(builder.select(builder.fcmp_ordered(">", score, so_far), score, so_far), largest)
-        maximum = builder.load(largest)
-        shift = builder.select(builder.fcmp_ordered(">", maximum, lowest), maximum, _numbers(0.0))
-        store(maximum, 2, start)
+    total = cgutils.alloca_once_value(builder, load(sums, start))
+    rises = builder.bitcast(builder.fcmp_ordered(">", maximum, before), ir.IntType(PANEL))
+    with builder.if_then(builder.icmp_unsigned("!=", rises, ir.IntType(PANEL)(0))):
+        shrink = _exp2(builder, builder.fsub(before, shift))
+        builder.store(builder.fmul(builder.load(total), shrink), total)
+        with cgutils.for_range(builder, output.shape[0]) as loop:
+            store(builder.fmul(load(output, in_row(loop.index)), shrink), output, in_row(loop.index))
 
-        total = cgutils.alloca_once_value(builder, load(3, start))
-        rises = builder.bitcast(builder.fcmp_ordered(">", maximum, before), ir.IntType(PANEL))
-        with builder.if_then(builder.icmp_unsigned("!=", rises, ir.IntType(PANEL)(0))):
-            shrink = _exp2(builder, builder.fsub(before, shift))
-            builder.store(builder.fmul(builder.load(total), shrink), total)
-            with cgutils.for_range(builder, num_channels) as loop:
-                store(builder.fmul(load(4, in_row(loop.index)), shrink), 4, in_row(loop.index))
+    def get_weight(row: Any) -> Any:
+        weight = _exp2(builder, builder.fsub(load(scores, in_row(row)), shift))
+        builder.store(builder.fadd(builder.load(total), weight), total)
+        return weight
 
-        def get_weight(row: Any) -> Any:
-            weight = _exp2(builder, builder.fsub(load(0, in_row(row)), shift))
-            builder.store(builder.fadd(builder.load(total), weight), total)
-            return weight
-
-        num_rows = shapes[5][1]
-        first_weight = builder.mul(start, num_rows)
-        with cgutils.for_range(builder, num_rows) as loop:
-            place = builder.add(first_weight, builder.mul(loop.index, _INT64(PANEL)))
-            if signature.args[6].dtype == types.float32:
-                store(get_weight(loop.index), 5, place)
-            else:
-                row = builder.mul(loop.index, _INT64(2))
-                first, second = (get_weight(builder.add(row, _INT64(i))) for i in range(2))
-                builder.store(_pair(builder, first, second), vector(5, place, _INTEGERS), align=4)
-        store(builder.load(total), 3, start)
-        return context.get_dummy_value()
-
-    return types.void(scores, panel, last_seen, maxima, sums, output, weights), generate
+    num_rows = weights.shape[1]
+    first_weight = builder.mul(start, num_rows)
+    with cgutils.for_range(builder, num_rows) as loop:
+        place = builder.add(first_weight, builder.mul(loop.index, INT64(PANEL)))
+        if weights.dtype == types.float32:
+            store(get_weight(loop.index), weights, place)
+        else:
+            row = builder.mul(loop.index, INT64(2))
+            first, second = (get_weight(builder.add(row, INT64(i))) for i in range(2))
+            builder.store(_pair(builder, first, second), vector(weights, place, _INTEGERS), align=4)
+    store(builder.load(total), sums, start)
 
 
 @njit(error_model="numpy")

@@ -10,18 +10,15 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit
-from numba.core import cgutils, types
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
-from minivllm.kernels.cpu.native.memory import call_llvm
+from minivllm.kernels.cpu.native.instructions import INT32, INT64, ArrayArgument, call_llvm, in_llvm
 from minivllm.kernels.cpu.native.panels import PANEL
 
 MIN_ROWS = 8
 """Fewer rows go word by word."""
 
-_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-_WORDS = ir.VectorType(_INT32, PANEL)
+_WORDS = ir.VectorType(INT32, PANEL)
 
 
 def _swap_blocks(builder: ir.IRBuilder, rows: list[Any], size: int) -> list[Any]:
@@ -39,8 +36,8 @@ def _swap_blocks(builder: ir.IRBuilder, rows: list[Any], size: int) -> list[Any]
     return result
 
 
-@intrinsic
-def transpose_block(typing_context, x, first_row, first_word, columns, tile, first_column, count):
+@in_llvm
+def transpose_block(builder, x, first_row, first_word, columns, tile, first_column, count):
     """16 words of up to 16 rows: `columns[tile, first_word + j, first_column + i] = x[first_row + i, first_word + j]`.
 
     Args:
@@ -52,39 +49,30 @@ def transpose_block(typing_context, x, first_row, first_word, columns, tile, fir
     """
     if any(array.layout != "C" or array.dtype.bitwidth != 32 for array in (x, columns)):
         raise TypingError("transpose_block takes contiguous arrays of 4-byte numbers.")
+    num_rows, num_words = x.shape
+    _, num_target_words, width = columns.shape
 
-    def generate(context, builder, signature, arguments):
-        source, target = (context.make_array(signature.args[i])(context, builder, arguments[i]) for i in (0, 3))
-        first_row, first_word, tile, first_column, count = (
-            context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 2, 4, 5, 6)
-        )
-        num_rows, num_words = cgutils.unpack_tuple(builder, source.shape)
-        _, num_target_words, width = cgutils.unpack_tuple(builder, target.shape)
+    def vector(array: ArrayArgument, offset: Any) -> Any:
+        return builder.bitcast(builder.gep(array.data, [offset]), _WORDS.as_pointer())
 
-        def vector(array: Any, offset: Any) -> Any:
-            return builder.bitcast(builder.gep(array.data, [offset]), _WORDS.as_pointer())
+    last = builder.sub(num_rows, INT64(1))
+    rows = []
+    for i in range(PANEL):
+        row = builder.add(first_row, INT64(i))
+        row = builder.select(builder.icmp_signed("<", row, last), row, last)
+        rows.append(builder.load(vector(x, builder.add(builder.mul(row, num_words), first_word)), align=4))
+    for size in (8, 4, 2, 1):
+        rows = _swap_blocks(builder, rows, size)
 
-        last = builder.sub(num_rows, _INT64(1))
-        rows = []
-        for i in range(PANEL):
-            row = builder.add(first_row, _INT64(i))
-            row = builder.select(builder.icmp_signed("<", row, last), row, last)
-            rows.append(builder.load(vector(source, builder.add(builder.mul(row, num_words), first_word)), align=4))
-        for size in (8, 4, 2, 1):
-            rows = _swap_blocks(builder, rows, size)
-
-        undefined = ir.Constant(_WORDS, ir.Undefined)
-        limit = builder.insert_element(undefined, builder.trunc(count, _INT32), _INT32(0))
-        limit = builder.shuffle_vector(limit, undefined, ir.Constant(_WORDS, [0] * PANEL))
-        mask = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(PANEL))), limit)
-        first = builder.mul(tile, num_target_words)
-        for j, column in enumerate(rows):
-            place = builder.add(first, builder.add(first_word, _INT64(j)))
-            address = vector(target, builder.add(builder.mul(place, width), first_column))
-            call_llvm(builder, f"masked.store.v{PANEL}i32.p0", column, address, _INT32(4), mask)
-        return context.get_dummy_value()
-
-    return types.void(x, first_row, first_word, columns, tile, first_column, count), generate
+    undefined = ir.Constant(_WORDS, ir.Undefined)
+    limit = builder.insert_element(undefined, builder.trunc(count, INT32), INT32(0))
+    limit = builder.shuffle_vector(limit, undefined, ir.Constant(_WORDS, [0] * PANEL))
+    mask = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(PANEL))), limit)
+    first = builder.mul(tile, num_target_words)
+    for j, column in enumerate(rows):
+        place = builder.add(first, builder.add(first_word, INT64(j)))
+        address = vector(columns, builder.add(builder.mul(place, width), first_column))
+        call_llvm(builder, f"masked.store.v{PANEL}i32.p0", column, address, INT32(4), mask)
 
 
 @njit(error_model="numpy")
