@@ -15,7 +15,7 @@ import pytest
 from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.grader import surroundings_of
 from minivllm.course.grading.kernel import find_imports, with_receipt
-from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
+from minivllm.course.grading.kernel_client import KernelDidNotStart, Surroundings, run_cells
 from minivllm.course.grading.limits import Limits
 from minivllm.course.grading.sandbox import Pristine
 from minivllm.course.grading.submissions import Cell, Lesson
@@ -173,9 +173,20 @@ def test_time_for_the_whole_notebook_is_limited():
 
 @pytest.mark.slow
 def test_a_notebook_that_always_ends_python_is_given_up():
-    made = cells(*["import os; os._exit(1)"] * 6, "from minivllm.course import check", "with check('a'):\n    pass")
+    made = cells(*["import os; os._exit(1)"] * 13, "from minivllm.course import check", "with check('a'):\n    pass")
     runs = run(made)
-    assert [run.status for run in runs.values()] == ["dead"] * 4
+    assert [run.status for run in runs.values()] == ["dead"] * 12
+
+
+@pytest.mark.slow
+def test_after_a_check_that_hangs_others_get_less_time_and_their_points(monkeypatch):
+    monkeypatch.setattr(Surroundings, "seconds_after_a_hang", lambda self, cell: 1.5)
+    hangs, passes, kills = (f"with check('a'):\n    {body}" for body in ("while True: pass", "pass", "import os; os._exit(1)"))
+    made = cells("from minivllm.course import check", hangs, passes, kills, hangs, passes)
+    runs = run(made, Limits(cell_seconds=4, total_seconds=60))
+    assert [run.status for run in runs.values()] == ["ok", "slow", "ok", "dead", "slow", "ok"]
+    assert [run.limit for run in runs.values()][1:] == [4, 1.5, 1.5, 1.5, 1.5]
+    assert [index for index, run in runs.items() if run.passed] == [2, 5]
 
 
 @pytest.mark.slow

@@ -134,14 +134,15 @@ class TestTheSandbox:
         assert SECRET not in pages["prints_secrets"]
 
 
-def test_without_bubblewrap_a_required_sandbox_is_refused(tmp_path, monkeypatch, capsys):
+def test_without_bubblewrap_no_sandbox_must_be_asked_for(tmp_path, monkeypatch, capsys):
     (tmp_path / "solutions").mkdir()
     nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
     (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
     monkeypatch.setattr(bubblewrap, "is_available", lambda: False)
-    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out", "--sandbox", "always"]
+    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out"]
     assert main(["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]) == 2
-    assert "There is no sandbox here: install bubblewrap" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "There is no sandbox here: install bubblewrap" in said and "add --sandbox never" in said
 
 
 def test_a_bubblewrap_that_cannot_start_python_is_no_sandbox(tmp_path, monkeypatch):
@@ -252,7 +253,7 @@ def test_a_killed_grader_loses_no_grade_and_makes_none_twice(tmp_path):
         (tmp_path / "in" / learner / "99_adding.ipynb").write_text(case(5).content)
     output = tmp_path / "out"
     command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "grade", str(tmp_path / "in"), "--output", str(output)]
-    command += ["--solutions", str(tmp_path / "solutions")]
+    command += ["--solutions", str(tmp_path / "solutions"), "--sandbox", "never"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = output / "grades.jsonl"

@@ -1,4 +1,4 @@
-"""Finds answers that may be the package's own: cells that import the engine's core, or look into the lesson's checks.
+"""Finds cells that use parts of the package which the lesson itself does not use: answers in them may be the package's own.
 
 Findings cost no points; they are reported to teacher and learner. Only the text of the cells is read, so it can be evaded.
 """
@@ -6,96 +6,59 @@ Findings cost no points; they are reported to teacher and learner. Only the text
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from IPython.core.inputtransformer2 import TransformerManager
+from minivllm.course.grading.stubs import parse
+from minivllm.course.grading.submissions import Cell, Lesson
 
-from minivllm.course.grading.submissions import Cell
-
-_CORE = (
-    "minivllm.core",
-    "minivllm.course.lessons",
-    "minivllm.engine.detokenizer",
-    "minivllm.kernels",
-    "minivllm.layers",
-    "minivllm.models",
-    "minivllm.worker.sampler",
-)
-"""The engine's counterparts of the exercises, and what the checks compare with."""
-_CORE_NAMES = frozenset(["BlockAllocator", "BlockSpaceManager", "Scheduler", "StaticBatchScheduler"])
-_ALLOWED = frozenset(
-    f"minivllm.worker.sampler.{name}" for name in ("random_key", "exponential_noise", "SampledToken", "SamplingRow")
-)
-"""Names from these modules that the exercises provide."""
-_INSIDES = _CORE_NAMES | {
-    *(
-        "attention",
-        "block_manager",
-        "cases",
-        "detokenizer",
-        "engine",
-        "filters",
-        "loops",
-        "runner",
-        "sampler",
-        "scheduler",
-        "situations",
-        "stages",
-        "swapping",
-        "tables",
-        "observe",
-    )
-}
-"""Modules of a lesson's checks, and what they import of the core."""
+_PUBLIC = ("minivllm.course.check", "minivllm.course.show_results", "minivllm.errors", "minivllm.viz")
+_PUBLIC += tuple(f"minivllm.{name}" for name in ("LLM", "EngineArgs", "SamplingParams", "CompletionOutput", "RequestOutput"))
+"""What no lesson asks for."""
 
 
-def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int]) -> list[str]:
-    """A sentence for each learner's cell that uses the engine's core or the internals of checks.
+def find_borrowed(cells: Sequence[Cell], numbers: dict[int, int], lesson: Lesson) -> list[str]:
+    """A sentence for each of the learner's cells that uses what the lesson's cells do not.
 
     Args:
         cells: The submission as it is graded.
         numbers: The execution count of each code cell, by index.
+        lesson: The lesson, solved.
     """
+    allowed = {*_PUBLIC, *(name for cell in lesson.cells if cell.cell_type == "code" for name in _used_names(cell.source))}
     said = []
     for index, cell in enumerate(cells):
         if cell.cell_type != "code" or cell.kind not in ("answer", "own"):
             continue
-        names = sorted(dict.fromkeys(_borrowed_names(cell.source)))
+        names = _longest(name for name in _used_names(cell.source) if not _is_allowed(name, allowed))
         if names:
             said.append(
-                f"Cell {numbers[index]} uses {', '.join(names)}, which this exercise asks you to rebuild: its points may not be for your own work."
+                f"Cell {numbers[index]} uses {', '.join(names)}, which the lesson does not: its points may not be for the learner's own work."
             )
     return said
 
 
-def _borrowed_names(source: str) -> list[str]:
-    try:
-        tree = ast.parse(TransformerManager().transform_cell(source))
-    except (SyntaxError, ValueError, RecursionError):
-        return []
+def _is_allowed(name: str, allowed: set[str]) -> bool:
+    """Whether a name is allowed, or is an attribute of one that is; of a lesson's module, only what the lesson uses."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in allowed for count in range(2, len(parts) + 1))
+
+
+def _longest(names: Iterable[str]) -> list[str]:
+    """The names, without those that begin another."""
+    found = sorted(set(names))
+    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+
+
+def _used_names(source: str) -> list[str]:
+    """What a cell uses of the package: full names of what it imports, attributes of a lesson's checks, and texts that are such names."""
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if _is_core(alias.name)]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            whole = [name for alias in node.names if (name := f"{module}.{alias.name}") not in _ALLOWED]
-            found += [module] if _is_core(module) and whole else [name for name in whole if _is_core(name)]
-            if module == "minivllm":
-                found += [name for name in whole if name.rpartition(".")[2] in _CORE_NAMES]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_core(node.value):
+            found += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append(node.value)
-        elif isinstance(node, ast.Attribute) and _looks_into_a_lesson(ast.unparse(node).split(".")):
+        elif isinstance(node, ast.Attribute):
             found.append(ast.unparse(node))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "minivllm" and node.attr in {*_CORE_NAMES, "core"}:
-            found.append(f"minivllm.{node.attr}")
-    return found
-
-
-def _looks_into_a_lesson(names: list[str]) -> bool:
-    """Whether an attribute such as `lesson_07.stages.correct_fits` is one that the lesson itself does not use."""
-    return names[0].startswith("lesson_") and any(name.startswith("_") or name in _INSIDES for name in names[1:])
-
-
-def _is_core(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{core}.") for core in _CORE)
+    return [name for name in found if name.startswith(("minivllm.", "lesson_")) and "." in name]

@@ -101,20 +101,21 @@ def grade_all(
         sandboxed: Whether to run them in bubblewrap's sandbox.
         seed: Of the observers' random input. No submission may know it.
     """
-    expected: dict[str, dict[str, str]] = {}
+    solved: dict[str, Solved] = {}
     closed = (*unreadable, *(submission.path for submission in submissions))
     guarded = (*unwritable, *{submission.path.parent for submission in submissions})
     stopped = Event()
 
     def run(submission: Submission, num_threads: int) -> Grade:
         surroundings = surroundings_of(submission.lesson, closed, guarded, seed)
-        surroundings = replace(surroundings, sandboxed=sandboxed, num_threads=num_threads)
-        return grade(submission, limits, surroundings, stopped, expected[submission.lesson.name])
+        solution = solved[submission.lesson.name]
+        surroundings = replace(surroundings, sandboxed=sandboxed, num_threads=num_threads, seconds=solution.seconds)
+        return grade(submission, limits, surroundings, stopped, solution.observations)
 
     processors = _num_processors()
     starved = []
     for lesson in {submission.lesson.name: submission.lesson for submission in submissions}.values():
-        expected[lesson.name] = observe_solution(lesson, replace(surroundings_of(lesson, (), (), seed), num_threads=processors))
+        solved[lesson.name] = run_solution(lesson, replace(surroundings_of(lesson, (), (), seed), num_threads=processors))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(run, item, max(1, processors // jobs)) for item in submissions]
         try:
@@ -140,14 +141,22 @@ _SOLUTION_LIMITS = Limits(cell_seconds=900, total_seconds=1800)
 """A new machine compiles the kernels in this run."""
 
 
-def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, str]:
-    """The observations of the lesson's own solution, by check."""
+@dataclass(frozen=True)
+class Solved:
+    """A lesson's own solution: the observations of each check, and the seconds that it took."""
+
+    observations: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run_solution(lesson: Lesson, surroundings: Surroundings) -> Solved:
+    """Run the lesson's own solution."""
     observer = surroundings.observer
     if observer is None:
-        return {}
+        return Solved()
     # Outside of the sandbox, so that the kernels that this compiles are kept, and no submission compiles them again.
     cells = tuple(cell for cell in lesson.cells if cell.cell_type == "code")
-    expected = {}
+    solved = Solved()
     try:
         runs = run_cells(cells, surroundings, _SOLUTION_LIMITS, Event())
     except KernelDidNotStart as error:
@@ -158,16 +167,17 @@ def observe_solution(lesson: Lesson, surroundings: Surroundings) -> dict[str, st
             if run.observer_run is not None and run.observer_run.error[0] == NoSuchClass.__name__:
                 continue  # a lesson that a teacher has changed
             if not run.observations:
-                why = _unobserved(run.observer_run or run, _SOLUTION_LIMITS)
+                why = _unobserved(run.observer_run or run)
                 raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
-            expected[cell.cell_id] = run.observations
-    return expected
+            solved.observations[cell.cell_id] = run.observations
+            solved.seconds[cell.cell_id] = run.seconds
+    return solved
 
 
 def grade(
     submission: Submission, limits: Limits, surroundings: Surroundings, stopped: Event, expected: Mapping[str, str] | None = None
 ) -> Grade:
-    """Grade one submission, whatever is in it; setting `stopped` ends it early. `expected` is of `observe_solution`."""
+    """Grade one submission, whatever is in it; setting `stopped` ends it early. `expected` are the observations of the solution."""
     try:
         return _grade(submission, limits, surroundings, stopped, expected or {})
     except DamagedNotebook as error:
@@ -206,7 +216,7 @@ def _grade(
             contradiction = find_difference(expected[cell.cell_id], run.observations or "")
             passed = contradiction is None
             if contradiction and not run.observations and run.observer_run is not None:
-                contradiction = _unobserved(run.observer_run, limits)
+                contradiction = _unobserved(run.observer_run)
         if passed:
             reasons = [cell.note]
         elif contradiction is not None:
@@ -221,7 +231,7 @@ def _grade(
         results.append(CheckResult(cell.check, passed, _shortened(" ".join(filter(None, reasons)))))
         notes += [remark for remark in since_last if remark not in reasons]
         since_last = []
-    notes += [*since_last, *find_borrowed(cells, numbers)]
+    notes += [*since_last, *find_borrowed(cells, numbers, submission.lesson)]
     return Grade(submission, tuple(results), tuple(dict.fromkeys(notes)), cells, runs, remarks)
 
 
@@ -243,12 +253,12 @@ def surroundings_of(
     )
 
 
-def _unobserved(run: CellRun, limits: Limits) -> str:
+def _unobserved(run: CellRun) -> str:
     """Why there are no observations."""
     if run.status == "error":
         return f"it raised {_error(*run.error)}".rstrip(".")
     return {
-        "slow": f"it ran longer than {limits.cell_seconds:g} s",
+        "slow": f"it ran longer than {run.limit:.0f} s",
         "late": "the time for the whole notebook was up",
         "loud": "it printed too much",
         "ok": "the check did not pass",
@@ -274,9 +284,9 @@ def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits
     }.get(cell.kind, f"Your cell {number}")
     name, text = run.error
     sentences = {
-        "slow": f"{what} ran longer than {limits.cell_seconds:g} s and was stopped.",
+        "slow": f"{what} ran longer than {run.limit:.0f} s and was stopped.",
         "loud": f"{what} printed more than {limits.most_output / 10**6:g} MB and was stopped.",
-        "deaf": f"{what} could not be stopped after {limits.cell_seconds:g} s, so its kernel was killed; {_RUN_WITHOUT}.",
+        "deaf": f"{what} could not be stopped after {run.limit:.0f} s, so its kernel was killed; {_RUN_WITHOUT}.",
         "dead": f"{what} made Python exit (os._exit, exit, or a crash); {_RUN_WITHOUT}.",
         "memory": f"{what} used more than {limits.memory_bytes / 1024**3:.3g} GiB of memory and was killed; {_RUN_WITHOUT}.",
     }

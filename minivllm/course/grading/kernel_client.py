@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import os
 import secrets
 import signal
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -30,7 +31,7 @@ from minivllm.course.grading.submissions import Cell
 _START_SECONDS = 180
 _LAST_WORDS_SECONDS = 1.0
 """How long to wait for output after the kernel has reported the end of a cell."""
-_MOST_STARTS = 4
+_MOST_STARTS = 12
 _LARGEST_MESSAGE = 16_000_000
 MOST_WAITED = 0.2
 """A cell that ran too long is retried if it waited for a processor for more than this share of the time."""
@@ -49,6 +50,7 @@ class Surroundings:
         sandboxed: Whether to run the kernel in bubblewrap's sandbox.
         num_threads: Its compute threads: its share of the processors.
         observer: Observes the class of each check that passed.
+        seconds: How long each check took with the lesson's solution, by its id.
     """
 
     preload: tuple[str, ...] = ()
@@ -58,6 +60,11 @@ class Surroundings:
     sandboxed: bool = False
     num_threads: int = 1
     observer: Observer | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds_after_a_hang(self, cell: Cell) -> float:
+        """For a cell after a check that never ended, and may call the same method: plenty if it does not."""
+        return 5 + 5 * self.seconds.get(cell.cell_id, 1.0)
 
 
 class KernelDidNotStart(RuntimeError):  # noqa: N818
@@ -83,12 +90,15 @@ def run_cells(cells: Sequence[Cell], surroundings: Surroundings, limits: Limits,
             seconds_left -= time.monotonic() - start
         if last is None or seconds_left <= 0:
             break
-        ended.add(last)
+        ended |= {last} | {index for index in runs if cells[index].kind == "check"}
     return runs
 
 
 def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], skip: set[int], seconds: float) -> int | None:
-    """Run all cells except `skip`; return the index of the cell that took the kernel down, if one did."""
+    """Run all cells except `skip`; return the index of the cell that took the kernel down, if one did.
+
+    A check that hangs has all the time of a cell. Those after it get less, so that the time for the notebook lasts for those that pass.
+    """
     deadline = time.monotonic() + seconds
     number = 0
     for index, cell in enumerate(cells):
@@ -97,11 +107,11 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
         number += 1
         if index in skip:
             continue
-        run = kernel.run(cell, number, deadline)
+        hangs = any(run.status in ("slow", "deaf") for index, run in runs.items() if cells[index].kind == "check")
+        most = kernel.surroundings.seconds_after_a_hang(cell) if hangs and cell.kind == "check" else math.inf
+        run = kernel.run(cell, number, deadline, most_seconds=most)
         if run.passed:
             kernel.observe(cell, number, deadline, run)
-        if index in runs and runs[index].passed:  # a check that passed once counts
-            run.passed, run.observations = True, runs[index].observations or run.observations
         runs[index] = run
         if run.status == "late":
             return None
@@ -111,7 +121,12 @@ def _run_once(kernel: Kernel, cells: Sequence[Cell], runs: dict[int, CellRun], s
 
 
 class Kernel:
-    """A kernel in its own temporary folder."""
+    """A kernel in its own temporary folder.
+
+    Args:
+        surroundings, limits: Of the submission.
+        stopped: Ends it early.
+    """
 
     def __init__(self, surroundings: Surroundings, limits: Limits, stopped: Event) -> None:
         import zmq
@@ -120,7 +135,7 @@ class Kernel:
 
         self._limits = limits
         self._stopped = stopped
-        self._surroundings = surroundings
+        self.surroundings = surroundings
         self._stack = contextlib.ExitStack()
         # Short, because paths of sockets are limited to about a hundred characters.
         folder = tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True)
@@ -153,11 +168,11 @@ class Kernel:
         workplace.mkdir()
         settings = {
             "workplace": str(workplace),
-            "preload": self._surroundings.preload,
-            "imports": self._surroundings.imports,
-            "unreadable": [str(path) for path in self._surroundings.unreadable],
-            "unwritable": [str(path) for path in self._surroundings.unwritable],
-            "writable": [str(bubblewrap.COMPILED)] if self._surroundings.sandboxed else [],
+            "preload": self.surroundings.preload,
+            "imports": self.surroundings.imports,
+            "unreadable": [str(path) for path in self.surroundings.unreadable],
+            "unwritable": [str(path) for path in self.surroundings.unwritable],
+            "writable": [str(bubblewrap.COMPILED)] if self.surroundings.sandboxed else [],
             "kept_output": self._limits.kept_output,
             "most_output": self._limits.most_output,
             "most_file_bytes": self._limits.written_bytes,
@@ -171,8 +186,8 @@ class Kernel:
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             # Spinning threads would slow down its neighbours.
-            "OMP_NUM_THREADS": str(self._surroundings.num_threads),
-            "NUMBA_NUM_THREADS": str(self._surroundings.num_threads),
+            "OMP_NUM_THREADS": str(self.surroundings.num_threads),
+            "NUMBA_NUM_THREADS": str(self.surroundings.num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "IPYTHONDIR": str(self._folder / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self._folder / "config"),
@@ -181,7 +196,7 @@ class Kernel:
         code = "from minivllm.course.grading.kernel import main; main()"
         options = ["-f", str(self._folder / "k.json"), "--HistoryManager.enabled=False"]
         command = [sys.executable, "-c", code, str(self._folder / "settings.json"), *options]
-        if self._surroundings.sandboxed:
+        if self.surroundings.sandboxed:
             command = bubblewrap.wrap(command, self._folder, environment)
         else:
             environment["JPY_PARENT_PID"] = str(os.getpid())  # it exits with the grader
@@ -204,7 +219,7 @@ class Kernel:
 
     def observe(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
         """Observe the class of a check, if the lesson has an observer for it, and add the observations to the check's run."""
-        observer = self._surroundings.observer
+        observer = self.surroundings.observer
         if observer is None or not observer.covers(cell.cell_id):
             return
         order = {"kind": "observe", "module": observer.module, "check": cell.cell_id, "seed": observer.seed}
@@ -214,7 +229,9 @@ class Kernel:
         if observed.status in _ENDS_KERNEL or observed.status == "late":
             run.status = observed.status
 
-    def run(self, cell: Cell, number: int, deadline: float, more: dict[str, Any] | None = None) -> CellRun:
+    def run(
+        self, cell: Cell, number: int, deadline: float, more: dict[str, Any] | None = None, most_seconds: float = math.inf
+    ) -> CellRun:
         """Run one cell.
 
         Args:
@@ -222,13 +239,15 @@ class Kernel:
             number: Its execution count.
             deadline: When the time for the whole notebook is up, in seconds of `time.monotonic`.
             more: Further fields of the order to the kernel.
+            most_seconds: Its time, if that is less than a cell may take.
         """
         receipt = secrets.token_hex(16)
         order = {"kind": cell.kind, "number": number, "receipt": receipt} | (more or {})
         content = {"code": cell.source, "silent": False, "store_history": True, "user_expressions": order}
         content |= {"allow_stdin": False, "stop_on_error": False}
         now = time.monotonic()
-        watch = Watch(min(now + self._limits.cell_seconds, deadline), is_last=deadline < now + self._limits.cell_seconds)
+        limit = min(self._limits.cell_seconds, most_seconds)
+        watch = Watch(min(now + limit, deadline), is_last=deadline < now + limit)
         if now >= deadline:
             return CellRun("late")
         message_id = self._client.session.send(self._shell, "execute_request", content)["header"]["msg_id"]
@@ -236,7 +255,7 @@ class Kernel:
         waited = self._waited_seconds()
         self._waited_at_limit: float | None = None
         reply = self._await_reply(message_id, output, watch)
-        run = CellRun(outputs=output.kept)
+        run = CellRun(outputs=output.kept, seconds=time.monotonic() - now, limit=limit)
         if self._waited_at_limit is not None:
             run.starved = self._waited_at_limit - waited > MOST_WAITED * (watch.deadline - now)
         if reply is None:
@@ -348,7 +367,7 @@ class Kernel:
 
         Linux counts that; elsewhere it is 0.
         """
-        process_id = bubblewrap.kernel_process(self._process.pid) if self._surroundings.sandboxed else self._process.pid
+        process_id = bubblewrap.kernel_process(self._process.pid) if self.surroundings.sandboxed else self._process.pid
         waited = [0.0]
         for file in Path(f"/proc/{process_id}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -368,7 +387,7 @@ class Kernel:
 
     def _interrupt(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._surroundings.sandboxed:
+            if self.surroundings.sandboxed:
                 os.kill(bubblewrap.kernel_process(self._process.pid), signal.SIGINT)
             else:
                 os.killpg(self._process.pid, signal.SIGINT)
@@ -382,7 +401,7 @@ class Kernel:
         family = self._family()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in (*family, *([] if self._surroundings.sandboxed else self._strays())):
+        for process in (*family, *([] if self.surroundings.sandboxed else self._strays())):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()

@@ -53,6 +53,10 @@ class CellRun:
     """What was observed of the learner's class after a check that passed."""
     observer_run: CellRun | None = None
     """How that observation ended."""
+    seconds: float = 0.0
+    """How long it ran."""
+    limit: float = 0.0
+    """How long it might have run."""
 
 
 @dataclass

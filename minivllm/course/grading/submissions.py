@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from minivllm.course.exercise_cells import GradedCell, graded_cell, grading, is_answer, is_check, read_notebook
 from minivllm.course.first_cells import as_exercise
+from minivllm.course.grading.stubs import find_asked, find_defined, make_stubs
 from minivllm.course.last_cell import RESULTS
 from minivllm.errors import CourseError
 
@@ -235,9 +236,25 @@ def restore(path: Path, lesson: Lesson) -> Restored:
     for original in lesson.cells:
         group = groups[original.cell_id]
         cells += [_restored(original, group), *group.own]
+    cells, unwritten = _with_stubs(cells, originals)
+    notes += unwritten
     if any(cell.note for cell in cells if cell.kind == "given"):
         notes.append("Cells that are not answers were changed or deleted; the original ones were graded.")
     return Restored(tuple(cells), tuple(notes))
+
+
+def _with_stubs(cells: list[Cell], originals: dict[str, Cell]) -> tuple[list[Cell], list[str]]:
+    """The cells with stubs after each answer for what is not defined anywhere, and a sentence for each."""
+    defined = find_defined(cell.source for cell in cells if cell.cell_type == "code" and cell.kind in ("answer", "own"))
+    restored, notes = [], []
+    for cell in cells:
+        restored.append(cell)
+        if cell.kind == "answer":
+            source, missing = make_stubs(find_asked(originals[cell.cell_id].source), defined)
+            if missing:
+                restored.append(Cell("", "given", "code", source))
+                notes.append(f"The notebook does not define {', '.join(missing)}: the stub was put back.")
+    return restored, notes
 
 
 def _restored(original: Cell, group: _Group) -> Cell:

@@ -22,14 +22,14 @@ Grades are written as they are made: an interrupted run resumes when it is start
 out of time because the machine was busy is tried once more, alone.
 
 Grading withstands edited, deleted, copied or emptied checks, a replaced `check` or function behind it, printed ticks, endless loops,
-excessive memory, output or disk use, and crashes of Python. On Linux with bubblewrap installed (`apt install bubblewrap`), each
-notebook also runs in a sandbox: it sees Python, its packages, the course and its own folder, no network, no other process and none of
-your files, and nothing that it starts or writes outlives it. Without the sandbox, a notebook runs as you: ordinary means keep it from
-opening the solutions and other submissions, but a malicious one can read and delete your files, use the network and kill the grader.
+excessive memory, output or disk use, and crashes of Python. Each notebook runs in the sandbox of bubblewrap (Linux: `apt install
+bubblewrap`): it sees Python, its packages, the course and its own folder, no network, no other process and none of your files, and
+nothing that it starts or writes outlives it. With --sandbox never, a notebook runs as you: ordinary means keep it from opening the
+solutions and other submissions, but a malicious one can read them and your files, use the network, and change grades after its own.
 
-Either way, each check of lessons 04 and 07 that passes is repeated with random input. The learner's class is observed at work and
-compared with the solution's outside the learner's process, so a forged check earns nothing. Whose class it is cannot be proved: a
-notebook that visibly uses the engine's own gets a remark, one that hides it does not."""
+Each check that passes is repeated with random input. The learner's class is observed at work and compared with the solution's outside
+the learner's process, so a forged check earns nothing. Methods that a notebook does not define get their stubs back. Whose work it is
+cannot be proved: a notebook that visibly uses more of the package than the lesson does gets a remark, one that hides it does not."""
 
 
 def add_course_command(commands) -> None:  # noqa: ANN001
@@ -105,8 +105,8 @@ def add_grade_command(commands) -> None:  # noqa: ANN001
     solutions = "the solved notebooks, whose checks count (default: the project's solutions)"
     add_option(grade, "--solutions FOLDER", Path, solutions)
     add_option(grade, "--jobs", 1, "notebooks to run in parallel")
-    sandbox = "run each notebook in bubblewrap's sandbox: always, never, or if this machine can"
-    add_option(grade, "--sandbox", "auto", sandbox, choices=("auto", "always", "never"))
+    sandbox = "run each notebook in bubblewrap's sandbox"
+    add_option(grade, "--sandbox", "always", sandbox, choices=("always", "never"))
     add_option(grade, "--cell-timeout SECONDS", float(default.cell_seconds), "time limit per cell")
     add_option(grade, "--timeout SECONDS", float(default.total_seconds), "time limit per notebook")
     add_option(grade, "--memory GIB", default.memory_bytes / 1024**3, "memory limit per notebook")
@@ -155,6 +155,9 @@ def run_grade(arguments: argparse.Namespace) -> int:
     grades = {submission: grade for submission, (grade, _) in kept.items()}
     writer = FeedbackWriter(feedback, [page for _, page in kept.values()])
     left = [submission for submission in submissions if submission not in kept]
+    if left:
+        names = ", ".join(sorted({submission.lesson.name for submission in left}))
+        print(f"First, the solutions run (on a new machine that compiles kernels, too): {names}.", file=sys.stderr)
     running = grade_all(left, limits, arguments.jobs, unreadable, unwritable, sandboxed, progress.seed)
     for grade in tqdm(running, total=len(left), unit="notebook", file=sys.stderr, desc="grading"):
         progress.add(grade, writer.write(grade).name)
@@ -170,19 +173,21 @@ def run_grade(arguments: argparse.Namespace) -> int:
 
 
 def _use_sandbox(choice: str) -> bool:
-    """Whether to use the sandbox; says so where there is none."""
+    """Whether to use the sandbox; says what happens without it."""
     from minivllm.course.grading import bubblewrap
 
     if choice == "never":
+        print(
+            "Without a sandbox, a notebook that means harm can read the solutions and your files, and change grades.",
+            file=sys.stderr,
+        )
         return False
     if bubblewrap.is_available():
         return True
-    if choice == "always":
-        raise CourseError(
-            "There is no sandbox here: install bubblewrap 0.6 or newer on Linux, where user namespaces are allowed."
-        )
-    print("No sandbox: notebooks run as you. On Linux, install bubblewrap; see minivllm grade --help.", file=sys.stderr)
-    return False
+    raise CourseError(
+        "There is no sandbox here: install bubblewrap 0.6 or newer on Linux, where user namespaces are allowed. To grade notebooks that you "
+        "trust without one, add --sandbox never."
+    )
 
 
 def _prepare_model() -> None:
