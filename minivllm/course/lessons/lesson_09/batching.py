@@ -41,6 +41,12 @@ def check_static_batcher(cls: Any) -> None:
         engine = make_simulated_engine(
             scheduler=cls, max_num_seqs=seats, block_size=4, num_gpu_blocks=200, max_model_len=120, **options
         )
+        others = ""
+        if seed % 4 == 3:  # whose batch must not matter
+            other = make_simulated_engine(scheduler=cls, max_num_seqs=seats, block_size=4, num_gpu_blocks=200, max_model_len=120)
+            add(other, "other", 5, 50)
+            other.step()
+            others = " Another engine, with a scheduler of its own, is in the middle of a batch."
         waiting: list[str] = []
         batch: set[str] = set()
         did: list[str] = []
@@ -61,7 +67,7 @@ def check_static_batcher(cls: Any) -> None:
             if not (batch or waiting):
                 continue
             expected = batch if batch else set(waiting[:seats])
-            said = f"max_num_seqs={seats}. So far: {', '.join(did) or 'nothing'}. Waiting: {', '.join(waiting) or 'nobody'}; in the batch: {', '.join(sorted(batch)) or 'nobody'}."
+            said = f"max_num_seqs={seats}. So far: {', '.join(did) or 'nothing'}. Waiting: {', '.join(waiting) or 'nobody'}; in the batch: {', '.join(sorted(batch)) or 'nobody'}.{others}"
             look = "when a batch is formed (all its members have ended), from which sequences (the first in the queue, up to max_num_seqs), and which may join (its members)"
             try:
                 outputs = engine.step()

@@ -11,6 +11,7 @@ from typing import Any
 
 from minivllm.bench.production import load_conversation_trace
 from minivllm.bench.workloads import WorkloadRequest
+from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.lessons.lesson_09.metrics import is_good
 from minivllm.course.lessons.timing import RequestTimes, request_times
 from minivllm.executor.simulated import CostModel
@@ -141,26 +142,46 @@ def check_choose(choose: Any) -> None:
             "Look at what is compared: the mean of goodput (not throughput, nor TTFT alone; waits count from the arrival), each run over the "
             "time from its first arrival to its last token."
         )
+    check_means(choose)
+
+
+def make_up_hours(rng: random.Random) -> tuple[list[int], Any, dict[int, list[float]]]:
+    """Candidates, a `run` for them, and the goodput of each in each hour: every comparison except that of means would choose differently."""
+    candidates = rng.sample(range(1, 100), 4)
+    good = {(value, seed): rng.randint(2, 18) for value in candidates for seed in range(_HOURS)}
+    spans = {key: float(rng.randint(20, 60)) for key in good}
+    begins = {key: float(rng.randint(0, 300)) for key in good}
+
+    def run(max_num_seqs: int, seed: int) -> list[RequestTimes]:
+        num_good, span, begin = (part[max_num_seqs, seed] for part in (good, spans, begins))
+        records = []
+        for number in range(20):
+            arrival = begin + number * 0.5
+            wait = 0.5 if number < num_good else 2.0
+            records.append(RequestTimes(arrival, arrival, (arrival + wait, arrival + wait + 0.25)))
+        records[7] = RequestTimes(begin + 3.5, begin + 3.5, (begin + 6.0, begin + span))  # slow, and the last to end
+        return records
+
+    def goodput(value: int, seed: int) -> float:
+        return (good[value, seed] - (good[value, seed] > 7)) / spans[value, seed]
+
+    return candidates, run, {value: [goodput(value, seed) for seed in range(_HOURS)] for value in candidates}
+
+
+def check_means(choose: Any) -> None:
+    """The candidate with the highest mean, among made-up hours."""
+    for seed in range(8):
+        candidates, run, goodputs = make_up_hours(random.Random(f"hours {seed}"))
+        means = {value: round(statistics.mean(hours), 3) for value, hours in goodputs.items()}
+        choice = choose(run, list(candidates), 1.0, 0.5)
+        shown = {value: [round(hour, 2) for hour in hours] for value, hours in goodputs.items()}
+        expect(
+            f"choose_max_num_seqs with max_ttft=1, max_tpot=0.5 and made-up hours. Goodput by candidate and seed: {shown}.",
+            "mean goodput of the choice", max(means.values()), means.get(choice), "what is compared: the mean over the five seeds",
+        )  # fmt: skip
 
 
 def observe_choose(choose: Any, rng: random.Random) -> list[Any]:
-    """The choice among made-up runs, on which every comparison except mean goodput would choose differently."""
-    observations: list[Any] = []
-    for _ in range(8):
-        candidates = rng.sample(range(1, 100), 4)
-        good = {(value, seed): rng.randint(2, 18) for value in candidates for seed in range(_HOURS)}
-        spans = {key: float(rng.randint(20, 60)) for key in good}
-        begins = {key: float(rng.randint(0, 300)) for key in good}
-
-        def run(max_num_seqs: int, seed: int, data: Any = (good, spans, begins)) -> list[RequestTimes]:
-            num_good, span, begin = (part[max_num_seqs, seed] for part in data)
-            records = []
-            for number in range(20):
-                arrival = begin + number * 0.5
-                wait = 0.5 if number < num_good else 2.0
-                records.append(RequestTimes(arrival, arrival, (arrival + wait, arrival + wait + 0.25)))
-            records[7] = RequestTimes(begin + 3.5, begin + 3.5, (begin + 6.0, begin + span))  # slow, and the last to end
-            return records
-
-        observations.append(int(choose(run, candidates, 1.0, 0.5)))
-    return observations
+    """The choice among made-up hours."""
+    hours = [make_up_hours(rng)[:2] for _ in range(8)]
+    return [int(choose(run, candidates, 1.0, 0.5)) for candidates, run in hours]

@@ -224,8 +224,17 @@ def check_drive(drive: Any) -> None:
     for seed in range(150):
         schedule = make_schedule(random.Random(f"drive {seed}"))
         engine = MadeUpEngine(schedule)
-        drive(engine, [Item(number) for number in range(len(schedule.times))], list(schedule.times))
+        requests, times = [Item(number) for number in range(len(schedule.times))], list(schedule.times)
+        given = list(requests), list(times)
+        drive(engine, requests, times)
         said = schedule.describe()
+        look = "what changes the lists that were given: count instead of removing"
+        expect(
+            said,
+            "numbers of requests and times in the caller's lists afterwards",
+            *[[len(part) for part in lists] for lists in (given, (requests, times))],
+            look,
+        )
         numbers = [number for number, _, _ in engine.added]
         look = "the loop that hands over: each request once, in the order of the times"
         expect(said, "requests in the order in which they were handed over", list(range(len(schedule.times))), numbers, look)

@@ -125,6 +125,11 @@ def check_percentile(percentile: Any) -> None:
             raise AssertionError(
                 f"{said}\nExpected: the caller's list as it was\nGot: a list in another order\nLook at sort(), which changes the list; sorted() does not."
             )
+    hundred = rng.sample(range(1, 101), 100)
+    for percent in range(1, 101):
+        got = percentile(list(hundred), percent)
+        look = "rounding: 0.07 * 100 is 7.000000000000001, which rounds up to 8; multiply before you divide"
+        expect_close(f"percentile(values, {percent}) of the numbers 1 to 100 in any order", "percentile", percent, got, look)
 
 
 def check_latencies(latencies: Any) -> None:

@@ -25,7 +25,9 @@ def _digits(value: Any) -> float:
 
 
 def _observe_percentile(percentile: Any, rng: random.Random) -> list[Any]:
-    return [_digits(percentile(make_values(rng), rng.choice((1, 25, 50, 75, 90, 95, 99, 100)))) for _ in range(3 * _ROUNDS)]
+    some = [_digits(percentile(make_values(rng), rng.choice((1, 25, 50, 75, 90, 95, 99, 100)))) for _ in range(3 * _ROUNDS)]
+    hundred = rng.sample(range(1, 101), 100)
+    return some + [_digits(percentile(hundred, percent)) for percent in range(1, 101)]
 
 
 def _observe_latencies(latencies: Any, rng: random.Random) -> list[Any]:

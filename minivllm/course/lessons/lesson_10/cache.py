@@ -35,7 +35,7 @@ def make_texts(rng: random.Random, block_size: int) -> list[Text]:
         (tokens, None)
         for tokens in (base, changed, later, swapped, longer, repeated, joined, other, large, larger, reversed_first)
     ]
-    texts += [(base, salt) for salt in ("a", "b", "ab", "ba", "None", "é", "a" * 40, "a" * 40 + "b")]
+    texts += [(base, salt) for salt in ("a", "A", "b", "ab", "ba", "None", "é", "a" * 40, "a" * 40 + "b")]
     texts += [(base[size:], str(base[:size])), (base[size:], repr((None, base[:size]))), (base[size:], repr(base[:size]))]
     texts += [(changed, "a"), (longer, "a"), (base[:size], None), (base[: size - 1], None), ([], "a")]
     return texts
