@@ -136,12 +136,11 @@ def test_a_deleted_answer_does_not_come_back_solved(tmp_path, lesson):
 
 
 def test_changed_cells_are_put_right_and_answers_are_kept(tmp_path, lesson):
-    notebook = solved_notebook(imports="pass", check_add="print('✓')", answer="mine = 2")
+    mine = "def add(a, b): ...\ndef twice(a): ..."
+    notebook = solved_notebook(imports="pass", check_add="print('✓')", answer=mine)
     notebook.cells[2].cell_type = "raw"
     result = restored(tmp_path, lesson, notebook)
-    assert [cell.source for cell in result.cells] == [
-        cell.source if cell.kind != "answer" else "mine = 2" for cell in lesson.cells
-    ]
+    assert [cell.source for cell in result.cells] == [cell.source if cell.kind != "answer" else mine for cell in lesson.cells]
     assert [cell.cell_type for cell in result.cells] == [cell.cell_type for cell in lesson.cells]
     assert "was changed" in result.cells[3].note
     assert "run as code" in result.cells[2].note
