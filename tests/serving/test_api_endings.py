@@ -251,7 +251,7 @@ def restarting_engine(**options):
 
 
 def local_replicas(server):
-    return server.engine._client.replicas._launcher.local
+    return server.engine.replicas._launcher.local
 
 
 def kill(server):
@@ -284,8 +284,8 @@ def test_a_dead_engine_is_replaced_under_a_server_that_goes_on():
         kill(server)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(server.complete, max_tokens=1)
-            wait_until(lambda: server.engine._client.replicas.group.table.pending)
-            server.engine._client.replicas.group.failover.timeout = 0.1
+            wait_until(lambda: server.engine.replicas.group.table.pending)
+            server.engine.replicas.group.failover.timeout = 0.1
             error_of(waiting.result(), 503)
         response = server.complete()
         error_of(response, 503)
