@@ -188,8 +188,7 @@ class DPLBAsyncMPClient(MPClient):
             return []
         if isinstance(message, CoreLog) and self._launcher is not None and (rank == 0 or message.level >= logging.WARNING):
             # All of them say the same things when they start: once is enough.
-            text = message.text if rank == 0 else f"Replica {rank}: {message.text}"
-            logging.getLogger(message.logger).log(message.level, "%s", text)
+            message.log("" if rank == 0 else f"Replica {rank}: ")
         if isinstance(message, CoreFailed):
             self._check_start(rank, message)
         with self.lock:
@@ -206,7 +205,7 @@ class DPLBAsyncMPClient(MPClient):
             with self.lock:
                 self.group.table.update_loads(message.loads)
         elif self._launcher is not None:  # once is enough
-            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+            message.log()
         return []
 
     def _take_death(self, died: ReplicaDied) -> list[ToFrontend]:

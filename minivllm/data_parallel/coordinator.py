@@ -149,7 +149,7 @@ class DPCoordinatorProc:
                 data = self._reports.recv(zmq.NOBLOCK)
                 try:
                     report = decode_report(data)
-                except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                except msgspec.DecodeError as error:
                     logger.error("Dropped a report that cannot be decoded: %s", error)
                     continue
                 if isinstance(report, NodeAlive):
@@ -166,7 +166,7 @@ class DPCoordinatorProc:
         identity, data = frames[0], frames[-1]
         try:
             message = decode_to_handshake(data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
             logger.warning("Refused a handshake that cannot be decoded: %s", error)
             self._answer(
                 identity, Refused(f"It says something that minivllm {VERSION} does not understand: install the same version.")

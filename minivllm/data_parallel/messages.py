@@ -22,7 +22,7 @@ import msgspec
 from minivllm import __version__
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
-from minivllm.executor.processes import Message
+from minivllm.executor.processes import LogMessage, Message
 
 VERSION = __version__
 """Replicas and API servers must have the same."""
@@ -114,12 +114,8 @@ class Loads(Message):
     loads: dict[int, ReplicaLoad]
 
 
-class CoordinatorLog(Message):
+class CoordinatorLog(LogMessage):
     """A log record for the API servers' log."""
-
-    level: int
-    logger: str
-    text: str
 
 
 Report = LoadReport | NodeAlive | ReplicaDied
@@ -136,7 +132,7 @@ def encode(message: ToHandshake | FromHandshake | Report | Published) -> bytes:
     return _ENCODER.encode(message)
 
 
-# Each raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else.
+# Each raises a `msgspec.DecodeError` for anything else.
 decode_to_handshake: Callable[[bytes], ToHandshake] = msgspec.msgpack.Decoder(ToHandshake).decode
 decode_from_handshake: Callable[[bytes], FromHandshake] = msgspec.msgpack.Decoder(FromHandshake).decode
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode

@@ -187,7 +187,7 @@ class CoreProcess:
                     message = self._decode(self._output.recv())
                     self.last_heard = time.monotonic()
                     if isinstance(message, CoreLog):
-                        logging.getLogger(message.logger).log(message.level, "%s", message.text)
+                        message.log()
                     elif isinstance(message, CoreReady | EngineCoreOutputs | CoreFailed):
                         return message
                     continue
@@ -209,7 +209,7 @@ class CoreProcess:
     def _decode(data: bytes) -> FromCore:
         try:
             return decode_from_core(data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:  # nothing after it can be trusted either
+        except msgspec.DecodeError as error:  # nothing after it can be trusted either
             return CoreFailed(type(error).__name__, str(error))
 
 

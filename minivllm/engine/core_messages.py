@@ -14,7 +14,7 @@ import msgspec
 
 from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
-from minivllm.executor.processes import Message, plain_number
+from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.outputs import Logprob, RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -238,12 +238,9 @@ class CoreDraining(Message):
     returns: bool = False
 
 
-class CoreLog(Message):
-    """A log record for the frontend's log: level and logger name, as in `logging`, and the text."""
+class CoreLog(LogMessage):
+    """A log record for the frontend's log."""
 
-    level: int
-    logger: str
-    text: str
     engine_index: int = 0
 
 
@@ -317,6 +314,6 @@ def encode(message: ToCore | FromCore) -> bytes:
     return _ENCODER.encode(message)
 
 
-# Each raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything else.
+# Each raises a `msgspec.DecodeError` for anything else.
 decode_to_core: Callable[[bytes], ToCore] = msgspec.msgpack.Decoder(ToCore).decode
 decode_from_core: Callable[[bytes], FromCore] = msgspec.msgpack.Decoder(FromCore).decode

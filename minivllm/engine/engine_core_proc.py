@@ -112,7 +112,7 @@ class EngineCoreProc:
                         if isinstance(message, KillReplica):
                             os.kill(os.getpid(), signal.SIGKILL)
                         loop.input_queue.put(message)
-                    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                    except msgspec.DecodeError as error:
                         logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:
             self._close_input()

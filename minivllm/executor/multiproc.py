@@ -218,5 +218,4 @@ class MultiProcExecutor(Executor):
         """Log a text of several ranks once; below warnings, only those of rank 0."""
         first = self._logged.setdefault(message.text, rank)
         if first == rank and (rank == 0 or message.level >= logging.WARNING):
-            text = message.text if rank == 0 else f"Rank {rank}: {message.text}"
-            logging.getLogger(message.logger).log(message.level, "%s", text)
+            message.log("" if rank == 0 else f"Rank {rank}: ")

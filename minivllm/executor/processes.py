@@ -170,6 +170,18 @@ class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """What one process says to another, as strict MessagePack: it has the name of its type, and no other fields."""
 
 
+class LogMessage(Message):
+    """A log record of another process: level and logger name, as in `logging`, and the text."""
+
+    level: int
+    logger: str
+    text: str
+
+    def log(self, prefix: str = "") -> None:
+        """Log it in this process."""
+        logging.getLogger(self.logger).log(self.level, "%s%s", prefix, self.text)
+
+
 def plain_number(value: Any) -> Any:
     """An encoding hook that turns NumPy's numbers, which users' classes may produce, into Python's."""
     if hasattr(value, "item"):

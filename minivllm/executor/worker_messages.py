@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from minivllm.executor.processes import Message, plain_number
+from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput, SequencePart
 
@@ -106,12 +106,8 @@ class Failed(Message):
     message: str
 
 
-class WorkerLog(Message):
-    """A log record."""
-
-    level: int
-    logger: str
-    text: str
+class WorkerLog(LogMessage):
+    """A log record of a worker."""
 
 
 Answer = StepResult | CallResult | Failed
